@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hrl.migrate.line import Migrated, MigrationError, Remark
+from hrl.migrate.line import Migrated, MigrationError, Remark, key_of
 from hrl.migrate.openrlhf import migrate_openrlhf
-from hrl.migrate.shell import commands_of
+from hrl.migrate.shell import Command, commands_of
 from hrl.migrate.trl import migrate_trl_file, migrate_trl_line
 from hrl.migrate.verl import migrate_verl
 
 _PYTHON = re.compile(r"^\s*(from|import)\s+\w|^\s*\w+\s*=\s*\w+\(", re.MULTILINE)
 _DOCTEST = re.compile(r"^\s*(?:>>>|\.\.\.)(?: (.*)|)$", re.MULTILINE)
 _SCRIPT_OF_TRL = re.compile(r"(?:.*/)?(?:trl|examples)/scripts/(\w+)\.py")
-_ARGUMENTS = re.compile(r"^[^#\n]*?(\$[@*]|\$\{[@*]\})", re.MULTILINE)
 _EXPORT = re.compile(r"^[ \t]*export[ \t]+([A-Za-z_]\w*)=", re.MULTILINE)
+_TORCHRUN = {"nproc[_-]per[_-]node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
 _NAMES_OF_SCRIPTS = {"reward_modeling": "reward"}
 """Scripts of TRL that have another name than the command of `trl`."""
 _TRL = re.compile(r"\b(GRPO|RLOO|DPO|SFT|Reward)(Config|Trainer)\b")
@@ -39,15 +39,16 @@ def migrate(text: str, name: str, processes: int = 1) -> list[Migrated]:
     if name.endswith(".py") or (_TRL.search(text) and _PYTHON.search(text)):
         return [migrate_trl_file(text, name, processes)]
     found, others = [], []
-    for words in commands_of(text):
-        program, arguments = _program(words)
+    for command in commands_of(text):
+        program, arguments = _program(command.words)
         if program is None:
             continue
         try:
-            migrated = _one(program, arguments, words, processes)
+            migrated = _one(program, arguments, command.words, processes)
         except MigrationError as error:
             others.append(str(error))
             continue
+        migrated.lost += _left_in_the_script(text, command)
         found.append(replace(migrated, program=f"{name}: {migrated.program}" if name != "-" else migrated.program))
     if not found:
         why = (
@@ -57,17 +58,16 @@ def migrate(text: str, name: str, processes: int = 1) -> list[Migrated]:
         )
         where = "standard input" if name == "-" else name
         raise MigrationError(f"{where} has no launch line of verl, OpenRLHF or TRL{why}")
-    for migrated in found:
-        migrated.lost += _left_in_the_script(text)
     return found
 
 
-def _left_in_the_script(text: str) -> list[Remark]:
-    """Return what a script gives its lines beside their words. Values stay out of it: they may be secrets."""
-    remarks = []
-    if arguments := _ARGUMENTS.search(text):
-        why = "stands for what the script is called with; write that into the script and migrate it again"
-        remarks.append(Remark(arguments[1], why))
+def _left_in_the_script(text: str, command: Command) -> list[Remark]:
+    """Return what a script gives a line beside its words. Values stay out of it: they may be secrets."""
+    why = "stands for what the script is called with; write that into the script and migrate it again"
+    remarks = [Remark(argument, why) for argument in command.arguments]
+    for name in dict.fromkeys(command.environment):
+        why = "is set for the command alone and not in this line; set it before `hrl train` if the run needs it"
+        remarks.append(Remark(f"{name}=…", why))
     for name in dict.fromkeys(_EXPORT.findall(text)):
         if not re.search(rf"\$\{{?{name}\b", text):  # else the value is in the line
             why = "is set in the script and not in this line; export it before the run if it needs it"
@@ -95,7 +95,15 @@ def _one(program: str, arguments: list[str], words: Sequence[str], processes: in
         told = [int(value) for flag, value in pairwise(words) if flag == "--num_processes" and value.isdigit()]
         arguments = [word for place, word in enumerate(arguments) if not _is_of_accelerate(arguments, place)]
         return migrate_trl_line(program.removeprefix("trl "), arguments, told[0] if told else processes)
-    return migrate_verl(program, arguments)
+    known = {key_of(argument) for argument in arguments}
+    return migrate_verl(program, [*(word for word in _of_torchrun(words) if key_of(word) not in known), *arguments])
+
+
+def _of_torchrun(words: Sequence[str]) -> Iterator[str]:
+    """Yield how many processes `torchrun` starts, as keys of verl, which has its SFT trainer started so."""
+    for flag, key in _TORCHRUN.items():
+        if found := re.search(rf" --{flag}[ =](\d+) ", " ".join(words)):
+            yield f"{key}={found[1]}"
 
 
 def _is_of_accelerate(arguments: Sequence[str], place: int) -> bool:

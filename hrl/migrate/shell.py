@@ -13,12 +13,27 @@ from dataclasses import dataclass, field
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _PLAIN = re.compile(rf"\$({_NAME})")
-_BRACED = re.compile(rf"\$\{{({_NAME})(\[[@*]\])?(?:(:?[-=+?])(.*))?\}}", re.DOTALL)
+_BRACED = re.compile(rf"\$\{{({_NAME}|\d+)(\[[@*]\])?(?:(:?[-=+?])(.*))?\}}", re.DOTALL)
 _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
 _KEYWORDS = {"then", "do", "else", "fi", "done", "{", "}", "!", "time"}
 _CONDITIONS = ("if", "elif", "and", "or")
 """`and` and `or` stand for `[ … ] &&` and `[ … ] ||`."""
 _DECLARE = {"export", "local", "readonly", "declare", "typeset"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a script.
+
+    Attributes:
+        words: Its words, with variables put in.
+        environment: Names of the variables that are set for it alone (`X=1 run …`, `env X=1 run …`).
+        arguments: Arguments of the script, such as `$1` and `$@`, that its words are made with. They stand for nothing.
+    """
+
+    words: list[str]
+    environment: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -27,25 +42,27 @@ class _Reader:
 
     Attributes:
         variables: Name → words; a plain variable has one.
-        left: What only a shell could find out.
+        made_with: Name → arguments of the script that its words are made with.
+        arguments: Arguments of the script that were asked for since it was last emptied.
         skipping: One entry for each `if` around: whether its present branch is left out, and whether one was taken.
     """
 
     variables: dict[str, list[str]] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    made_with: dict[str, list[str]] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
     skipping: list[tuple[bool, bool]] = field(default_factory=list)
 
 
-def commands_of(text: str) -> list[list[str]]:
-    """Return the words of every command of a script, with its variables put in, in order.
+def commands_of(text: str) -> list[Command]:
+    """Return every command of a script, with its variables put in, in order.
 
     Of a condition that compares texts or numbers, the branch that holds is read; of any other the first one.
     """
     reader, commands = _Reader(), []
     for statement in _statements(text):
-        words = _run(statement, reader)
-        if words:
-            commands.append(words)
+        command = _run(statement, reader)
+        if command is not None and command.words:
+            commands.append(command)
     return commands
 
 
@@ -191,30 +208,35 @@ def _closing(text: str, at: int, opening: str, closing: str) -> int:
 # ---------------------------------------------------------------------------------------------- what they do
 
 
-def _run(statement: list[str], reader: _Reader) -> list[str]:
-    """Take a statement's assignments and conditions, and return the words of its command, if it has one."""
+def _run(statement: list[str], reader: _Reader) -> Command | None:
+    """Take a statement's assignments and conditions, and return its command, if it has one."""
     words = list(statement)
     while words and words[0] in (*_KEYWORDS, *_CONDITIONS, "|"):
         keyword = words.pop(0)
         if keyword in _CONDITIONS:
             _condition(keyword, words, reader)
-            return []
+            return None
         if keyword == "else" and reader.skipping:
             _, taken = reader.skipping[-1]
             reader.skipping[-1] = (taken, True)
         elif keyword == "fi" and reader.skipping:
             reader.skipping.pop()
     if any(skips for skips, _ in reader.skipping) or not words:
-        return []
+        return None
     if words[0] == "read" and words[-1].startswith("\0"):
         name = next((word for word in reversed(words[:-1]) if re.fullmatch(_NAME, word)), None)
         if name is not None:
+            reader.arguments = []
             reader.variables[name] = [_text(words[-1][1:].strip(), reader)]
-        return []
+            reader.made_with[name] = list(reader.arguments)
+        return None
     if words[0] in _DECLARE:
         words = [word for word in words[1:] if not word.startswith("-")]
+    environment = []
     while words and (found := _ASSIGNMENT.fullmatch(words[0])):
         name, adds, raw = found.groups()
+        environment.append(name)
+        reader.arguments = list(reader.made_with.get(name, [])) if adds else []
         if raw == "(":
             end = words.index(")") if ")" in words else len(words)
             values = [value for word in words[1:end] for value in _expand(word, reader)]
@@ -225,9 +247,14 @@ def _run(statement: list[str], reader: _Reader) -> list[str]:
         before = reader.variables.get(name, [])
         plain = adds and len(before) == 1 and raw != "("
         reader.variables[name] = [before[0] + values[0]] if plain else [*before, *values] if adds else values
+        reader.made_with[name] = list(reader.arguments)
     if statement[0] in _DECLARE or not words:
-        return []
-    return [value for word in words for value in _expand(word, reader)]
+        return None
+    if words[0] == "env":
+        environment += [found[1] for word in words[1:] if (found := _ASSIGNMENT.fullmatch(word))]
+    reader.arguments = []
+    expanded = [value for word in words for value in _expand(word, reader)]
+    return Command(expanded, environment, list(dict.fromkeys(reader.arguments)))
 
 
 def _condition(keyword: str, words: list[str], reader: _Reader) -> None:
@@ -359,7 +386,8 @@ def _dollar(text: str, at: int, reader: _Reader) -> tuple[list[str], int]:
     elif plain := _PLAIN.match(text, at):
         return _variable(plain[0], reader), plain.end()
     elif text[at + 1 : at + 2] in ("@", "*") or text[at + 1 : at + 2].isdigit():
-        return [], at + 2  # arguments of the script
+        reader.arguments.append(text[at : at + 2])
+        return [], at + 2
     else:
         return [text[at]], at + 1
     return [text[at:end]], end  # the output of a command
@@ -368,13 +396,15 @@ def _dollar(text: str, at: int, reader: _Reader) -> tuple[list[str], int]:
 def _variable(written: str, reader: _Reader) -> list[str]:
     """Return the words of a variable; as it is written if the script does not set it."""
     if written in ("$@", "${@}", "$*", "${*}"):
+        reader.arguments.append(f"${written.strip('${}')}")
         return []
     found = _BRACED.fullmatch(written)
+    name, _, operator, other = found.groups() if found is not None else (written.strip("${}"), None, None, None)
+    reader.arguments += reader.made_with.get(name, [])
     if found is None:
-        name = written.strip("${}")
         return reader.variables.get(name, [written])
-    name, _, operator, other = found.groups()
-    if re.fullmatch(r"\d+", name):
+    if name.isdigit() and not operator:
+        reader.arguments.append(f"${name}")
         return []
     values = reader.variables.get(name)
     is_set = values is not None and (values != [""] or not (operator or "").startswith(":"))

@@ -411,6 +411,26 @@ def test_what_a_script_gives_its_line_from_outside_is_named_without_values() -> 
     assert "secret" not in script(found) and found.arguments == ["data.train_files=a.parquet"]
 
 
+def test_what_stands_before_the_command_and_what_the_script_is_called_with_is_named() -> None:
+    text = (
+        "rows=$1\nKEY=secret VLLM_USE_V1=1 python3 -m verl.trainer.main_ppo data.train_files=$rows trainer.seed=3 $2\n"
+    )
+    (found,) = migrate(text + "python3 -m verl.trainer.main_ppo data.train_files=a.parquet\n", "run.sh")[:1]
+    assert {"KEY=…", "VLLM_USE_V1=…", "$1", "$2"} <= set(lost(found)) and "secret" not in script(found)
+    assert "trainer.seed=3" in found.arguments
+    other = migrate(text + "python3 -m verl.trainer.main_ppo data.train_files=a.parquet\n", "run.sh")[1]
+    assert other.lost == []  # of another line's words
+    found = one("env HF_HOME=/x nohup python3 -m verl.trainer.main_ppo data.train_files=a.parquet")
+    assert set(lost(found)) == {"HF_HOME=…"}
+
+
+def test_the_processes_of_torchrun_are_those_of_the_run() -> None:
+    line = "torchrun --standalone --nnodes=2 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=a.parquet"
+    assert config_of(one(line)).trainer.n_gpus_per_node == 8 and config_of(one(line)).trainer.nnodes == 2
+    assert config_of(one(f"{line} trainer.n_gpus_per_node=4")).trainer.n_gpus_per_node == 4
+    assert config_of(one(line.replace("_per_node=", "-per-node "))).trainer.n_gpus_per_node == 8
+
+
 def test_what_a_line_of_openrlhf_leaves_to_defaults_or_beside_a_remote_reward_is_named() -> None:
     line = "python3 -m openrlhf.cli.train_ppo_ray --prompt_data rows.jsonl --pretrain m"
     found = one(f"{line} --reward_pretrain r --remote_rm_url http://host/score")

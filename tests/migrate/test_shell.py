@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hrl.migrate.shell import commands_of
+from hrl.migrate.shell import Command, commands_of
 
 
 def words_of(script: str) -> list[str]:
-    return commands_of(script)[-1]
+    return commands_of(script)[-1].words
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def words_of(script: str) -> list[str]:
         ("run l=['console','wandb'] \"m=['x y']\"", ["run", "l=[console,wandb]", "m=['x y']"]),
         ("A=1 B=2 run x", ["run", "x"]),
         ("export N=4; run $N > out.log 2>&1", ["run", "4"]),
-        ("run a $@ \"$@\" $1 b", ["run", "a", "b"]),
+        ("run a $@ \"$@\" $1 ${2} b${3:-c}", ["run", "a", "bc"]),
         ("run $'a\\nb'", ["run", "a\nb"]),
         ("read -r -d '' args <<EOF\nmodule \\\n  --x 1\nEOF\nrun $args", ["run", "module", "--x", "1"]),
     ],
@@ -36,7 +36,25 @@ def test_words_are_those_of_bash(script: str, words: list[str]) -> None:
 
 
 def test_a_pipe_ends_the_command() -> None:
-    assert commands_of("run a=1 2>&1 | tee log\n") == [["run", "a=1"], ["tee", "log"]]
+    assert commands_of("run a=1 2>&1 | tee log\n") == [Command(["run", "a=1"]), Command(["tee", "log"])]
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "arguments"),
+    [
+        ("A=1 B=2 run x", ["A", "B"], []),
+        ("env A=1 B=2 run x", ["A", "B"], []),
+        ("export A=1\nB=2\nrun x", [], []),
+        ('run $1 a=${2} "$@" ${3:-c} $1', [], ["$1", "$2", "$@"]),
+        ("n=$1\nm=$n\necho $2\nrun x=$m", [], ["$1"]),  # by way of variables
+        ("x=$1\nx=2\nrun $x", [], []),
+        ("a=(x $1)\na+=(y)\nrun ${a[@]}", [], ["$1"]),
+        ('if [[ ${1} != "slurm" ]]; then run x; fi', [], []),  # it decides, and is not in the line
+    ],
+)
+def test_what_a_command_has_beside_its_words(script: str, environment: list[str], arguments: list[str]) -> None:
+    command = commands_of(script)[-1]
+    assert (command.environment, command.arguments) == (environment, arguments)
 
 
 @pytest.mark.parametrize(
