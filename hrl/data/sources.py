@@ -320,6 +320,18 @@ def files_of(source: Source) -> list[Path] | None:
     return files
 
 
+def held_out_files(source: Source) -> list[Path]:
+    """Return the files of a folder if all are of a split to validate or test on, by their names; none otherwise.
+
+    Raises:
+        DatasetError: The source can't be read.
+    """
+    if source.rows is not None or source.makes_rows or not source.path.is_dir():
+        return []
+    files = files_of(source) or []
+    return files if all(_split_of(file, source.path) in ("test", "validation") for file in files) else []
+
+
 def files_in_or_hub(path: Path) -> None:
     """Refuse a path that is missing and may have been meant as a data set of the hub.
 

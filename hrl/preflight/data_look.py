@@ -29,10 +29,10 @@ from hrl.data.offline.demonstrations import CHOSEN, COMPLETION_KEYS, TEXT, Demon
 from hrl.data.offline.pairs import PairDataset
 from hrl.data.order import MixedOrder
 from hrl.data.sampler import load_sampler
-from hrl.data.sources import DataFiles, Look, Source, has_field, look_into, read_rows, sources_of
+from hrl.data.sources import DataFiles, Look, Source, has_field, held_out_files, look_into, read_rows, sources_of
 from hrl.data.tokenised_dataset import DatasetCounts, Intake, TokenisedDataset
 from hrl.models.tokenizer import TokenIds
-from hrl.nearest import nearest
+from hrl.nearest import listing, nearest
 from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
 from hrl.preflight.machine_look import gpus_here, joins_a_cluster
@@ -171,6 +171,10 @@ def _look_at_options(findings: Findings, key: str, config: RunConfiguration, sou
                 "streams rows, and the reference's log-probs of all rows that come are computed before the first step."
             )
             findings.problem(key, what, "Leave out streaming, or set algorithm.reference_free=true.")
+        if held_out := held_out_files(source):
+            what = f"names a folder with rows to test on alone, by their names: {listing([str(f) for f in held_out])}."
+            hint = f"Name the rows to train on; if these are meant, name the files themselves: {key}={held_out[0]}."
+            findings.problem(key, what, hint)
         return
     if options.streaming:
         findings.problem(key, "streams rows, and a validation reads all of them.", "Leave out streaming there.")

@@ -200,6 +200,17 @@ def test_of_streamed_rows_only_the_first_are_looked_at(run, tmp_path, monkeypatc
     assert "has 1 row (looked at: 255 of 401 streamed rows) without reward_model.ground_truth" in problem
 
 
+def test_a_folder_of_nothing_but_test_rows_is_not_trained_on_unless_its_files_are_named(run, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("math_test.jsonl", "sums_test.jsonl"):
+        write_rows(folder / name, [ROW] * 8)
+    (problem,) = refused(run, **{"data.train_files": [str(folder)]})
+    assert problem.startswith(f"data.train_files names a folder with rows to test on alone, by their names: {folder}")
+    assert "name the files themselves: data.train_files=" in problem
+    run(**{"data.train_files": [str(folder / "math_test.jsonl")], "data.val_files": [str(folder / "sums_test.jsonl")]})
+
+
 def test_a_column_may_be_mapped_to_messages(run, tmp_path):
     chat = {"conversations": [{"from": "human", "value": PROMPT}], "reward_model": ROW["reward_model"]}
     file = write_rows(tmp_path / "chats.jsonl", [chat] * 4)
