@@ -39,8 +39,12 @@ FUNCTION_NAMES = (
 one that the data source of each row chooses."""
 
 
-SUM = "score"
-"""What the sum of several functions is called, so that none of them can be."""
+TAKEN_NAMES = {
+    "score": "as their sum is",
+    "acc": "as the part by which validation counts right responses",
+    "pred": "as the part by which validation counts votes",
+}
+"""Names that none of several functions can have → what has them."""
 
 
 FROM_PYTHON = "python:"

@@ -16,7 +16,7 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.reward import FUNCTION_NAMES, SUM, RewardConfig
+from hrl.config.reward import FUNCTION_NAMES, TAKEN_NAMES, RewardConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
 from hrl.config.trainer import JSON_CONSOLE
@@ -253,6 +253,10 @@ def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:
         what = "is given, and reward.custom_reward_function.path names a function too."
         hint = f"Add {reward.custom_reward_function.path}:{reward.custom_reward_function.name} to the list instead."
         yield Problem(key, what, hint, ("reward.custom_reward_function.path",))
+    elif (kwargs := reward.custom_reward_function.reward_kwargs) and not any(entry.is_object for entry in entries):
+        what = f"has {', '.join(kwargs)}, and {key} names the functions, each with its own arguments."
+        hint = "Write them into the entry of the function that takes them."
+        yield Problem("reward.custom_reward_function.reward_kwargs", what, hint, (key,))
     for position, entry in enumerate(entries):
         if (entry.name is None) == (entry.path is None):
             which = "neither a name nor a path" if entry.name is None else "a name and a path"
@@ -263,8 +267,8 @@ def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:
     for part in sorted({part for part in parts if parts.count(part) > 1}):
         what = f"has two functions called {part}, whose scores could not be told apart."
         yield Problem(key, what, "Give one of them a label.")
-    if len(parts) > 1 and SUM in parts:
-        what = f"has a function called {SUM} among others, and that is what their sum is called."
+    for part in [part for part in parts if part in TAKEN_NAMES and len(parts) > 1]:
+        what = f"has a function called {part} among others, {TAKEN_NAMES[part]}."
         yield Problem(key, what, "Give it a label.")
 
 

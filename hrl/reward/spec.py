@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _ENV = "env:"
 _FUNCTIONS = "reward.functions"
+_KWARGS = "reward.custom_reward_function.reward_kwargs"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class RewardSpec:
         """Return the rewards of the section `reward`, or those that the caller gives as objects.
 
         Args:
-            reward: The section; a single function given as an object gets its `reward_kwargs`.
+            reward: The section; a single function given as an object gets its `reward_kwargs`, which are refused beside
+                a list.
             data_sources: Data sources of the rows.
             given: Used instead of what the section names; see `PickledFunction.of`.
             columns: Columns of the rows.
@@ -126,6 +128,12 @@ class RewardSpec:
                 )
             if callable(given):
                 return cls(PickledFunction.of(given, custom.reward_kwargs, columns), custom.reward_kwargs, columns)
+            if custom.reward_kwargs:
+                raise RewardFunctionError(
+                    f"{_KWARGS} has {', '.join(custom.reward_kwargs)}, which is for a single function given as an "
+                    "object, and the reward is a list or a name. Give each function its own: functools.partial(f, "
+                    "key=value), or an entry such as {'name': 'length', 'most': 50}"
+                )
         entries = reward.entries if given is None else entries_of(given)
         if not entries:
             raise RewardFunctionError("there is no reward function")

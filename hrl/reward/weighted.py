@@ -37,7 +37,7 @@ def entries_of(rewards: Rewards) -> list[Entry]:
     Raises:
         RewardFunctionError: An entry is neither a reward nor one with its weight, or two have one name.
     """
-    from hrl.config.reward import SUM
+    from hrl.config.reward import TAKEN_NAMES
 
     if callable(rewards) or isinstance(rewards, str | Mapping):
         rewards = [rewards]
@@ -67,9 +67,9 @@ def entries_of(rewards: Rewards) -> list[Entry]:
                 f"two rewards are named {name}; their scores could not be told apart. Give one of them another name "
                 "(`def`, `__name__`), or a `label` if it is an entry of reward.functions"
             )
-    if len(entries) > 1 and SUM in names:
+    for name in [name for name in names if name in TAKEN_NAMES and len(names) > 1]:
         raise RewardFunctionError(
-            f"a reward of several is named {SUM}, as their sum is. Give it another name (`def`, `__name__`), or a "
+            f"a reward of several is named {name}, {TAKEN_NAMES[name]}. Give it another name (`def`, `__name__`), or a "
             "`label` if it is an entry of reward.functions"
         )
     return entries

@@ -106,6 +106,11 @@ CASES = [
         {"reward.functions": ["numeric", {"path": "my.py", "db_password": "x"}]},
         "reward.functions [1] has db_password written out",
     ),
+    (
+        {"reward.functions": ["numeric"], "reward.custom_reward_function.reward_kwargs": {"k": 1}},
+        "reward.custom_reward_function.reward_kwargs has k, and reward.functions names the functions, each with its "
+        "own arguments. Write them into the entry of the function that takes them.",
+    ),
     ({"reward.functions": [{"path": "my.py", "where": "https://me:pw@host"}]}, "[0] has where written out"),
     ({"reward.overlong_buffer": {"enable": True, "len": 0}}, "reward.overlong_buffer.len is 0 tokens"),
     ({"data.custom_cls.path": "my.py"}, "data.custom_cls.name needs the name of the class"),

@@ -87,6 +87,7 @@ def test_the_earlier_weight_of_the_function_is_an_entry_of_the_list():
         (["reward.functions=[numerik]"], "names 'numerik'.* Did you mean numeric"),
         (["reward.functions=[numeric, numeric]"], "two functions called numeric.*label"),
         (["reward.functions=[numeric, {name: length, label: score}]"], "has a function called score.*Give it a label"),
+        (["reward.functions=[numeric, 'my.py:acc']"], "function called acc .*counts right responses. Give it a label"),
         (["reward.functions=[{weight: 1}]"], "neither a name nor a path"),
         (["reward.functions=[{name: numeric, path: a.py}]"], "a name and a path"),
         (["reward.functions=[numeric]", "custom_reward_function.path=a.py"], "Add a.py:compute_score to the list"),
@@ -107,6 +108,18 @@ def test_a_key_that_is_written_out_is_refused_and_not_repeated():
     with pytest.raises(RewardFunctionError, match="env:ITS_NAME") as refused:
         spec_of(given=[({"name": "judge", "model": "m", "base_url": "http://l/v1", "api_key": "sk-verysecret"}, 1.0)])
     assert "sk-verysecret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("given", [["numeric", verls], [verls], "numeric"])
+def test_arguments_of_a_single_function_are_refused_beside_a_list(given):
+    kwargs = "reward.custom_reward_function.reward_kwargs={words: 3}"
+    with pytest.raises(RewardFunctionError, match=r"reward_kwargs has words, which is for a single .*partial\(f, key"):
+        spec_of(kwargs, given=given)
+
+    def alone(response, words):
+        return float(len(response.split()) <= words)
+
+    assert score_by(spec_of(kwargs, given=alone), "a b c").score == 1.0
 
 
 def test_environment_variables_are_filled_in_for_each_function_apart():

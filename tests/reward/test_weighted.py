@@ -131,6 +131,17 @@ def test_a_function_of_several_cannot_have_the_name_of_their_sum():
     assert [name for name, *_ in entries_of(score)] == ["score"]  # alone it is no sum
 
 
+@pytest.mark.parametrize("name", ["acc", "pred"])
+def test_a_function_of_several_cannot_have_the_name_of_a_part_that_validation_reads(name):
+    def other(response):
+        return 0.5
+
+    other.__name__ = name
+    with pytest.raises(RewardFunctionError, match=f"is named {name}, as the part by which validation counts"):
+        as_one([graded, other])  # whose `acc` and `pred` it would overwrite
+    assert [part for part, *_ in entries_of([(other, 2.0)])] == [name]
+
+
 def test_lambdas_and_partials_have_names_of_their_own():
     def graded(response, most):
         return float(len(response) <= most)
