@@ -43,6 +43,8 @@ _BUILT_IN = ("bundled:", "reasoning_gym:")
 _OF_ITS_ROWS = ("data.max_prompt_length", "trainer.experiment_name", _TEST_FREQ)
 """Keys whose value in the quickstart suits its rows alone."""
 _NEEDS_GRAMMAR = frozenset("[]{}'\"$,()")
+_KEY = re.compile(r"[+~]{0,2}[\w./@:$-]+", re.ASCII)
+"""A key as hydra's grammar has it, which has no error for others but one of its lexer."""
 _PARSER = OverridesParser.create()
 _BESIDE_THE_PROGRAM = ("config", "./config")
 """The `--config-path` of verl's launch lines, a folder beside its programs. It is read as hrl's own folder."""
@@ -204,21 +206,24 @@ def _without_blanks(arguments: Sequence[str], problems: list[Problem]) -> Iterat
             yield key
         else:
             value = "".join(cut).removeprefix("=")
-            what, hint = "has blanks around the `=`.", f"Write {key.removesuffix('=')}={value}."
-            problems.append(Problem(" ".join([key, *cut]), what, hint, reason=Reason.UNREADABLE))
+            problems.append(_blanks(" ".join([key, *cut]), key.removesuffix("="), value))
         at += 1 + len(cut)
 
 
 def _cut_at_blanks(key: str, following: Sequence[str]) -> list[str]:
     """Return which of the arguments after a key are its `=` and its value, cut off by blanks."""
     after, value = [*following, "", ""][:2]
-    if re.fullmatch(r"[+~]{0,2}[\w./@]+=", key) and _is_bare(after):  # key= value
+    if key.endswith("=") and _KEY.fullmatch(key[:-1]) and _is_bare(after):  # key= value
         return [after]
-    if not re.fullmatch(r"[+~]{0,2}[\w./@]+", key):
+    if not _KEY.fullmatch(key):
         return []
     if after == "=" and _is_bare(value):  # key = value
         return [after, value]
     return [after] if len(after) > 1 and after.startswith("=") else []  # key =value
+
+
+def _blanks(text: str, key: str, value: str) -> Problem:
+    return Problem(text, "has blanks around the `=`.", f"Write {key}={value}.", reason=Reason.UNREADABLE)
 
 
 def _is_bare(text: str) -> bool:
@@ -385,6 +390,11 @@ def read_override(text: str) -> Override | Problem:
     key, equals, value = text.partition("=")
     if not key.strip("+~") or (not equals and not key.startswith("~")):
         return Problem(text, "is not an override.", "Write key=value.", reason=Reason.UNREADABLE)
+    if key != key.strip():
+        return _blanks(text, key.strip(), value.strip())
+    if not _KEY.fullmatch(key):
+        hint = "A key is made of words with dots between them, such as trainer.seed."
+        return Problem(key.lstrip("+~"), "can't be a key.", hint, reason=Reason.UNREADABLE)
     try:
         return _checked(_PARSER.parse_override(text), text)
     except HydraException as error:

@@ -89,11 +89,22 @@ def test_files_grammar_and_fields_are_reported_together():
         (["data.train_files", "=x.jsonl"], "data.train_files=x.jsonl"),
         (["data.train_files=", "x.jsonl"], "data.train_files=x.jsonl"),
         (["+trainer.seed", "=", "3"], "+trainer.seed=3"),
+        (["data.train_files = x.jsonl"], "data.train_files=x.jsonl"),  # in quotes
+        (["data.train_files\n=x.jsonl"], "data.train_files=x.jsonl"),
     ],
 )
 def test_blanks_around_the_sign_are_named_once(written, meant):
     what = f"{' '.join(written)} has blanks around the `=`. Write {meant}."
     assert problems(*written, "trainer.seed=x") == [what, "trainer.seed is 'x', expected a whole number."]
+
+
+@pytest.mark.parametrize("key", ["é", "a b", '"a"', "a,b", "{a}", "a[0]", "a*", "(a)", "trainer;seed", "~trainer seed"])
+def test_what_no_key_can_be_is_a_problem_among_the_others(key):
+    text = key if key.startswith("~") else f"{key}=3"
+    assert problems(text, "trainer.seed=x") == [
+        f"{key.lstrip('~')} can't be a key. A key is made of words with dots between them, such as trainer.seed.",
+        "trainer.seed is 'x', expected a whole number.",
+    ]
 
 
 def test_an_empty_value_beside_another_argument_is_no_blank():
