@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from hrl.commands.argument_types import at_least_one
 
@@ -32,6 +33,8 @@ _WIDEST_RESPONSE = 40
 _NARROWEST_RESPONSE = 12
 _WIDEST_PART = 24
 _WIDTH_OF_REST = 41
+_MOST_PRINTED = 4000
+"""How many bytes of what a reward prints are shown."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -67,11 +70,15 @@ def run(options: Namespace) -> int:
     columns = tuple(dict.fromkeys(name for row in rows for name in row.columns))
     sources = tuple(dict.fromkeys(row.data_source for row in rows))
     spec = RewardSpec.of_config(config.reward, sources, None, columns)
-    trial = run_trial(spec, config.reward, rows, [*attempts, *probes(rows)])
-    if options.as_json:
-        sys.stdout.write(json.dumps(trial.to_json(), ensure_ascii=True) + "\n")
-    else:
-        _show(trial, options)
+    with tempfile.TemporaryFile() as output:
+        try:
+            trial = run_trial(spec, config.reward, rows, [*attempts, *probes(rows)], output)
+            if options.as_json:
+                sys.stdout.write(json.dumps(trial.to_json(), ensure_ascii=True) + "\n")
+            else:
+                _show(trial, options)
+        finally:  # also what a function prints that can't be loaded
+            _show_printed(output)
     return 1 if trial.failed else 0
 
 
@@ -194,6 +201,7 @@ def _show(trial: Trial, options: Namespace) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    console.print(trial.title, style="italic", markup=False, soft_wrap=True)  # a table's own is no wider than the table
     console.print(_table(trial, options.show, console.width))
     _show_summary(console, trial)
     for call in trial.failed[:3]:
@@ -208,6 +216,18 @@ def _show(trial: Trial, options: Namespace) -> None:
         console.print("No rows and no responses were given: this is an example of the library.", style="dim")
 
 
+def _show_printed(output: IO[bytes]) -> None:
+    """Write what the functions printed to standard error, below all else: its beginning, if it is long."""
+    from hrl.report.samples import readable
+
+    output.seek(0)
+    printed = output.read(_MOST_PRINTED + 1)
+    text = readable(printed[:_MOST_PRINTED].decode(errors="replace")).rstrip()
+    if text:
+        cut = "\n…" if len(printed) > _MOST_PRINTED else ""
+        sys.stderr.write(f"\nprinted by the reward:\n{text}{cut}\n")
+
+
 def _table(trial: Trial, most: int, width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
@@ -217,7 +237,7 @@ def _table(trial: Trial, most: int, width: int) -> Table:
     probes = [call for call in trial.calls if call.attempt.kind != "response"]
     shown = [*trial.of_responses[:most], *probes]
     parts = list(dict.fromkeys(name for call in shown for name in call.outcome.parts))
-    table = Table(title=trial.title, title_justify="left")
+    table = Table()
     others = sum(min(max(len(name), len("0.000")), _WIDEST_PART) + len(" │ ") for name in parts)
     widest = min(max(width - others - _WIDTH_OF_REST, _NARROWEST_RESPONSE), _WIDEST_RESPONSE)
     table.add_column("row", justify="right", no_wrap=True)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
-from hrl.errors import HrlError
+from hrl.errors import RefusedError
 from hrl.nearest import nearest
 from hrl.user_file import UserFileError, load_user_file
 
@@ -37,7 +37,7 @@ _NAMES_OF_TRL = {
 _LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
-class RewardFunctionError(HrlError, ValueError):
+class RewardFunctionError(RefusedError, ValueError):
     """A reward function can't be loaded, or returned something that isn't a reward."""
 
 

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hrl.processes.child_environment import child_environment, withheld_names
 from hrl.processes.plain_data import to_plain
@@ -144,10 +144,12 @@ class RewardPool:
     Args:
         spec: The function.
         reward: The section `reward`, with number of processes, concurrency, deadline and memory limit.
+        output: File that gets what the functions print; standard error if None.
     """
 
-    def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
+    def __init__(self, spec: RewardSpec, reward: RewardConfig, output: IO[bytes] | None = None) -> None:
         self._spec = spec
+        self._output = output
         self._num_workers = reward.num_workers
         self._timeout_s = reward.timeout_s
         self._withheld = withheld_names(keep=spec.env.values())
@@ -287,7 +289,7 @@ class RewardPool:
 
     def _launch(self) -> None:
         try:
-            popen, ours, state = _start_process(self._spec.env.values())
+            popen, ours, state = _start_process(self._spec.env.values(), self._output)
         except OSError as error:
             self._give_up(
                 f"the system gives no further process: {error}. Lower reward.num_workers, or raise the limits of "
@@ -450,11 +452,14 @@ class RewardPool:
         self._processes.discard(process)
 
 
-def _start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket.socket, SharedState]:
+def _start_process(
+    env: Collection[str], output: IO[bytes] | None
+) -> tuple[subprocess.Popen[bytes], socket.socket, SharedState]:
     """Start a process that waits for its settings; return it with the parent's end of its socket and the shared state.
 
     Args:
         env: Environment variables to pass although they look like secrets.
+        output: File that gets what the process writes; standard error if None.
 
     Raises:
         OSError: The system can't start a process.
@@ -469,6 +474,7 @@ def _start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socke
             env=child_environment(keep=env, OMP_NUM_THREADS="1", PYTHONHASHSEED="0"),
             pass_fds=[theirs.fileno(), shared],
             stdin=subprocess.DEVNULL,
+            stderr=output,
             start_new_session=True,  # its children can be killed with it, and Ctrl-C reaches only the parent
         )
         on_failure.pop_all()

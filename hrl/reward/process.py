@@ -117,6 +117,7 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
     die_with_parent(parent_pid)
     guard_process_group()  # the kernel ends this process with its parent, but not the processes it starts
     os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # killed at its end, it writes out no buffer
     state = SharedState(state_number)
     with socket.socket(fileno=socket_number) as connection, connection.makefile("rb") as stream:
         settings = json.loads(stream.readline() or "null")

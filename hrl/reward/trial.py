@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hrl.data.chat import text_of
 from hrl.data.dataset import PromptRow
@@ -279,7 +279,13 @@ def _parsed(text: str, place: str) -> Any:
         raise TrialError(f"{place} is no JSON: {error}") from error
 
 
-def run_trial(spec: RewardSpec, reward: RewardConfig, rows: Sequence[PromptRow], attempts: Sequence[Attempt]) -> Trial:
+def run_trial(
+    spec: RewardSpec,
+    reward: RewardConfig,
+    rows: Sequence[PromptRow],
+    attempts: Sequence[Attempt],
+    output: IO[bytes] | None = None,
+) -> Trial:
     """Score texts in a supervised process, as a run does.
 
     Args:
@@ -287,11 +293,12 @@ def run_trial(spec: RewardSpec, reward: RewardConfig, rows: Sequence[PromptRow],
         reward: The section `reward`, for deadlines and limits.
         rows: The rows.
         attempts: The texts.
+        output: File that gets what the function prints; standard error if None.
 
     Raises:
         RewardFunctionError: The function can't be loaded.
     """
-    with RewardPool(spec, reward) as pool:
+    with RewardPool(spec, reward, output) as pool:
         futures = []
         for number, attempt in enumerate(attempts):
             row = rows[attempt.row]

@@ -68,6 +68,41 @@ def test_failures_are_shown_with_their_row_and_end_in_status_1(folder, capsys):
     assert "1 failed" in shown and "[" not in shown.split("\n")[0]
 
 
+def test_what_a_function_prints_stands_below_the_table(folder, capfd):
+    (folder / "loud.py").write_text(
+        "def loud(response):\n    print('saw \\x1b[31m', repr(response))\n    return 1.0 / (1 + len(response))\n"
+    )
+    write(folder, "6", "no")
+    arguments = ["reward", "loud.py:loud", "--data", "rows.jsonl", "--responses", "r.jsonl"]
+    assert cli.main(arguments) == 0
+    shown, printed = capfd.readouterr()
+    assert "saw" not in shown
+    heading, first, *rest = printed.strip().splitlines()
+    assert (heading, first) == ("printed by the reward:", r"saw \x1b[31m '6'") and len(rest) > 1
+    assert cli.main([*arguments, "--json"]) == 0
+    shown, printed = capfd.readouterr()
+    assert json.loads(shown)["summary"]["samples"] == 2 and "saw" in printed
+
+
+def test_what_a_function_prints_is_cut_and_shown_though_it_cannot_be_loaded(folder, capfd):
+    (folder / "broken.py").write_text("print('long ' * 5000)\nprint('the last words')\nraise KeyError('x')\n")
+    assert cli.main(["reward", "broken.py", "--data", "rows.jsonl"]) == 2
+    printed = capfd.readouterr().err
+    assert "printed by the reward:\nlong long" in printed and "KeyError: 'x'" in printed
+    assert "the last words" not in printed and printed.count("long") == 800 and "long\n…\n" in printed
+
+
+def test_the_title_is_one_line_however_narrow_the_table(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    write(folder, "6", "no")
+    deep = folder / ("a_long_name_of_a_folder_" * 3)
+    deep.mkdir()
+    (deep / "my_reward.py").write_text(FUNCTION)
+    cli.main(["reward", f"{deep}/my_reward.py:generous", "--data", "rows.jsonl", "--responses", "r.jsonl"])
+    title, border, *_ = capsys.readouterr().out.splitlines()
+    assert title == f"reward function generous in {deep}/my_reward.py" and border.startswith("┏")
+
+
 def test_what_pays_everything_is_told(folder, capsys):
     write(folder, "6", "no")
     _, said = found(capsys, "my_reward.py:generous", "--data", "rows.jsonl", "--responses", "r.jsonl")
