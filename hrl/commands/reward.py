@@ -275,9 +275,10 @@ def _cell(value: Any) -> Any:
 
 
 def _show_summary(console: Console, trial: Trial) -> None:
+    from hrl.config.arithmetic import count
+
     found = trial.summary()
-    what = "responses" if trial.of_responses else "probes"
-    said = [f"{found['samples']} {what}"]
+    said = [count(found["samples"], "response" if trial.of_responses else "probe")]
     if "mean" in found:
         said.append(f"score {found['mean']:.3f} ± {found['std']:.3f}, from {found['min']:.3f} to {found['max']:.3f}")
     said += [f"{found[name]} {name}" for name in ("none", "failed", "unscorable") if found[name]]
