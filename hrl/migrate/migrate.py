@@ -17,7 +17,11 @@ _PYTHON = re.compile(r"^\s*(from|import)\s+\w|^\s*\w+\s*=\s*\w+\(", re.MULTILINE
 _DOCTEST = re.compile(r"^\s*(?:>>>|\.\.\.)(?: (.*)|)$", re.MULTILINE)
 _SCRIPT_OF_TRL = re.compile(r"(?:.*/)?(?:trl|examples)/scripts/(\w+)\.py")
 _EXPORT = re.compile(r"^[ \t]*export[ \t]+([A-Za-z_]\w*)=", re.MULTILINE)
-_TORCHRUN = {"nproc[_-]per[_-]node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
+_LAUNCHERS = {
+    "nproc[_-]per[_-]node|num_gpus": "trainer.n_gpus_per_node",
+    "nnodes|num_nodes": "trainer.nnodes",
+}
+"""Options of `torchrun` and `deepspeed` → key."""
 _NAMES_OF_SCRIPTS = {"reward_modeling": "reward"}
 """Scripts of TRL that have another name than the command of `trl`."""
 _TRL = re.compile(r"\b(GRPO|RLOO|DPO|SFT|Reward)(Config|Trainer)\b")
@@ -89,20 +93,27 @@ def _program(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _one(program: str, arguments: list[str], words: Sequence[str], processes: int) -> Migrated:
-    if program.startswith("openrlhf."):
-        return migrate_openrlhf(program, arguments)
     if program.startswith("trl "):
         told = [int(value) for flag, value in pairwise(words) if flag == "--num_processes" and value.isdigit()]
         arguments = [word for place, word in enumerate(arguments) if not _is_of_accelerate(arguments, place)]
         return migrate_trl_line(program.removeprefix("trl "), arguments, told[0] if told else processes)
-    known = {key_of(argument) for argument in arguments}
-    return migrate_verl(program, [*(word for word in _of_torchrun(words) if key_of(word) not in known), *arguments])
+    is_openrlhf = program.startswith("openrlhf.")
+    migrated = migrate_openrlhf(program, arguments) if is_openrlhf else migrate_verl(program, arguments)
+    known = {key_of(argument) for argument in migrated.arguments}
+    started = [word for word in _of_launcher(words) if key_of(word) not in known]
+    if started:
+        migrated.arguments += started
+        migrated.drop_what_does_not_compose()
+    elif words[0] == "deepspeed" and migrated.kind != "ppo":
+        why = "starts a process on every GPU of the machine; trainer.n_gpus_per_node says how many here, and is 1"
+        migrated.differs.append(Remark("deepspeed", why))
+    return migrated
 
 
-def _of_torchrun(words: Sequence[str]) -> Iterator[str]:
-    """Yield how many processes `torchrun` starts, as keys of verl, which has its SFT trainer started so."""
-    for flag, key in _TORCHRUN.items():
-        if found := re.search(rf" --{flag}[ =](\d+) ", " ".join(words)):
+def _of_launcher(words: Sequence[str]) -> Iterator[str]:
+    """Yield how many processes `torchrun` or `deepspeed` starts, as keys."""
+    for flags, key in _LAUNCHERS.items():
+        if found := re.search(rf" --(?:{flags})[ =](\d+) ", " ".join(words)):
             yield f"{key}={found[1]}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hrl.config.arithmetic import count
 from hrl.migrate.line import Migrated, MigrationError, Remark
 from hrl.migrate.table import Given, Table, by_table, read_table
 from hrl.migrate.values import flags_of
@@ -120,7 +121,7 @@ def _batch(given: Given, into: Migrated) -> None:
     actor = "actor_rollout_ref.actor"
     into.set({"data.train_batch_size": prompts, f"{actor}.ppo_mini_batch_size": mini})
     if samples > 1:
-        why = f"{sequences} sequences of an optimizer step are {mini} prompts × {samples} samples"
+        why = f"{sequences} sequences of an optimizer step are {count(mini, 'prompt')} × {samples} samples"
         into.differs.append(Remark(f"--train.batch_size {sequences}", why))
     if given.is_on("train.dynamic_batch_enable"):
         tokens = int(given.number("train.max_tokens_per_gpu", 16192))

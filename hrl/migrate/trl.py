@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hrl.config.arithmetic import count
 from hrl.migrate.line import Migrated, MigrationError, Remark
 from hrl.migrate.table import Given, Table, by_table, read_table
 from hrl.migrate.trl_rewards import rewards_of_command, rewards_of_file, set_rewards
@@ -249,8 +250,9 @@ def _batch(given: Given, into: Migrated) -> None:
         into.set({"data.train_batch_size": prompts, f"{_ACTOR}.ppo_mini_batch_size": mini, f"{_ROLLOUT}.n": samples})
         into.set({f"{_ACTOR}.ppo_micro_batch_size_per_gpu": rows})
         why = (
-            f"prompts are counted here, not completions: {sampled} completions of a step are {prompts} prompts × "
-            f"{samples} samples, on {processes} process{'es' if processes > 1 else ''} (--processes says how many)"
+            f"prompts are counted here, not completions: {sampled} completions of a step are "
+            f"{count(prompts, 'prompt')} × {samples} samples, on {count(processes, 'process', 'processes')} "
+            "(--processes says how many)"
         )
         into.differs.append(Remark("per_device_train_batch_size", why))
     else:

@@ -424,11 +424,14 @@ def test_what_stands_before_the_command_and_what_the_script_is_called_with_is_na
     assert set(lost(found)) == {"HF_HOME=…"}
 
 
-def test_the_processes_of_torchrun_are_those_of_the_run() -> None:
+def test_the_processes_of_a_launcher_are_those_of_the_run() -> None:
     line = "torchrun --standalone --nnodes=2 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=a.parquet"
     assert config_of(one(line)).trainer.n_gpus_per_node == 8 and config_of(one(line)).trainer.nnodes == 2
     assert config_of(one(f"{line} trainer.n_gpus_per_node=4")).trainer.n_gpus_per_node == 4
     assert config_of(one(line.replace("_per_node=", "-per-node "))).trainer.n_gpus_per_node == 8
+    sft = "--module openrlhf.cli.train_sft --pretrain m --dataset rows.jsonl"
+    assert config_of(one(f"deepspeed --num_gpus 4 {sft}")).trainer.n_gpus_per_node == 4
+    assert [remark.written for remark in one(f"deepspeed {sft}").differs] == ["deepspeed"]
 
 
 def test_what_a_line_of_openrlhf_leaves_to_defaults_or_beside_a_remote_reward_is_named() -> None:
