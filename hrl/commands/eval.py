@@ -33,11 +33,13 @@ def run(options: Namespace) -> int:
 
     from rich.console import Console
 
+    from hrl.config.compose import require_no_blanks
     from hrl.config.override import as_override
     from hrl.processes.signals import interrupt_on_signals
     from hrl.trained.evaluate import Sampling, evaluate, show
 
     interrupt_on_signals()
+    require_no_blanks(options.data)
     data = [word for word in options.data if not _is_key(word)]
     keys = [word for word in options.data if _is_key(word)]
     given = {

@@ -85,11 +85,12 @@ def run(options: Namespace) -> int:
 def _config(options: Namespace) -> PPOTrainerConfig:
     import yaml
 
-    from hrl.config.compose import compose_cli
+    from hrl.config.compose import compose_cli, require_no_blanks
     from hrl.config.override import as_override
     from hrl.config.reward import spelt_out
 
     words = [*options.functions, *options.overrides]
+    require_no_blanks(words)
     overrides = [word for word in words if _KEY.match(word)]
     given = [word for word in words if not _KEY.match(word)]
     entries = [yaml.safe_load(word) if word.startswith("{") else word for word in given]

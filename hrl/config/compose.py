@@ -196,6 +196,18 @@ def _with_their_values(arguments: Sequence[str]) -> Iterator[str]:
         yield text
 
 
+def require_no_blanks(arguments: Sequence[str]) -> None:
+    """Refuse `key = value` among arguments of which some are no keys, such as files or functions.
+
+    Raises:
+        ConfigError: Names each.
+    """
+    problems: list[Problem] = []
+    list(_without_blanks(arguments, problems))
+    if problems:
+        raise ConfigError(problems)
+
+
 def _without_blanks(arguments: Sequence[str], problems: list[Problem]) -> Iterator[str]:
     """Yield the arguments; `key = value`, which a shell cuts into three, becomes one problem."""
     at = 0

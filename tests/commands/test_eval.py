@@ -12,6 +12,12 @@ from hrl import cli
 from hrl.trained import evaluate
 
 
+def test_a_key_with_blanks_around_the_sign_is_no_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "some/model", "rows.jsonl", "data.prompt_key", "=", "question"]) == 2
+    told = "data.prompt_key = question has blanks around the `=`. Write data.prompt_key=question."
+    assert told in capsys.readouterr().err
+
+
 def test_a_termination_ends_an_evaluation_as_ctrl_c_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
