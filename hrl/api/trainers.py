@@ -28,7 +28,7 @@ from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
 from hrl.config.section import Section, leaves
 from hrl.errors import ConfigError, DatasetError
-from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given
+from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given, functions_named
 from hrl.report.run_folder import MODEL
 from hrl.reward.weighted import Rewards, entries_of
 
@@ -128,7 +128,7 @@ class Trainer:
 
     @property
     def command(self) -> str:
-        """The command line that means the same, where no object is given in place of a file.
+        """The command line that means the same. Objects are named as in `config.yaml`; a shell needs files instead.
 
         Raises:
             ConfigError: No command line means it; lists every problem at once.
@@ -136,7 +136,11 @@ class Trainer:
         return self._command(self.arguments)
 
     def _command(self, arguments: Sequence[str]) -> str:
-        return shlex.join([*KINDS[self.kind].program.split(), *arguments])
+        return shlex.join([*KINDS[self.kind].program.split(), *arguments, *_overrides(self._objects())])
+
+    def _objects(self) -> dict[str, Any]:
+        """Return key → names of objects that stand in place of what a shell can say."""
+        return {}
 
     @property
     def config(self) -> ConfigView:
@@ -426,6 +430,12 @@ class PPO(Trainer):
 
     def _given(self) -> Given:
         return Given(self._train_rows, self._val_rows, self._reward)
+
+    def _objects(self) -> dict[str, Any]:
+        if self._reward is None:
+            return {}
+        named = [entry.model_dump(exclude_defaults=True) for entry in functions_named(self._reward)]
+        return {"reward.functions": named}
 
     def generate(
         self,

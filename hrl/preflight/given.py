@@ -87,16 +87,23 @@ def _with_functions_named(reward: RewardConfig, given: Rewards) -> RewardConfig:
     if names_others or reward.custom_reward_function.path is not None:
         return reward  # which is refused where the functions are read
     try:
-        entries = entries_of(given)
+        return reward.model_copy(update={"functions": functions_named(given)})
     except RewardFunctionError:
         return reward  # told with everything else that is wrong, by `reward_look`
-    functions = [
+
+
+def functions_named(given: Rewards) -> list[RewardEntry]:
+    """Return rewards as entries of `reward.functions`, an object by the name of where it comes from.
+
+    Raises:
+        RewardFunctionError: One is not a reward.
+    """
+    return [
         RewardEntry(path=FROM_PYTHON + where_from(entry[1]), label=entry[0], weight=entry[2])
         if isinstance(entry, tuple)
         else entry
-        for entry in entries
+        for entry in entries_of(given)
     ]
-    return reward.model_copy(update={"functions": functions})
 
 
 def where_from(function: Callable[..., Any]) -> str:

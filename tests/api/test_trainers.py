@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pydoc
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import hrl
 from hrl.api.rows import UsageError
+from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError
 
@@ -139,6 +141,18 @@ hrl.GRPO
 assert not {{"torch", "ray", "transformers"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_command_names_reward_functions_that_are_objects_with_their_weights() -> None:
+    def brief(response: str) -> float:
+        return float(len(response) < 9)
+
+    words = shlex.split(hrl.GRPO("some/model", ["numeric", (brief, 0.3)], data="bundled:addition/train").command)
+    numeric, own = compose_kind(KINDS["ppo"], words[3:]).reward.functions
+    assert (numeric.name, own.part, own.weight) == ("numeric", "brief", 0.3)
+    assert own.is_object
+    assert __file__ in own.path
+    assert "reward.functions" not in hrl.GRPO("some/model", data="bundled:addition/train").command
 
 
 def test_a_bad_value_is_refused_where_it_is_set_and_leaves_the_command_as_it_was() -> None:
