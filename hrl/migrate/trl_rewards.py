@@ -156,7 +156,7 @@ def set_rewards(rewards: Sequence[Reward], weights: Sequence[float], longest: in
     Returns:
         The rewards that it has not.
     """
-    entries: list[str | dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     others: list[Reward] = []
     has_model = False
     for reward, weight in zip(rewards, weights, strict=True):
@@ -167,18 +167,20 @@ def set_rewards(rewards: Sequence[Reward], weights: Sequence[float], longest: in
         elif reward.name == "get_soft_overlong_punishment" and _set_overlong(reward, weight, longest, into):
             pass
         elif (entry := _entry(reward, weight)) is not None:
-            entries.append(entry)
+            is_there = any(entry["name"] == other["name"] for other in entries)
+            label = {"label": f"{reward.name.removeprefix('get_')}_{len(entries) + 1}"} if is_there else {}
+            entries.append(entry | label)
             into.differs.append(Remark(reward.written, _BUT[reward.name]))
         else:
             others.append(reward)
     if entries:
-        into.set({"reward.functions": entries})
+        into.set({"reward.functions": [entry["name"] if len(entry) == 1 else entry for entry in entries]})
     if any(_BUT.get(reward.name, "").startswith(_COMPARES) for reward in rewards):
         into.set({"data.answer_key": "solution"})
     return others
 
 
-def _entry(reward: Reward, weight: float) -> str | dict[str, Any] | None:
+def _entry(reward: Reward, weight: float) -> dict[str, Any] | None:
     """Return the entry of `reward.functions`; None if there is none for it."""
     if reward.name not in _BUT:
         return None
@@ -188,7 +190,7 @@ def _entry(reward: Reward, weight: float) -> str | dict[str, Any] | None:
         if not isinstance(size, int) or not isinstance(most, int | float):
             return None
         entry, weight = {"name": "repetition", "size": size}, -float(most) * weight
-    return {**entry, "weight": weight} if weight != 1 else entry if len(entry) > 1 else str(entry["name"])
+    return entry if weight == 1 else {**entry, "weight": weight}
 
 
 def _set_overlong(reward: Reward, weight: float, longest: int, into: Migrated) -> bool:

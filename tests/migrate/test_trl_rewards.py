@@ -99,6 +99,23 @@ def test_what_is_not_trls_beside_what_is_and_a_model() -> None:
     }
 
 
+def test_two_that_are_the_same_function_here_have_names_of_their_own() -> None:
+    names = "accuracy_reward, reasoning_accuracy_reward"
+    found = file(f"from trl.rewards import {names}", f"[{names}, *more]", "reward_weights=[1, 0.5]")
+    functions = config_of(found).reward.functions
+    assert functions is not None
+    assert [(entry.name, entry.part) for entry in functions] == [
+        ("math_verify", "math_verify"),
+        ("math_verify", "reasoning_accuracy_reward_2"),
+    ]
+    assert set(lost(found)) == {"*more", "reward_weights=[1, 0.5]"}, "nobody knows whose weights these are"
+
+
+@pytest.mark.parametrize("rewards", ["[]", "None", "rewards_of(args)"])
+def test_rewards_that_cannot_be_read_are_told(rewards: str) -> None:
+    assert set(lost(file("from trl.rewards import accuracy_reward", rewards))) == {f"reward_funcs={rewards}"}
+
+
 def test_rewards_by_place_and_those_of_the_command() -> None:
     trainer = "trl.GRPOTrainer(NAME, trl.rewards.think_format_reward, train_dataset='a.jsonl')"
     text = f"import trl\n{trainer}\nNAME = 'some/model'"
