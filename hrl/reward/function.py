@@ -301,6 +301,11 @@ def signature_problem(
     except (TypeError, ValueError):
         return None  # written in C, without a signature
     parameters, taken = signature.parameters.values(), names_taken(function)
+    if taken is None and any(one.kind is one.VAR_POSITIONAL for one in parameters) and len(parameters) == 2:
+        return (
+            "is *args, **kwargs, so that nothing says what it takes, and it would be given everything. If a decorator "
+            "has wrapped it, put @functools.wraps(function) above the wrapper; else write def name(response, **columns)"
+        )
     by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     unfilled = [one.name for one in named if one.default is one.empty and one.name not in (*offered, *kwargs)]

@@ -128,7 +128,8 @@ class Trial:
                 what = f"{title} is paid {max(paid):g}"
                 beats = " which no response of yours beats" if best is not None and max(paid) >= best else ""
                 found.append(f"{what}{',' + beats if beats else ''}: a policy finds that out.")
-        of_answers = [call.outcome.score for call in self.calls if call.attempt.kind == "answer"]
+        answers = [call for call in self.calls if call.attempt.kind == "answer"]
+        of_answers = [call.outcome.score for call in answers]
         may_be_paid = [*scores, *of_answers]
         if (
             may_be_paid
@@ -136,7 +137,7 @@ class Trial:
             and (other := self._truth_that_is_no_text())
         ):
             found.append(other)
-        if of_answers and all((score or 0.0) <= 0 for score in of_answers):
+        if not all(call.has_failed for call in answers) and all((score or 0.0) <= 0 for score in of_answers):
             found.append(
                 "the answer alone is never paid: if responses have to have a form besides, say so in the prompt, or "
                 "give a small reward for the form, so that the policy finds it."

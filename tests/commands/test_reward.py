@@ -132,6 +132,12 @@ def test_an_answer_that_needs_a_form_is_told(folder, capsys):
     assert any("the answer alone is never paid" in warning for warning in said["warnings"])
 
 
+def test_of_a_function_that_always_fails_nothing_is_said_but_its_errors(folder, capsys):
+    (folder / "fails.py").write_text("def compute_score(response):\n    return 1 / 0\n")
+    status, said = found(capsys, "fails.py", "--data", "rows.jsonl")
+    assert status == 1 and said["summary"]["failed"] == said["summary"]["samples"] and said["warnings"] == []
+
+
 @pytest.mark.parametrize(("answer", "kind"), [(8, "int: 8"), (8.0, "float: 8.0"), ([8], "list: [8]"), ("8", None)])
 def test_an_answer_that_is_no_text_is_told_with_its_type(folder, capsys, answer, kind):
     (folder / "last.py").write_text("def correct(response, answer):\n    return float(response[-1:] == answer)\n")

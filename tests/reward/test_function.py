@@ -169,6 +169,17 @@ def test_what_cannot_is_told_without_calling_it(function, kwargs, problem):
     assert problem in signature_problem(function, kwargs)
 
 
+def test_a_wrapper_that_hides_what_its_function_takes_is_told_before_it_is_called(tmp_path):
+    decorated = "def timed(function):\n{}    def wrapper(*args, **kwargs):\n        return function(*args, **kwargs)\n"
+    decorated += "    return wrapper\n@timed\ndef compute_score(response, answer):\n    return 1.0\n"
+    file = tmp_path / "mine.py"
+    file.write_text(decorated.format(""))
+    with pytest.raises(RewardFunctionError, match=r"mine\.py is \*args, \*\*kwargs, .*@functools\.wraps\(function\)"):
+        UserFile(str(file)).load({})
+    file.write_text("import functools\n" + decorated.format("    @functools.wraps(function)\n"))
+    assert UserFile(str(file)).load({})("", "") == 1.0
+
+
 def test_a_function_may_take_any_column_of_its_rows():
     assert signature_problem(lambda response, level: 1.0, {}, ["level", "prompt"]) is None
     assert signature_problem(lambda response, levle: 1.0, {}, ["level"]).endswith(
