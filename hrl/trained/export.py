@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hrl
-from hrl.errors import HrlError
+from hrl.errors import HrlError, RefusedError
 from hrl.models.source import check_weights, resolve_model
 from hrl.report.run_folder import read_jsonl
 from hrl.trained.folders import Trained, find_trained
@@ -60,9 +60,9 @@ def export(name: str, out: Path, dtype: str | None = None) -> Exported:
     """
     out = out.expanduser().resolve()
     if out.is_dir() and any(out.iterdir()):
-        raise ExportError(f"{out} is not empty; name a new folder")
+        raise RefusedError(f"{out} is not empty; name a new folder")
     if out.exists() and not out.is_dir():
-        raise ExportError(f"{out} is a file; name a folder")
+        raise RefusedError(f"{out} is a file; name a folder")
     trained = find_trained(name)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

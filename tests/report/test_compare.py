@@ -86,7 +86,7 @@ def test_the_command_writes_the_page_of_a_run_anew(two, capsys):
 
 
 def test_a_folder_without_a_run_names_those_below_it(two, tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no run; runs are in {two[0]}, {two[1]}" in capsys.readouterr().err
-    assert cli.main(["watch", str(tmp_path / "nowhere")]) == 1
+    assert cli.main(["watch", str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err

@@ -227,9 +227,9 @@ def test_the_card_names_what_is_of_the_hub_and_of_files_only_their_names(
 def test_a_folder_that_is_in_use_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     export(str(base), tmp_path / "out")  # an empty one is taken
-    assert cli.main(["export", str(base), str(tmp_path / "out")]) == 1
+    assert cli.main(["export", str(base), str(tmp_path / "out")]) == 2
     assert "is not empty; name a new folder" in capsys.readouterr().err
-    assert cli.main(["export", str(tmp_path), str(tmp_path / "other")]) == 1
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "other")]) == 2
     assert "holds no model" in capsys.readouterr().err
     assert not (tmp_path / "other").exists() and not list(tmp_path.glob("*.unfinished"))
 
