@@ -114,7 +114,7 @@ def _of_launcher(words: Sequence[str]) -> Iterator[str]:
     """Yield how many processes `torchrun` or `deepspeed` starts, as keys."""
     for flags, key in _LAUNCHERS.items():
         if found := re.search(rf" --(?:{flags})[ =](\d+) ", " ".join(words)):
-            yield f"{key}={found[1]}"
+            yield from [f"{key}={found[1]}"] if found[1] != "1" else []
 
 
 def _is_of_accelerate(arguments: Sequence[str], place: int) -> bool:

@@ -28,7 +28,8 @@ class Command:
     Attributes:
         words: Its words, with variables put in.
         environment: Names of the variables that are set for it alone (`X=1 run …`, `env X=1 run …`).
-        arguments: Arguments of the script, such as `$1` and `$@`, that its words are made with. They stand for nothing.
+        arguments: Arguments of the script, such as `$1` and `$@`, that its words are made with. They stand for nothing,
+            and an option or a key that has nothing else for its value is left out.
     """
 
     words: list[str]
@@ -253,7 +254,14 @@ def _run(statement: list[str], reader: _Reader) -> Command | None:
     if words[0] == "env":
         environment += [found[1] for word in words[1:] if (found := _ASSIGNMENT.fullmatch(word))]
     reader.arguments = []
-    expanded = [value for word in words for value in _expand(word, reader)]
+    expanded: list[str] = []
+    for word in words:
+        asked = len(reader.arguments)
+        values = _expand(word, reader)
+        is_gone = any(argument[1:].isdigit() for argument in reader.arguments[asked:])
+        if is_gone and not values and expanded and expanded[-1].startswith("--"):
+            expanded.pop()  # `--flag $1` without its value
+        expanded += [value for value in values if not (is_gone and value.endswith("="))]  # nor `key=$1`
     return Command(expanded, environment, list(dict.fromkeys(reader.arguments)))
 
 

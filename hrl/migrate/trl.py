@@ -66,7 +66,11 @@ def migrate_trl_line(program: str, arguments: Sequence[str], processes: int) -> 
             values[switch], written[switch] = False, written.pop(name)
     if _REWARDS in values:
         values[_REWARDS] = rewards_of_command(values[_REWARDS])
-    into = _migrate(f"trl {program}", program, values, written, processes)
+    has_file = values.pop("config", None) is not None
+    into = _migrate(f"trl {program}", program, values, written, processes, with_defaults=not has_file)
+    if has_file:
+        why = "holds settings, none of which are here: give them as flags, `--flag value`, and migrate the line again"
+        into.lost.append(Remark(written["config"], why))
     into.lost += [Remark(word, "belongs to no flag") for word in stray]
     return into
 

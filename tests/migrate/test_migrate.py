@@ -411,6 +411,16 @@ def test_what_a_script_gives_its_line_from_outside_is_named_without_values() -> 
     assert "secret" not in script(found) and found.arguments == ["data.train_files=a.parquet"]
 
 
+def test_a_line_of_trl_with_a_file_of_settings_gets_none_of_its_defaults() -> None:
+    found = one("trl grpo --config recipe.yaml --learning_rate 3e-6", "-")
+    assert "none of which are here" in lost(found)["--config recipe.yaml"]
+    assert [word.partition("=")[0] for word in found.arguments] == [
+        "algorithm.adv_estimator",
+        "trainer.n_gpus_per_node",
+        "actor_rollout_ref.actor.optim.lr",
+    ]
+
+
 def test_what_stands_before_the_command_and_what_the_script_is_called_with_is_named() -> None:
     text = (
         "rows=$1\nKEY=secret VLLM_USE_V1=1 python3 -m verl.trainer.main_ppo data.train_files=$rows trainer.seed=3 $2\n"

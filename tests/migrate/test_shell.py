@@ -39,6 +39,10 @@ def test_a_pipe_ends_the_command() -> None:
     assert commands_of("run a=1 2>&1 | tee log\n") == [Command(["run", "a=1"]), Command(["tee", "log"])]
 
 
+def test_an_option_whose_value_the_script_is_called_with_is_left_out_with_it() -> None:
+    assert words_of("run --a $1 --b 2 c=$2 d=x$3 --e $@ f=") == ["run", "--b", "2", "d=x", "--e", "f="]
+
+
 @pytest.mark.parametrize(
     ("script", "environment", "arguments"),
     [
