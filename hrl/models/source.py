@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import socket
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ _HUB_REPOSITORY = "models--"  # prefix of a repository's folder in huggingface_h
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HEAD = "score.weight"
+_LONGEST_REASON = 300
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -213,7 +215,8 @@ def _download(hub_id: str, revision: str | None = None) -> Path:
     try:
         folder = _snapshot(hub_id, revision=revision)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelSourceError(f"can't fetch model {hub_id!r} from the hub: {error}{advice}") from error
+        why = textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" …")  # of several lines
+        raise ModelSourceError(f"can't fetch model {hub_id!r} from the hub: {why}{advice}") from error
     if not any(folder.glob("*.safetensors")):
         raise ModelSourceError(
             f"hub model {hub_id!r} has no safetensors weights, and hrl loads no pickled ones{advice}"

@@ -224,6 +224,18 @@ def test_a_hub_that_cannot_be_reached_is_reported_with_node_and_folder(monkeypat
         find_on_this_node(folder)
 
 
+def test_what_a_hub_says_in_several_lines_is_told_in_one(monkeypatch):
+    def snapshot_download(*_, **__):
+        raise OSError("404 Client Error. (Request ID: 1)\n\nRepository Not Found\n" + "and more " * 100)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(
+        ModelSourceError, match=r"hub: 404 Client Error\. \(Request ID: 1\) Repository Not Found and"
+    ) as told:
+        resolve_model("nosuch")
+    assert "\n" not in str(told.value) and " …; give a local folder" in str(told.value) and len(str(told.value)) < 500
+
+
 @pytest.mark.parametrize("parts", [("home", "model"), ("home", "models", "mine")])
 def test_a_users_folder_that_a_node_lacks_is_named_with_the_node(tmp_path, parts):
     folder = tmp_path.joinpath(*parts)
