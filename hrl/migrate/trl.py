@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,8 @@ _CONFIGS = {
 }
 _TRAINERS = {name.replace("Config", "Trainer"): program for name, program in _CONFIGS.items()}
 _REWARDS = "reward_funcs"
+_CHANGES = ("append", "extend", "insert", "remove", "pop", "clear", "update", "setdefault")
+"""Methods that change a list or a dict in its place; rows have none of these names."""
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -137,12 +140,23 @@ def _called(call: ast.Call) -> str:
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that are given one value in the file."""
-    targets: dict[str, list[ast.expr]] = {}
+    """Yield the names that are given one value in the file, which nothing in it changes later."""
+    values: dict[str, ast.expr] = {}
+    given: Counter[str] = Counter()
+    changed: set[str] = set()
     for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):  # in a loop or by `+=` too
+            given[node.id] += 1
+        elif isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name) and _changes(node):
+            changed.add(node.value.id)
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            targets.setdefault(node.targets[0].id, []).append(node.value)
-    yield from ((name, values[0]) for name, values in targets.items() if len(values) == 1)
+            values[node.targets[0].id] = node.value
+    yield from ((name, value) for name, value in values.items() if given[name] == 1 and name not in changed)
+
+
+def _changes(node: ast.Attribute | ast.Subscript) -> bool:
+    """Return whether it changes what it is taken from: a method such as `append`, or a place that is set or deleted."""
+    return not isinstance(node.ctx, ast.Load) or (isinstance(node, ast.Attribute) and node.attr in _CHANGES)
 
 
 def _value(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) -> Any:
@@ -401,15 +415,25 @@ def _reward(given: Given, into: Migrated) -> None:
             "TRL's functions take all completions of a batch, hrl's one response: `def name(response, answer)`. Write "
             "them so, and name them: reward.functions takes several, reward.custom_reward_function.path one"
         )
-        words = [given.word(_REWARDS)] if len(others) == len(rewards) else [each.written for each in others]
-        into.lost += [Remark(word, why) for word in words]
+        unread = (
+            "stands for more than one value in the file, so what it is was not read: name all functions in one list "
+            "and migrate the file again, or set reward.functions yourself"
+        )
+        if others and len(others) < len(rewards):
+            into.lost += [Remark(each.written, unread if each.is_unread else why) for each in others]
+        else:
+            is_unread = bool(others) and all(each.is_unread for each in others)
+            into.lost.append(Remark(given.word(_REWARDS), unread if is_unread else why))
     if "reward_model_name_or_path" in given:
         model = given.get("reward_model_name_or_path")
         into.set({"reward.reward_model.enable": True, "reward.reward_model.model_path": model})
     for name in ("reward_weights", "reward_processing_classes"):
         is_taken = name == "reward_weights" and are_known and not others
         if name in given and given.get(name) is not None and not is_taken:
-            into.lost.append(Remark(given.word(name), "weights stand beside the functions, in reward.functions"))
+            why = "weights stand beside the functions, in reward.functions"
+            if name == "reward_weights" and len(listed) > len(rewards):
+                why = f"are {len(listed)}, and no more than {len(rewards)} of the rewards could be read; {why}"
+            into.lost.append(Remark(given.word(name), why))
 
 
 def _shaping(given: Given, into: Migrated) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +51,14 @@ class Reward:
         name: Its name in `trl.rewards`; empty for any other.
         arguments: What it is made with.
         model: Folder or hub id of a reward model; empty for a function.
+        is_unread: Whether it is a name that the file gives several values, or one that it changes later.
     """
 
     written: str
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
+    is_unread: bool = False
 
 
 # ---------------------------------------------------------------------------------------------- what is read
@@ -79,10 +81,10 @@ def rewards_of_file(
         constants: Names that are given one value in the file.
         value: Returns the value of an expression.
     """
-    imported = _imported(tree)
+    imported, assigned = _imported(tree), set(_assigned(tree))
     node = _behind(node, constants)
     parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-    return [_reward(part, imported, constants, value) for part in parts]
+    return [_reward(part, imported, assigned, constants, value) for part in parts]
 
 
 def _behind(node: ast.expr, constants: Mapping[str, ast.expr]) -> ast.expr:
@@ -94,12 +96,18 @@ def _behind(node: ast.expr, constants: Mapping[str, ast.expr]) -> ast.expr:
 
 
 def _reward(
-    node: ast.expr, imported: Mapping[str, str], constants: Mapping[str, ast.expr], value: Callable[[ast.expr], Any]
+    node: ast.expr,
+    imported: Mapping[str, str],
+    assigned: Container[str],
+    constants: Mapping[str, ast.expr],
+    value: Callable[[ast.expr], Any],
 ) -> Reward:
     written = ast.unparse(node)
     node = _behind(node, constants)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return Reward(written, model=node.value)
+    if isinstance(node, ast.Name) and node.id in assigned:
+        return Reward(written, is_unread=True)
     called = node.func if isinstance(node, ast.Call) else node
     name = _name_in_trl(called, imported)
     if name not in FUNCTIONS or isinstance(node, ast.Call) != name.startswith("get_"):
@@ -121,6 +129,8 @@ def _imported(tree: ast.Module) -> dict[str, str]:
                 found[each.asname or first] = each.name if each.asname else first
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            if node.module == _MODULE and any(each.name == "*" for each in node.names):
+                found |= {name: f"{_MODULE}.{name}" for name in FUNCTIONS}
     for name in _defined(tree):
         found.pop(name, None)
     return found
@@ -130,7 +140,12 @@ def _defined(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+    yield from _assigned(tree)
+
+
+def _assigned(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
 
 

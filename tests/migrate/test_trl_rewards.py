@@ -33,6 +33,7 @@ def entries(found: Migrated) -> list[tuple[str | None, dict[str, object], float]
         ("from trl import rewards", "[rewards.accuracy_reward]"),
         ("import trl.rewards", "trl.rewards.accuracy_reward"),
         ("import trl.rewards as r\nright = r.accuracy_reward", "[right]"),
+        ("from trl.rewards import *", "accuracy_reward"),
     ],
 )
 def test_an_imported_reward_is_the_function_that_means_the_same(imports: str, rewards: str) -> None:
@@ -50,6 +51,7 @@ def test_an_imported_reward_is_the_function_that_means_the_same(imports: str, re
         "from trl.rewards import accuracy_reward\ndef accuracy_reward(completions, **kwargs): return [0.0]",
         "from trl.rewards import accuracy_reward\naccuracy_reward = wrapped(accuracy_reward)",
         "from mine import accuracy_reward",
+        "from mine import *",
         "from .rewards import accuracy_reward",
     ],
 )
@@ -109,6 +111,26 @@ def test_two_that_are_the_same_function_here_have_names_of_their_own() -> None:
         ("math_verify", "reasoning_accuracy_reward_2"),
     ]
     assert set(lost(found)) == {"*more", "reward_weights=[1, 0.5]"}, "nobody knows whose weights these are"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "mine += [think_format_reward]",
+        "mine.append(think_format_reward)",
+        "if args.strict:\n    mine.extend([think_format_reward])",
+        "mine[0] = think_format_reward",
+        "del mine[0]",
+        "for mine in several: pass",
+    ],
+)
+def test_a_list_that_changes_later_is_not_taken_for_what_it_was_at_first(change: str) -> None:
+    imports = f"from trl.rewards import accuracy_reward, think_format_reward\nmine = [accuracy_reward]\n{change}"
+    found = file(imports, "mine", "reward_weights=[1.0, 0.5]")
+    assert entries(found) == [] and "more than one value" in lost(found)["reward_funcs=mine"]
+    assert "are 2, and no more than 1 of the rewards could be read" in lost(found)["reward_weights=[1.0, 0.5]"]
+    beside = file(f"{imports}\nright = accuracy_reward", "[right, mine]")
+    assert entries(beside) == [("math_verify", {}, 1.0)] and "more than one value" in lost(beside)["mine"]
 
 
 @pytest.mark.parametrize("rewards", ["[]", "None", "rewards_of(args)"])
