@@ -185,7 +185,8 @@ def test_errors_have_the_text_of_the_shell(capsys: pytest.CaptureFixture[str]) -
     trainer = hrl.GRPO(data="rows.jsonl", config=wrong)
     with pytest.raises(ConfigError) as raised:
         trainer.train()
-    assert run_command("ppo", shlex.split(trainer.command)[3:]) == 2
+    typed = ["recipe=grpo", "data.train_files=rows.jsonl", *(f"{key}={value}" for key, value in wrong.items())]
+    assert run_command("ppo", typed) == 2
     assert capsys.readouterr().err.strip() == str(raised.value).strip()
 
 
