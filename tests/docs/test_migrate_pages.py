@@ -12,7 +12,7 @@ from hrl import cli
 from hrl.migrate import trl_rewards
 
 DOCS = Path(__file__).parents[2] / "docs"
-_SHOWN = re.compile(r"^```console\n\$ ((?:[^\n]*\\\n)*[^\n]*hrl migrate[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SHOWN = re.compile(r"^```text\n\$ ((?:[^\n]*\\\n)*[^\n]*hrl migrate[^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", ["from-trl.md", "coming-from-verl.md", "from-openrlhf.md"])
