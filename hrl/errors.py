@@ -20,6 +20,10 @@ class RefusedError(HrlError):
     """
 
 
+class UnreachableError(HrlError):
+    """Something elsewhere that was asked, e.g. a hub of models, can't be reached; later the same may work."""
+
+
 class DatasetError(RefusedError, ValueError):
     """A source, a row or a whole data set can't be used; the message names file, row and the way out."""
 

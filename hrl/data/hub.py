@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from hrl.data.by_number import ByNumber
 from hrl.data.files import PARQUET, BadRow, is_saved_data_set, kind_of, without_missing
-from hrl.errors import DatasetError
+from hrl.errors import DatasetError, UnreachableError
 from hrl.nearest import did_you_mean, listing
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def open_data_set(path: str, name: str | None, split: str | None) -> Table:
         split: Its split, also `train[:100]`; None for the only one, or `train`.
 
     Raises:
-        DatasetError: There is no such data set, configuration or split, or it can't be reached; says what there is.
+        DatasetError: There is no such data set, configuration or split; says what there is.
+        UnreachableError: The hub can't be reached, and the data set is not on this machine.
     """
     datasets = _package(path)
     title = f"data set {path}" + (f", configuration {name}," if name else "")
@@ -193,7 +194,7 @@ def _explained(title: str, path: str, name: str | None, split: str | None) -> It
     except (DatasetsError, ValueError, RuntimeError, FileNotFoundError, NotImplementedError, ArrowException) as error:
         raise DatasetError(f"{title} can't be read: {_words(error)}") from error
     except (OSError, HfHubHTTPError) as error:  # ConnectionError among them
-        raise DatasetError(
+        raise UnreachableError(
             f"{title} can't be reached ({_first_line(error)}), and is not in the cache of this machine. Without a "
             "network, download its Parquet files elsewhere and name them"
         ) from error

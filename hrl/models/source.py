@@ -26,7 +26,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hrl.errors import RefusedError
+from hrl.errors import RefusedError, UnreachableError
 from hrl.nearest import listing, nearest_path, way_to
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HEAD = "score.weight"
 _LONGEST_REASON = 300
+_LATER = (408, 429)  # answers of a hub that mean: ask again later
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -81,6 +82,7 @@ def resolve_model(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         ModelSourceError: There is no such model; names what was looked for and the way out.
+        UnreachableError: The hub can't be reached.
     """
     name = os.fspath(path)
     if name.startswith(BUNDLED_PREFIX):
@@ -179,6 +181,7 @@ def find_on_this_node(folder: str | os.PathLike[str]) -> Path:
 
     Raises:
         ModelSourceError: It can't be found or made here; names node and folder.
+        UnreachableError: The hub can't be reached from here; names node and folder.
     """
     folder = Path(folder)
     if _is_model(folder):
@@ -186,8 +189,8 @@ def find_on_this_node(folder: str | os.PathLike[str]) -> Path:
     where = f"node {socket.gethostname()}: model folder {folder}, which the driver's node has, is missing here"
     try:
         found = _make_again(folder)
-    except ModelSourceError as error:
-        raise ModelSourceError(f"{where}, and cannot be made: {error}") from error
+    except (ModelSourceError, UnreachableError) as error:
+        raise type(error)(f"{where}, and cannot be made: {error}") from error
     if found is None:
         raise ModelSourceError(f"{where}. Put it under this path on every node, or give a hub id")
     if found.name != folder.name:
@@ -216,7 +219,10 @@ def _download(hub_id: str, revision: str | None = None) -> Path:
         folder = _snapshot(hub_id, revision=revision)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" …")  # of several lines
-        raise ModelSourceError(f"can't fetch model {hub_id!r} from the hub: {why}{advice}") from error
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+        is_refused = 400 <= status < 500 and status not in _LATER
+        kind = ModelSourceError if is_refused else UnreachableError
+        raise kind(f"can't fetch model {hub_id!r} from the hub: {why}{advice}") from error
     if not any(folder.glob("*.safetensors")):
         raise ModelSourceError(
             f"hub model {hub_id!r} has no safetensors weights, and hrl loads no pickled ones{advice}"

@@ -130,12 +130,9 @@ class Trial:
                 found.append(f"{what}{',' + beats if beats else ''}: a policy finds that out.")
         answers = [call for call in self.calls if call.attempt.kind == "answer"]
         of_answers = [call.outcome.score for call in answers]
-        may_be_paid = [*scores, *of_answers]
-        if (
-            may_be_paid
-            and all((score or 0.0) <= 0 for score in may_be_paid)
-            and (other := self._truth_that_is_no_text())
-        ):
+        may_be_paid = [call.outcome.score for call in (*self.of_responses, *answers) if not call.has_failed]
+        is_paid = any((score or 0.0) > 0 for score in may_be_paid)
+        if may_be_paid and not is_paid and (other := self._truth_that_is_no_text()):
             found.append(other)
         if not all(call.has_failed for call in answers) and all((score or 0.0) <= 0 for score in of_answers):
             found.append(

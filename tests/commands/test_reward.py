@@ -136,6 +136,11 @@ def test_of_a_function_that_always_fails_nothing_is_said_but_its_errors(folder, 
     (folder / "fails.py").write_text("def compute_score(response):\n    return 1 / 0\n")
     status, said = found(capsys, "fails.py", "--data", "rows.jsonl")
     assert status == 1 and said["summary"]["failed"] == said["summary"]["samples"] and said["warnings"] == []
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "What is 3 + 5?", "answer": 8}) + "\n")
+    write(folder, "It is 8")
+    for more in ([], ["--responses", "r.jsonl"]):
+        _, said = found(capsys, "fails.py", "--data", "one.jsonl", *more)
+        assert said["summary"]["failed"] and said["warnings"] == [], "the type of the answer is not to blame"
 
 
 @pytest.mark.parametrize(("answer", "kind"), [(8, "int: 8"), (8.0, "float: 8.0"), ([8], "list: [8]"), ("8", None)])

@@ -9,7 +9,7 @@ import pytest
 import hrl.data.hub
 from hrl.data.dataset import PromptRow, check_prompt
 from hrl.data.sources import read_rows
-from hrl.errors import DatasetError
+from hrl.errors import DatasetError, UnreachableError
 
 datasets = pytest.importorskip("datasets")
 
@@ -101,7 +101,6 @@ def test_what_the_data_set_has_instead_is_named(hub, source, message):
             datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' is a gated dataset on the Hub. You must be ..."),
             "data set a/b is gated: accept its terms on its page, then log in with `hf auth login` or set HF_TOKEN",
         ),
-        (ConnectionError("Couldn't reach 'a/b' on the Hub"), "can't be reached (Couldn't reach 'a/b' on the Hub)"),
         (RuntimeError("Dataset scripts are no longer supported, but found b.py"), "made by a script, which is not run"),
     ],
 )
@@ -115,6 +114,15 @@ def test_errors_of_the_hub_say_what_to_do(hub, monkeypatch, error, message):
     assert message in str(caught.value)
 
 
+def test_a_hub_that_gives_no_answer_is_no_mistake_of_the_data_set(hub, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("Couldn't reach 'a/b' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UnreachableError, match=r"can't be reached \(Couldn't reach 'a/b' on the Hub\), and is not in"):
+        prompts("a/b::train")
+
+
 def test_without_a_network_only_the_cache_is_asked(tmp_path, monkeypatch):
     def unknown(*_):
         raise hrl.data.hub.socket.gaierror(-2, "Name or service not known")
@@ -123,7 +131,7 @@ def test_without_a_network_only_the_cache_is_asked(tmp_path, monkeypatch):
     monkeypatch.delenv("HTTPS_PROXY", raising=False)
     monkeypatch.delenv("https_proxy", raising=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DatasetError, match="can't be reached .*OfflineMode.* is not in the cache of this machine"):
+    with pytest.raises(UnreachableError, match="can't be reached .*OfflineMode.* is not in the cache of this machine"):
         prompts("nobody/nothing::train")
     assert datasets.config.HF_HUB_OFFLINE is False
 

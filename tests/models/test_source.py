@@ -6,13 +6,16 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 import hrl.models.gguf
+from hrl.errors import HrlError, RefusedError, UnreachableError
 from hrl.models import source as model_source
 from hrl.models.gguf import GgufError, _to_half_split_rotary, hf_name
 from hrl.models.source import (
@@ -220,20 +223,38 @@ def test_a_hub_that_cannot_be_reached_is_reported_with_node_and_folder(monkeypat
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     folder = tmp_path / "models--org--some-model" / "snapshots" / "abc123"
-    with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: model folder {folder}.*no route to host"):
+    with pytest.raises(UnreachableError, match=f"node {socket.gethostname()}: model folder {folder}.*no route to host"):
         find_on_this_node(folder)
 
 
-def test_what_a_hub_says_in_several_lines_is_told_in_one(monkeypatch):
+def answer_of_hub(status: int) -> HfHubHTTPError:
+    said = f"{status} Error. (Request ID: 1)\n\nRepository Not Found\n" + "and more " * 100
+    return HfHubHTTPError(said, response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        (answer_of_hub(404), ModelSourceError),
+        (answer_of_hub(401), ModelSourceError),
+        (answer_of_hub(503), UnreachableError),
+        (answer_of_hub(429), UnreachableError),  # too many requests: later it may answer
+        (LocalEntryNotFoundError("check your connection"), UnreachableError),
+        (ConnectionError("no route to host"), UnreachableError),
+    ],
+)
+def test_what_a_hub_says_is_told_in_one_line_and_asking_again_may_help_if_it_gave_no_answer(monkeypatch, said, kind):
     def snapshot_download(*_, **__):
-        raise OSError("404 Client Error. (Request ID: 1)\n\nRepository Not Found\n" + "and more " * 100)
+        raise said
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(
-        ModelSourceError, match=r"hub: 404 Client Error\. \(Request ID: 1\) Repository Not Found and"
-    ) as told:
+    with pytest.raises(HrlError, match="from the hub: ") as told:
         resolve_model("nosuch")
-    assert "\n" not in str(told.value) and " …; give a local folder" in str(told.value) and len(str(told.value)) < 500
+    assert type(told.value) is kind and issubclass(ModelSourceError, RefusedError)
+    assert not issubclass(UnreachableError, RefusedError), "a command ends with status 1 and not 2"
+    assert "\n" not in str(told.value) and "; give a local folder" in str(told.value) and len(str(told.value)) < 500
+    if isinstance(said, HfHubHTTPError):
+        assert "(Request ID: 1) Repository Not Found and more" in str(told.value) and " …" in str(told.value)
 
 
 @pytest.mark.parametrize("parts", [("home", "model"), ("home", "models", "mine")])
