@@ -28,7 +28,7 @@ from hrl.report.live import Clock, Foot, PhaseBar, RunBar, Stage
 from hrl.report.phases import LABELS
 from hrl.report.run_folder import RolloutKind, json_line
 from hrl.report.samples import ALL_SOURCES, Sample, best_median_worst, printable, readable, samples_table
-from hrl.report.step_line import Layout, StepLine, counter
+from hrl.report.step_line import JUDGEMENT, Layout, StepLine, counter
 
 PLAIN_WIDTH = 120
 """The width of a line in a file."""
@@ -40,15 +40,24 @@ FIRST_TICK_S = 5.0
 
 
 def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], title: str) -> Table:
-    """Return every `val/<source>/<metric>` as a row, with its change since the first validation."""
+    """Return every `val/<source>/<metric>` as a row, with its change since the first validation.
+
+    `acc` has no row where it was the same as the score or as another part then and now.
+    """
     table = Table(title=title, title_justify="left")
     table.add_column("source", overflow="fold")
     table.add_column("metric", overflow="fold")
     table.add_column("value", justify="right")
     table.add_column("since start", justify="right")
     shown = [name for name in metrics if name.startswith("val/") and not name.endswith("/n")]
-    rows = [(*source_and_metric(name, metrics), name) for name in shown]
-    for source, metric, name in sorted(rows, key=lambda row: (not row[0], row)):
+    rows = {name: source_and_metric(name, metrics) for name in shown}
+    values = {(*row, metrics[name], first.get(name)) for name, row in rows.items()}
+    for name, (source, metric) in sorted(rows.items(), key=lambda item: (not item[1][0], *item[1])):
+        part, _, of = metric.rpartition("/")
+        now_and_then = (metrics[name], first.get(name))
+        same = [row for row in values if row[0] == source and row[1] != metric and row[2:] == now_and_then]
+        if part == JUDGEMENT and any(row[1].rpartition("/")[2] == of for row in same):
+            continue
         change = Text(f"{metrics[name] - first[name]:+.3f}") if name in first else Text("-")
         table.add_row(printable(source or ALL_SOURCES), printable(metric), Text(f"{metrics[name]:.3f}"), change)
     return table

@@ -92,8 +92,11 @@ def first_look(samples: Sequence[Sample], config: PPOTrainerConfig) -> FirstLook
     # Some estimators compare the answers to a prompt; for the others all answers of the step are one group.
     in_prompts = estimator_traits(config.algorithm.adv_estimator).min_group_size > 1
     differ = with_spread > 0 if in_prompts else len(set().union(*groups.values())) > 1
-    above = sum(score > 0 for score in scores)
+    above, right = sum(score > 0 for score in scores), _right(samples)
     of = f"{len(samples)} samples"
+    counts = f"{above} of {of} score above 0"
+    if right is not None and right != above:  # a form or a part of the way is paid for too
+        counts = f"{right} of {of} are right, {above} score above 0"
     if not scores:
         finding, headline = Finding.UNSCORED, f"none of {of} has a score: the reward function left them all out"
     elif len(set(scores)) == 1 and not differ and _all_right(samples, config):
@@ -103,13 +106,13 @@ def first_look(samples: Sequence[Sample], config: PPOTrainerConfig) -> FirstLook
     elif not differ:
         finding = Finding.ALIKE
         which = "the answers to each prompt" if in_prompts else "all of them"
-        headline = f"{above} of {of} score above 0, but {which} score alike, so none is preferred"
+        headline = f"{counts}, but {which} score alike, so none is preferred"
     else:
         mean = sum(scores) / len(scores)
         spread = f"; the answers to {with_spread} of {count(len(groups), 'prompt')} differ in score"
         return FirstLook(
             Finding.SOMETHING,
-            f"{above} of {of} score above 0, {mean:.3g} on average" + (spread if in_prompts else ""),
+            f"{counts}, {mean:.3g} on average" + (spread if in_prompts else ""),
         )
     return FirstLook(finding, headline, _typical(samples), tuple(_advice(finding, samples, config)))
 
@@ -155,6 +158,13 @@ def _all_right(samples: Sequence[Sample], config: PPOTrainerConfig) -> bool:
             if (is_judged and right < _RIGHT) or (not is_judged and sample["score"] < full - _ROUNDING):
                 return False
     return True
+
+
+def _right(samples: Sequence[Sample]) -> int | None:
+    """Return how many samples are right by their `acc`; None if not all that have a score have one."""
+    judged = [sample.get("reward_parts", {}).get("acc") for sample in samples if sample.get("score") is not None]
+    numbers = [value for value in judged if isinstance(value, int | float)]
+    return sum(value >= _RIGHT for value in numbers) if numbers and len(numbers) == len(judged) else None
 
 
 def _compared(sample: Sample) -> float:

@@ -14,6 +14,8 @@ from hrl.report.samples import number, readable
 PART_WIDTH = 12
 """Columns of the longest name of a part of the reward that is shown whole."""
 
+JUDGEMENT = "acc"
+"""The part that says whether an answer is right. It is often the same number as the part that it was judged by."""
 _PARTS = 4
 """Parts of the reward that stay as long as any others; of a reward with more, those are left out first."""
 
@@ -133,15 +135,18 @@ class Layout:
         ]
 
     def _parts_of(self, metrics: Mapping[str, float]) -> list[tuple[int, str]]:
-        """Return the parts of the reward; one that has only ever been the whole reward says nothing new."""
+        """Return the parts of the reward; one that has only ever been the whole, or another part, says nothing new."""
         if self._line.parts is None:
             return []
         before, after = self._line.parts.split("*")
         whole = self._line.fields[0].value(metrics)
+        found = {name: value for name, value in metrics.items() if fnmatch.fnmatchcase(name, self._line.parts)}
+        judgement = f"{before}{JUDGEMENT}{after}"
+        of_others = [value for name, value in found.items() if name != judgement]
         self._parts += [
             name
-            for name, value in metrics.items()
-            if fnmatch.fnmatchcase(name, self._line.parts) and name not in self._parts and value != whole
+            for name, value in found.items()
+            if name not in self._parts and value != whole and not (name == judgement and value in of_others)
         ]
         return [
             (

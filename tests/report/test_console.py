@@ -296,6 +296,22 @@ def test_validation_table_compares_with_the_start():
     assert "val/" not in shown
 
 
+def test_the_judgement_has_no_row_where_it_was_always_what_another_row_says():
+    def rows(now, first):
+        names = ("mean@2", "numeric/mean@2", "acc/mean@2", "acc/best@2")
+        metrics, then = (
+            {"val/add/n": 4.0} | {f"val/add/{name}": value for name, value in zip(names, values, strict=False)}
+            for values in (now, first)
+        )
+        return re.findall(r"add +│ (\S+)", render(validation_table(metrics, then, "validation")))
+
+    assert rows((0.3, 0.2, 0.2, 0.5), ()) == ["acc/best@2", "mean@2", "numeric/mean@2"], "no other row is of best@2"
+    assert "acc/mean@2" in rows((0.3, 0.2, 0.1, 0.2), ())
+    assert "acc/mean@2" not in rows((0.3, 0.2, 0.2), (0.1, 0.0, 0.0))
+    assert "acc/mean@2" in rows((0.3, 0.2, 0.2), (0.1, 0.1, 0.0)), "the change differs"
+    assert "acc/mean@2" not in rows((0.2, 0.4, 0.2), (0.1, 0.4, 0.1)), "it is the whole score"
+
+
 def test_names_of_sources_and_parts_steer_no_terminal_and_counters_of_all_have_no_source():
     metrics = {"val/a\x1b[31m[b]/n": 1.0, "val/a\x1b[31m[b]/x\u202e/mean@1": 0.5, "val/reward/num_errors": 3.0}
     shown = render(validation_table(metrics, {}, "validation"), width=120)

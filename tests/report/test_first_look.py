@@ -96,6 +96,19 @@ def test_the_full_score_of_a_sum_is_no_single_part_of_it():
     assert first_look(samples([1, 1], [1, 1], reward_parts={"acc": 0.0}), CONFIG).finding is Finding.ALIKE
 
 
+def test_right_answers_are_counted_where_a_form_is_paid_for_too():
+    paid = samples([1.1, 0.1], [0.1, 0.1])
+    judged = [{**sample, "reward_parts": {"acc": float(sample["score"] > 1)}} for sample in paid]
+    assert first_look(paid, CONFIG).headline.startswith("4 of 4 samples score above 0, 0.35 on average")
+    assert first_look(judged, CONFIG).headline.startswith("1 of 4 samples are right, 4 score above 0, 0.35 on average")
+    alike = first_look(samples([0.1, 0.1], reward_parts={"acc": False}), CONFIG)
+    assert alike.headline.startswith("0 of 2 samples are right, 2 score above 0, but the answers to each prompt")
+    in_part = [*judged[:3], paid[3]]
+    assert "right" not in first_look(in_part, CONFIG).headline, "nobody judged the last"
+    both = first_look(samples([1, 0], reward_parts={"acc": 1.0})[:1] + samples([1, 0])[1:], CONFIG)
+    assert both.headline.startswith("1 of 2 samples score above 0")
+
+
 def test_advice_is_about_what_is_seen():
     cut = first_look(samples([0, 0], finish_reason="length"), CONFIG)
     assert cut.advice[0] == "2 of 2 answers were cut off at data.max_response_length=32: raise it"

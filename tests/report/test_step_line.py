@@ -42,6 +42,16 @@ def test_a_part_that_is_the_whole_reward_is_not_shown_until_it_differs() -> None
     assert "score  0.50" in layout.text(3, STEP | {"reward/score/mean": 0.5}, 120), "a column stays"
 
 
+def test_the_judgement_is_not_shown_beside_the_part_that_it_repeats_until_they_differ() -> None:
+    layout, both = Layout(LINE, 30), {"reward/numeric/mean": 0.12, "reward/brief/mean": 0.13}
+    first = layout.text(1, STEP | both | {"reward/acc/mean": 0.12}, 120)
+    assert "numeric  0.12  brief  0.13" in first and "acc" not in first
+    assert "acc  0.10" in layout.text(2, STEP | both | {"reward/acc/mean": 0.1}, 120)
+    assert "acc  0.12" in layout.text(3, STEP | both | {"reward/acc/mean": 0.12}, 120), "a column stays"
+    alike = Layout(LINE, 30).text(1, STEP | {"reward/form/mean": 0.2, "reward/brief/mean": 0.2}, 120)
+    assert "form  0.20  brief  0.20" in alike, "only the judgement repeats another"
+
+
 def test_at_80_columns_parts_come_before_the_seconds_of_phases() -> None:
     assert LINE.text(1, 30, STEP | PARTS, 80) == (
         "step  1/30  reward  0.500  correct  0.40  format  0.90  len   12   5.0s"
