@@ -57,4 +57,4 @@ def _meant_by(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -8,9 +8,9 @@ built-in one.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 IN_FILE = ".py:"
 """Stands between file and name where a configuration names what a user's file registers: `my_loss.py:mine`."""
@@ -143,6 +143,14 @@ Member = TypeVar("Member")
 Known = TypeVar("Known", bound=Traits)
 
 
+_REGISTRIES: list[Registry[Any, Any]] = []
+
+
+def registered_here(table: Collection[str]) -> frozenset[str]:
+    """Return the names in a table that were registered in this process, which a new one does not know."""
+    return frozenset(name for registry in _REGISTRIES if registry.table is table for name in registry.added())
+
+
 class Registry(UserDict[str, Member], Generic[Member, Known]):
     """The members of a family by name. `registry["mine"] = function` adds one with the default traits.
 
@@ -167,6 +175,7 @@ class Registry(UserDict[str, Member], Generic[Member, Known]):
         self.table: dict[str, Known] = {} if table is None else table
         self.traits = traits
         self._built_in = frozenset([*self.table, *(members or ())])
+        _REGISTRIES.append(self)
         super().__init__(members or {})
 
     def __contains__(self, name: object) -> bool:

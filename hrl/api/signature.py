@@ -14,6 +14,8 @@ from hrl.nearest import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_OBJECTS = ("reward", "data", "val_data")
+"""Arguments whose values need not be those of their keys."""
 _TRAINERS = {"ppo": "hrl.PPO and hrl.GRPO take", "sft": "hrl.SFT, hrl.DPO and hrl.RewardModel take"}
 
 
@@ -45,6 +47,28 @@ def explains_its_arguments(init: Callable[P, R]) -> Callable[P, R]:
         return init(*args, **kwargs)
 
     return checked
+
+
+def attribute_problem(trainer: Any, attribute: str, value: object) -> UsageError:
+    """Return what to say where a trainer gets an attribute that nothing reads.
+
+    Args:
+        trainer: Has a `kind`.
+        attribute: Its name.
+        value: What it is set to.
+    """
+    kind, name = KINDS[trainer.kind], type(trainer).__name__
+    taken = list(inspect.signature(type(trainer)).parameters)
+    other = kind.spellings.arguments.get(attribute)
+    if attribute == "config":
+        hint = "Set its keys one by one, such as trainer.config.trainer.seed = 1, or give config=… when it is made."
+    elif other is not None and attribute not in _OBJECTS:
+        hint = f"Write trainer.config.{other.key} = {value!r}, or give {attribute}=… when it is made."
+    elif attribute in taken:
+        hint = f"Give it when the trainer is made: hrl.{name}({attribute}=…)."
+    else:
+        hint = _hint(attribute, taken, kind)
+    return UsageError(f"{attribute} can't be set on a trainer, where nothing reads it. {hint}")
 
 
 def _hint(argument: str, taken: list[str], kind: RunKind[Any]) -> str:

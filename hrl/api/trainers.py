@@ -7,10 +7,12 @@ errors name the same keys.
 
 from __future__ import annotations
 
+import math
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,7 +22,7 @@ from hrl.api.config_view import ConfigView
 from hrl.api.listeners import as_callbacks
 from hrl.api.rows import Rows, UsageError, as_sources_or_rows
 from hrl.api.run import Run
-from hrl.api.signature import explains_its_arguments
+from hrl.api.signature import attribute_problem, explains_its_arguments
 from hrl.config.arithmetic import Fact
 from hrl.config.compose import compose_kind
 from hrl.config.load import value_problems
@@ -101,6 +103,19 @@ class Trainer:
         self._trained: Run | None = None
         self._failed = False
 
+    if not TYPE_CHECKING:  # a type checker knows the attributes, and would accept any with this
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuse what nothing would read, such as `trainer.steps = 5`.
+
+            Raises:
+                UsageError: The class has no such attribute, or a property; says what to write instead.
+            """
+            own = getattr(type(self), name, None)
+            if not name.startswith("_") and (own is None or isinstance(own, property)):
+                raise attribute_problem(self, name, value)
+            super().__setattr__(name, value)
+
     # ------------------------------------------------------------------ what it is
 
     @property
@@ -130,13 +145,30 @@ class Trainer:
     def command(self) -> str:
         """The command line that means the same. Objects are named as in `config.yaml`; a shell needs files instead.
 
+        What no command line can say, such as `trainer_cls`, stands behind it as a comment of the shell.
+
         Raises:
             ConfigError: No command line means it; lists every problem at once.
         """
         return self._command(self.arguments)
 
     def _command(self, arguments: Sequence[str]) -> str:
-        return shlex.join([*KINDS[self.kind].program.split(), *arguments, *_overrides(self._objects())])
+        line = shlex.join([*KINDS[self.kind].program.split(), *arguments, *_overrides(self._objects())])
+        unsaid = "; ".join(self._unsaid())
+        return f"{line}  # {unsaid}" if unsaid else line
+
+    def _unsaid(self) -> Iterator[str]:
+        """Yield what the run has and no command line can say."""
+        objects = [] if self._trainer_cls is None else [f"trainer_cls={self._trainer_cls.__name__}"]
+        if self._callbacks:
+            objects.append(f"callbacks=[{', '.join(type(callback).__name__ for callback in self._callbacks)}]")
+        if objects:
+            yield f"with {' and '.join(objects)}, which no command line can say"
+        for key, value in self._values.items():
+            leaf = self._keys.get(key)
+            if leaf is not None and isinstance(value, str) and value in leaf.names_registered_here:
+                way = f": a shell names its file, {key}=FILE.py:{value}" if leaf.in_files else ""
+                yield f"{value} is registered in this session only{way}"
 
     def _objects(self) -> dict[str, Any]:
         """Return key → names of objects that stand in place of what a shell can say."""
@@ -463,12 +495,13 @@ class PPO(Trainer):
         """
         from hrl.workers.requests import SamplingParams
 
-        for what, is_wrong in {
-            f"n={n} is not at least 1": n < 1,
-            f"temperature={temperature} is negative": temperature < 0,
-            f"top_p={top_p} is not above 0 and at most 1": not 0 < top_p <= 1,
+        for what, is_right in {
+            f"n={n!r} is no whole number of at least 1": _is_whole(n) and n >= 1,
+            f"temperature={temperature!r} is no number of at least 0": _is_number(temperature) and temperature >= 0,
+            f"top_p={top_p!r} is no number above 0 and at most 1": _is_number(top_p) and 0 < top_p <= 1,
+            f"max_tokens={max_tokens!r} is no whole number": max_tokens is None or _is_whole(max_tokens),
         }.items():
-            if is_wrong:
+            if not is_right:
                 raise UsageError(f"generate: {what}")
         with self._running(asked=True) as loop:
             data: Any = loop.config.data
@@ -479,8 +512,8 @@ class PPO(Trainer):
                     f"generate: max_tokens={max_tokens} is not between 1 and data.max_response_length={longest}, for "
                     "which the engine was started"
                 )
-            sampling = SamplingParams(temperature, top_p, max_tokens=max_tokens or longest)
-            return list(policy.answer(_as_rows(prompts, data.prompt_key), sampling, n, with_log_probs=logprobs))
+            sampling = SamplingParams(float(temperature), float(top_p), max_tokens=int(max_tokens or longest))
+            return list(policy.answer(_as_rows(prompts, data.prompt_key), sampling, int(n), with_log_probs=logprobs))
 
 
 class GRPO(PPO):
@@ -593,6 +626,14 @@ def _of_the_run(
 
 def _overrides(values: Mapping[str, Any]) -> list[str]:
     return [f"{key}={as_override(value)}" for key, value in values.items()]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _as_rows(prompts: Any, prompt_key: str) -> list[Mapping[str, Any]]:

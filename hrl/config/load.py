@@ -303,7 +303,8 @@ def _field_problem(key: str, detail: ErrorDetails) -> Problem:
         if kind == "list_type" and isinstance(value, str) and value.startswith("["):
             hint = f"Without inner quotes it is one: '{key}={value}'."
             return Problem(key, f"{item}is text, expected a list.", hint, reason=Reason.UNREADABLE)
-        hint = f"Quote it: {key}='\"{value}\"'." if kind == "string_type" and value is not None else ""
+        is_quotable = kind == "string_type" and value is not None
+        hint = f'Quote it: "{value}", in a shell {key}=\'"{value}"\'.' if is_quotable else ""
         return Problem(key, f"{item}is {_show(value)}, expected {_EXPECTED[kind]}.", hint)
     bounds = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
     for name, words in bounds.items():

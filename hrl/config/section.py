@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from hrl.algos.registry import IN_FILE
+from hrl.algos.registry import IN_FILE, registered_here
 from hrl.config.own_members import MemberError, load_member
 
 S = TypeVar("S", bound="Section")
@@ -225,6 +225,17 @@ class Leaf(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The allowed names if the key takes names from a table, else empty."""
         return next((tuple(mark.table) for mark in self.field.metadata if isinstance(mark, NameOf)), ())
+
+    @property
+    def names_registered_here(self) -> frozenset[str]:
+        """The allowed names that were registered in this process, which a new one does not know."""
+        tables = [mark.table for mark in self.field.metadata if isinstance(mark, NameOf)]
+        return frozenset().union(*map(registered_here, tables))
+
+    @property
+    def in_files(self) -> bool:
+        """Whether the key takes `my.py:name`."""
+        return any(mark.in_files for mark in self.field.metadata if isinstance(mark, NameOf))
 
     @property
     def unit(self) -> str | None:

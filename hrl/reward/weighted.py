@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -41,6 +42,9 @@ def entries_of(rewards: Rewards) -> list[Entry]:
 
     if callable(rewards) or isinstance(rewards, str | Mapping):
         rewards = [rewards]
+    if isinstance(rewards, tuple) and len(rewards) == 2 and _is_weight(rewards[1]):
+        # The value is not shown: an entry of reward.functions may hold a key.
+        raise RewardFunctionError("the reward is a pair; put function and weight into a list: [(function, weight)]")
     if not isinstance(rewards, Sequence):
         raise RewardFunctionError(
             f"the reward is {rewards!r}, which can't be called; give a function, an object with `__call__`, the name "
@@ -49,8 +53,10 @@ def entries_of(rewards: Rewards) -> list[Entry]:
     entries: list[Entry] = []
     for position, entry in enumerate(rewards):
         reward, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
-        if isinstance(weight, bool) or not isinstance(weight, int | float | None):
+        if weight is not None and not _is_weight(weight):
             raise _not_a_reward(position, entry)
+        if weight is not None and not abs(weight) <= sys.float_info.max:  # NaN is not
+            raise RewardFunctionError(f"reward {position} has the weight {weight}; give a finite number")
         if isinstance(reward, str | Mapping):
             entries.append(_named(position, reward, weight))
         elif callable(reward):
@@ -92,6 +98,10 @@ def _lambdas_numbered(entries: Sequence[Entry]) -> list[Entry]:
             entry = (f"{_LAMBDA}_{seen}" if seen > 1 else _LAMBDA, *entry[1:])
         numbered.append(entry)
     return numbered
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _not_a_reward(position: int, entry: object) -> RewardFunctionError:

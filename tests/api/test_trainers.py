@@ -155,6 +155,95 @@ def test_the_command_names_reward_functions_that_are_objects_with_their_weights(
     assert "reward.functions" not in hrl.GRPO("some/model", data="bundled:addition/train").command
 
 
+class Hooked:
+    """Stands for a subclass of the trainer."""
+
+
+class Early(hrl.Callback):
+    def on_step_end(self, run: hrl.RunState, metrics: Any) -> None:
+        """Do nothing."""
+
+
+def test_what_no_command_line_can_say_stands_behind_the_command_as_a_comment() -> None:
+    plain = hrl.GRPO("some/model", data="rows.jsonl")
+    assert "#" not in plain.command
+    hooked: Any = Hooked
+    trainer = hrl.GRPO("some/model", data="rows.jsonl", callbacks=Early(), trainer_cls=hooked)
+    comment = "  # with trainer_cls=Hooked and callbacks=[Early], which no command line can say"
+    assert trainer.command == plain.command + comment
+    assert shlex.split(trainer.command, comments=True) == shlex.split(plain.command)
+    assert [fact.text for fact in trainer._facts() if fact.label == "command"] == [trainer.command]  # the first lines
+
+
+def test_the_command_says_that_a_loss_was_registered_in_this_session_only(tmp_path: Path) -> None:
+    from hrl.algos.policy_losses import POLICY_LOSSES
+
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    POLICY_LOSSES["inside_only"] = POLICY_LOSSES["vanilla"]
+    try:
+        command = hrl.GRPO("some/model", data="rows.jsonl", config={key: "inside_only"}).command
+    finally:
+        del POLICY_LOSSES["inside_only"]
+    assert command.endswith(
+        f"  # inside_only is registered in this session only: a shell names its file, {key}=FILE.py:inside_only"
+    )
+    assert "#" not in hrl.GRPO("some/model", data="rows.jsonl", config={key: "gspo"}).command
+
+
+@pytest.mark.parametrize(
+    ("trainer", "name", "value", "hint"),
+    [
+        (hrl.GRPO, "steps", 5, "Write trainer.config.trainer.total_training_steps = 5, or give steps=…"),
+        (hrl.GRPO, "max_response_length", 16, "Write trainer.config.data.max_response_length = 16, or give"),
+        (hrl.GRPO, "reward", len, "Give it when the trainer is made: hrl.GRPO(reward=…)."),
+        (hrl.SFT, "callbacks", [], "Give it when the trainer is made: hrl.SFT(callbacks=…)."),
+        (hrl.DPO, "config", {}, "Set its keys one by one, such as trainer.config.trainer.seed = 1"),
+        (hrl.GRPO, "learning_rate", 1.0, "It is lr here."),
+        (hrl.GRPO, "command", "ls", "command can't be set on a trainer, where nothing reads it."),
+    ],
+)
+def test_an_attribute_that_nothing_reads_cannot_be_set(trainer: Any, name: str, value: object, hint: str) -> None:
+    made = trainer("some/model", data="rows.jsonl")
+    before = made.command
+    with pytest.raises(UsageError, match=re.escape(hint)):
+        setattr(made, name, value)
+    assert made.command == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"n": "2"},
+        {"n": 2.0},
+        {"n": True},
+        {"n": 0},
+        {"temperature": None},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_p": "1"},
+        {"top_p": 0},
+        {"max_tokens": "8"},
+    ],
+)
+def test_a_setting_of_generate_that_makes_no_sense_is_told_before_anything_starts(given: dict[str, Any]) -> None:
+    (name, value) = next(iter(given.items()))
+    with pytest.raises(UsageError, match=re.escape(f"generate: {name}={value!r} is no")):
+        hrl.GRPO("some/model", data="rows.jsonl").generate("x", **given)
+
+
+def test_a_number_where_a_text_belongs_is_told_for_python_too() -> None:
+    trainer = hrl.GRPO(3, data="rows.jsonl")  # type: ignore[arg-type]
+    key = "actor_rollout_ref.model.path"
+    with pytest.raises(
+        ConfigError, match=re.escape(f"""{key} is 3, expected text. Quote it: "3", in a shell {key}=""")
+    ):
+        _ = trainer.command
+
+
+def test_dir_shows_what_hrl_has_and_nothing_that_it_imports() -> None:
+    assert [name for name in dir(hrl) if not name.startswith("__")] == sorted(set(hrl.__all__) - {"__version__"})
+
+
 def test_a_bad_value_is_refused_where_it_is_set_and_leaves_the_command_as_it_was() -> None:
     trainer = hrl.GRPO("some/model", len, data=[{"prompt": "a"}] * 20)
     before = trainer.command

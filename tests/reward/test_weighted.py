@@ -80,6 +80,12 @@ def test_it_is_scored_in_processes_like_any_other():
         ([(correct, "much")], "reward 0 is .*give a function, .*or a pair"),
         (["corect"], r"(?s)reward 0 is no entry of reward.functions.*names 'corect'"),
         ([3], "reward 0 is 3; give a function"),
+        ((correct, 1.0), r"the reward is a pair; put function and weight into a list: \[\(function, weight\)\]"),
+        (("numeric", 2), "the reward is a pair; put"),
+        ([(correct, float("nan"))], "reward 0 has the weight nan; give a finite number"),
+        (["numeric", (correct, -float("inf"))], "reward 1 has the weight -inf; give a finite number"),
+        ([("numeric", float("inf"))], "reward 0 has the weight inf; give a finite number"),
+        ([(correct, 10**400)], "give a finite number"),
         ([correct, (correct, 2.0)], "two rewards are named correct"),
     ],
 )

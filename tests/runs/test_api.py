@@ -163,7 +163,7 @@ def test_python_the_printed_command_and_the_saved_configuration_are_one_run(
     first = learnt(run.path)
     assert [record["step"] for record in first] == [1, 2] and first[1]["actor/grad_norm"] > 0
 
-    words = shlex.split(trainer.command)
+    words = shlex.split(trainer.command, comments=True)  # the comment names trainer_cls
     assert words[:3] == ["python", "-m", "hrl.trainer.main_ppo"]
     assert run_command("ppo", [*words[3:], f"trainer.default_local_dir={tmp_path / 'shell'}"]) == 0
     assert learnt(tmp_path / "shell") == first
