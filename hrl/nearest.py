@@ -90,6 +90,17 @@ def nearest_path(missing: Path) -> Path | None:
     return next((path for path in deeper if path.exists()), None)
 
 
+def meant_by(missing: Path, fits: Callable[[Path], bool]) -> str | None:
+    """Return the path of the wanted kind that was probably meant by a missing one, as it would be written.
+
+    Args:
+        missing: A path that does not exist.
+        fits: Returns whether a path is of the wanted kind.
+    """
+    close = nearest_path(missing)
+    return _as_written(close, missing) if close is not None and fits(close) else None
+
+
 def way_to(missing: Path, fits: Callable[[Path], bool]) -> str:
     """Return the hint for a missing path: the path that was probably meant, or what is there instead.
 
@@ -97,9 +108,9 @@ def way_to(missing: Path, fits: Callable[[Path], bool]) -> str:
         missing: A path that does not exist.
         fits: Returns whether a path is of the wanted kind.
     """
-    close = nearest_path(missing)
-    if close is not None and fits(close):
-        return f"Did you mean {_as_written(close, missing)}?"
+    close = meant_by(missing, fits)
+    if close is not None:
+        return f"Did you mean {close}?"
     parent = Path(os.path.abspath(missing)).parent
     if not parent.is_dir():
         return f"The folder {parent} does not exist either."

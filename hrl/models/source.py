@@ -27,7 +27,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hrl.errors import RefusedError, UnreachableError
-from hrl.nearest import listing, nearest_path, way_to
+from hrl.nearest import listing, meant_by, nearest_path, way_to
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,12 @@ def find_model(path: str) -> Path | None:
 def is_path(name: str) -> bool:
     """Return whether the name of a model can only be a path: a hub id is `<name>` or `<owner>/<name>`."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
+def no_folder(name: str) -> str:
+    """Return the words that say that no folder here has the name of a model, with the folder that was perhaps meant."""
+    close = meant_by(Path(os.path.expanduser(name)), Path.is_dir)
+    return f"no folder {name} here" + (f" (did you mean {close}?)" if close is not None else "")
 
 
 def _local_folder(name: str) -> Path | None:
@@ -222,7 +228,8 @@ def _download(hub_id: str, revision: str | None = None) -> Path:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
         is_refused = 400 <= status < 500 and status not in _LATER
         kind = ModelSourceError if is_refused else UnreachableError
-        raise kind(f"can't fetch model {hub_id!r} from the hub: {why}{advice}") from error
+        here = f" (and there is {no_folder(hub_id)})" if revision is None else ""
+        raise kind(f"can't fetch model {hub_id!r} from the hub{here}: {why}{advice}") from error
     if not any(folder.glob("*.safetensors")):
         raise ModelSourceError(
             f"hub model {hub_id!r} has no safetensors weights, and hrl loads no pickled ones{advice}"

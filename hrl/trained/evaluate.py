@@ -20,7 +20,7 @@ from hrl.config.override import as_override
 from hrl.config.run_kind import PPO
 from hrl.config.section import flatten
 from hrl.errors import HrlError, RefusedError
-from hrl.models.source import BUNDLED_PREFIX
+from hrl.models.source import no_folder
 from hrl.report.run_folder import CONFIG, read_jsonl, rollouts_file
 from hrl.trained.folders import Trained, find_trained, require_loadable
 from hrl.trained.scores import Estimate, SourceScores, score_table
@@ -128,6 +128,11 @@ def run_arguments(
     model = require_loadable(trained)
     rows = list(sources) or own.get("data.val_files")
     if not rows:
+        if trained.is_of_hub:
+            raise EvaluationError(
+                f"there is {no_folder(trained.name)}, so it is taken for a model of the hub, which brings no rows: "
+                "name a run's folder, or rows behind the model"
+            )
         raise EvaluationError(f"name the rows to evaluate {trained.name} on, behind it: {_why_none(trained)}")
     values = own | {
         "actor_rollout_ref.model.path": model,
@@ -156,8 +161,6 @@ def _is_set(key: str | None, overrides: Sequence[str]) -> bool:
 
 
 def _why_none(trained: Trained) -> str:
-    if trained.run is None and not Path(trained.name).exists() and not trained.name.startswith(BUNDLED_PREFIX):
-        return "there is no folder of this name here, so it is taken for a model of the hub, which brings no rows"
     if trained.run is None:
         return "it lies in no run's folder"
     if "actor_rollout_ref" in trained.config:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore
 from hrl.errors import RefusedError
-from hrl.models.source import ModelSourceError, is_path
+from hrl.models.source import BUNDLED_PREFIX, ModelSourceError, is_path
 from hrl.nearest import way_to
 from hrl.report.run_folder import CONFIG, MODEL, RunFolder, read_config, read_object
 
@@ -44,6 +44,11 @@ class Trained:
         file = Path(self.name) / "config.json"
         named = read_object(file).get("architectures") or ()
         return any("ForSequenceClassification" in architecture for architecture in named)
+
+    @property
+    def is_of_hub(self) -> bool:
+        """Whether no folder here has its name, and no package brings it."""
+        return self.run is None and not self.name.startswith(BUNDLED_PREFIX) and not Path(self.name).exists()
 
     @property
     def is_sharded(self) -> bool:

@@ -248,13 +248,24 @@ def test_what_a_hub_says_is_told_in_one_line_and_asking_again_may_help_if_it_gav
         raise said
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(HrlError, match="from the hub: ") as told:
+    with pytest.raises(HrlError, match=r"from the hub \(and there is no folder nosuch here\): ") as told:
         resolve_model("nosuch")
     assert type(told.value) is kind and issubclass(ModelSourceError, RefusedError)
     assert not issubclass(UnreachableError, RefusedError), "a command ends with status 1 and not 2"
     assert "\n" not in str(told.value) and "; give a local folder" in str(told.value) and len(str(told.value)) < 500
     if isinstance(said, HfHubHTTPError):
         assert "(Request ID: 1) Repository Not Found and more" in str(told.value) and " …" in str(told.value)
+
+
+def test_the_name_of_a_run_that_is_not_here_is_answered_with_the_folder_that_is(monkeypatch, tmp_path):
+    def snapshot_download(*_, **__):
+        raise answer_of_hub(404)
+
+    (tmp_path / "my_sums").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ModelSourceError, match=r"no folder my_sum here \(did you mean my_sums\?\)"):
+        resolve_model("my_sum")
 
 
 @pytest.mark.parametrize("parts", [("home", "model"), ("home", "models", "mine")])

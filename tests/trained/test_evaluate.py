@@ -82,13 +82,17 @@ def test_a_model_is_evaluated_without_the_functions_that_trained_it(tmp_path: Pa
     assert (config.data.prompt_key, config.actor_rollout_ref.actor.policy_loss.loss_mode) == ("question", "vanilla")
 
 
-def test_a_model_of_no_run_needs_rows(tmp_path: Path) -> None:
+def test_a_model_of_no_run_needs_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nosuck").mkdir()
     with pytest.raises(EvaluationError, match="lies in no run's folder"):
         run_arguments(Trained(str(tmp_path), "model"), [], Sampling(), tmp_path, [])
     with pytest.raises(EvaluationError, match="lies in no run's folder"):
         run_arguments(Trained("bundled:smollm2-135m-instruct", "model"), [], Sampling(), tmp_path, [])
-    with pytest.raises(EvaluationError, match="no folder of this name here, so it is taken for a model of the hub"):
-        run_arguments(Trained("nosuch", "nosuch"), [], Sampling(), tmp_path, [])
+    with pytest.raises(EvaluationError, match="^there is no folder zzz here, so it is taken for a model of the hub"):
+        run_arguments(Trained("zzz", "zzz"), [], Sampling(), tmp_path, [])
+    with pytest.raises(EvaluationError, match=r"^there is no folder nosucks here \(did you mean nosuck\?\), so"):
+        run_arguments(Trained("nosucks", "nosucks"), [], Sampling(), tmp_path, [])
     trained = Trained("some/model", "model", run=tmp_path, config={"model": {"path": "some/model"}})
     with pytest.raises(EvaluationError, match="learnt from given answers, and has no prompts"):
         run_arguments(trained, [], Sampling(), tmp_path, [])
