@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from hrl.config.compose import QUICKSTART
 from hrl.config.offline import OfflineConfig
-from hrl.config.outline import RunConfiguration, outline_of
+from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.run_kind import RunKind, config_folder
-from hrl.config.section import flatten
+from hrl.config.run_kind import RunKind
+from hrl.preflight.small_models import BUDGETS, has_small_model, runs_on_gpus, values_for_small_models
 
 BATCH = "data.train_batch_size"
 GPU_BATCH = 64
@@ -25,9 +23,6 @@ GPU_BATCH = 64
 CPU_RESPONSE_TOKENS = 128
 """Longest response without a GPU, where every token costs milliseconds."""
 _RESPONSE = "data.max_response_length"
-_OF_ITS_TASK = ("trainer.", "data.max_", "critic.")
-"""Keys of the quickstart that belong to its task, or follow from others."""
-_BUDGETS = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
 
 
 def chosen(kind: RunKind[Any], config: RunConfiguration, num_rows: int | None) -> dict[str, Any]:
@@ -41,38 +36,22 @@ def chosen(kind: RunKind[Any], config: RunConfiguration, num_rows: int | None) -
     set_by = config.origins or {}
     if f"{QUICKSTART}={kind.name}" in set_by.values():
         return {}  # the quickstart's own rows
-    small = _of_small_models(kind)
-    has_gpu = _runs_on_gpus(config)
+    small = values_for_small_models(kind)
+    has_gpu = runs_on_gpus(config)
     values: dict[str, Any] = {}
     most = GPU_BATCH if has_gpu else small[BATCH]
     values[BATCH] = most if num_rows is None else _power_of_two_up_to(min(most, _used(config, num_rows)))
-    if not has_gpu or outline_of(config).model.path.startswith("bundled:"):
+    if has_small_model(config):
         values |= {key: value for key, value in small.items() if key != BATCH}
     if isinstance(config, PPOTrainerConfig):
         if not has_gpu and _RESPONSE not in set_by:
             values[_RESPONSE] = CPU_RESPONSE_TOKENS
         if config.needs_critic and "actor_rollout_ref.actor.optim.lr" in values:
             values["critic.optim.lr"] = values["actor_rollout_ref.actor.optim.lr"]
-    for key in _BUDGETS:
+    for key in BUDGETS:
         if key in values:
             values[key] = max(values[key], _longest_row(config, values))
     return {key: value for key, value in values.items() if key not in set_by}
-
-
-def _of_small_models(kind: RunKind[Any]) -> dict[str, Any]:
-    """Return the quickstart's keys that suit small models, whatever they learn."""
-    tree = yaml.safe_load((config_folder() / QUICKSTART / f"{kind.name}.yaml").read_text(encoding="utf-8"))
-    values = dict(flatten(tree, kind.schema))
-    of_lengths = tuple(key for key in values if key.startswith(_OF_ITS_TASK) and key not in _BUDGETS)
-    return {key: value for key, value in values.items() if key not in of_lengths}
-
-
-def _runs_on_gpus(config: RunConfiguration) -> bool:
-    from hrl.preflight.machine_look import gpus_here, joins_a_cluster
-
-    return config.trainer.device == "cuda" or (
-        config.trainer.device == "auto" and (joins_a_cluster(config.trainer) or gpus_here() > 0)
-    )
 
 
 def _used(config: RunConfiguration, num_rows: int) -> int:

@@ -24,6 +24,7 @@ from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_
 from hrl.preflight.memory_look import look_at_memory
 from hrl.preflight.model_look import look_at_families, look_at_ids, look_at_models, padding_of_classifier
 from hrl.preflight.reward_look import look_at_reward
+from hrl.preflight.small_models import look_at_rate
 from hrl.report.live import ShowStage, in_silence
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def inspect_run(
     elif given.reward is not None:
         findings.problem("reward", "was given, and this kind of run scores nothing.", "Leave it out.")
     look_at_batch(findings, config, train)
+    look_at_rate(findings, config)
     look_at_devices(findings, config.trainer, outline.num_processes)
     look_at_memory(findings, config, outline, folders)
     look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
