@@ -6,7 +6,6 @@ vLLM mixes `RolloutWorkerExtension` into its worker; its methods are called with
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import multiprocessing
 import os
@@ -270,7 +269,7 @@ class RolloutWorkerExtension:
         rank = self._hrl_rank()
         use_float32_head(self.model_runner.get_model())  # type: ignore[attr-defined]
         if not torch.cuda.is_available():
-            _count_ranks_without_a_compiler()
+            _count_no_ranks()
             match_trainer(self.model_runner.get_model(), self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
         self._hrl_receiver = WeightReceiver(
             VllmModelWriter(self.model_runner.get_model(), self.vllm_config),  # type: ignore[attr-defined]
@@ -318,12 +317,18 @@ def _answer(step: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str,
         return {"error": str(error)}
 
 
-def _count_ranks_without_a_compiler() -> None:
-    """Let a CPU engine count the rank of a sampled token without compiling anything."""
-    # vLLM compiles two operators into one, to save a temporary that matters on a GPU. Here that takes 23 s of step 1.
+def _count_no_ranks() -> None:
+    """Let a CPU engine leave out the rank of a sampled token among all, which nobody reads.
+
+    Counting takes two passes over the log-probs of the whole vocabulary, in a step as long as the sampling itself; and vLLM
+    would first compile it, in 23 s of the first step.
+    """
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
+    def no_ranks(logprobs: Tensor, _: Tensor) -> Tensor:
+        return torch.zeros(len(logprobs), dtype=torch.int64)
+
+    sampler.batched_count_greater_than = no_ranks
 
 
 def _unlink_collective_memory() -> None:
