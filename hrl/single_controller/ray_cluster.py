@@ -31,13 +31,13 @@ _SYSTEM_CONFIG = {
     "process_group_cleanup_enabled": False,
 }
 
-#: What workers inherit through the Ray that is started here; a cluster that is joined has what its nodes were started with.
+#: What workers inherit through a Ray that is started here; those of a cluster that is joined have their nodes' own.
 _WORKER_ENVIRONMENT = {
-    # torch asks for huge pages for large tensors. Memory that is new to a process is cleared by the kernel, and 4 KiB at a
-    # time that takes longer than most operations on it: a bfloat16 weight of 57 MB is cast to float32 in a fifth of the time.
+    # torch asks for huge pages for large tensors. The kernel clears memory that is new to a process, and 4 KiB at a time
+    # that takes longer than most operations: a bfloat16 weight of 57 MB becomes float32 in a fifth of the time.
     "THP_MEM_ALLOC_ENABLE": "1",
-    # Ray's workers are nicer than other processes by 15, and whatever else the machine does would hold one of the threads of
-    # a matrix product, for which the others wait.
+    # Ray's workers would yield to all other processes. Whatever else the machine did would hold one of the threads of a
+    # matrix product, for which the others wait.
     "RAY_worker_niceness": "0",
 }
 

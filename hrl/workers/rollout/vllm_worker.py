@@ -37,6 +37,8 @@ _FILE_STORE = "file://"
 #: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
 #: shapes, and a token's logits, and so what its seed draws, must not depend on how many other requests run.
 HEAD_ROWS = 32
+#: Entries of the vocabulary whose weights are float32 at once.
+HEAD_ENTRIES = 8192
 
 
 class SingleProcessExecutor(UniProcExecutor):
@@ -320,7 +322,7 @@ def _answer(step: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str,
 def _count_no_ranks() -> None:
     """Let a CPU engine leave out the rank of a sampled token among all, which nobody reads.
 
-    Counting takes two passes over the log-probs of the whole vocabulary, in a step as long as the sampling itself; and vLLM
+    Counting takes two passes over the log-probs of the whole vocabulary, which is as long as sampling itself; and vLLM
     would first compile it, in 23 s of the first step.
     """
     from vllm.v1.sample import sampler
@@ -418,9 +420,16 @@ def _apply_head(head: nn.Module, hidden: Tensor, bias: Tensor | None) -> Tensor:
     if hidden.is_cuda:  # sums in float32 without a float32 copy of the weight
         logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
         return logits if wide_bias is None else logits.add_(wide_bias)
-    weight = head.weight.float()
-    blocks = functional.pad(hidden.float(), (0, 0, 0, -len(hidden) % HEAD_ROWS)).split(HEAD_ROWS)
-    return torch.cat([functional.linear(block, weight, wide_bias) for block in blocks])[: len(hidden)]
+    padded = functional.pad(hidden.float(), (0, 0, 0, -len(hidden) % HEAD_ROWS))
+    logits = torch.empty(len(padded), len(head.weight))
+    tiles = zip(head.weight.detach().split(HEAD_ENTRIES), logits.split(HEAD_ENTRIES, dim=1), strict=True)
+    for entries, columns in tiles:
+        weight = entries.float().t()  # stays in the cache, where a float32 copy of the whole weight would not
+        for block, out in zip(padded.split(HEAD_ROWS), columns.split(HEAD_ROWS), strict=True):
+            out.copy_(torch.mm(block, weight))
+    if wide_bias is not None:
+        logits.add_(wide_bias)
+    return logits[: len(hidden)]
 
 
 # ---------------------------------------------------------------------- differences between versions of vLLM
