@@ -33,8 +33,8 @@ _SYSTEM_CONFIG = {
 
 #: What workers inherit through a Ray that is started here; those of a cluster that is joined have their nodes' own.
 _WORKER_ENVIRONMENT = {
-    # torch asks for huge pages for large tensors. The kernel clears memory that is new to a process, and 4 KiB at a time
-    # that takes longer than most operations: a bfloat16 weight of 57 MB becomes float32 in a fifth of the time.
+    # torch asks for huge pages for large tensors. The kernel clears memory that is new to a process, and 4 KiB at a
+    # time that takes longer than most operations: a weight of 57 MB in bfloat16 is float32 in a fifth of the time.
     "THP_MEM_ALLOC_ENABLE": "1",
     # Ray's workers would yield to all other processes. Whatever else the machine did would hold one of the threads of a
     # matrix product, for which the others wait.
