@@ -20,7 +20,7 @@ DEV_STAMP := $(VENV)/.installed-from-dev.lock
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install install-dev demo docs test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light mutation models lint type format clean
+.PHONY: help install install-dev demo bench docs test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light mutation models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -93,6 +93,9 @@ mutation: install-dev  ## put known mistakes into the maths and count how many t
 models: install-dev  ## docs/models.md: every causal family of transformers against its own forward (minutes)
 	$(BIN)/python -m tests.models.table > docs/models.md.new
 	mv docs/models.md.new docs/models.md
+
+bench: install-dev  ## hrl against its peers, installed apart; NAME="gae balance" runs some (bench/RESULTS.md)
+	$(BIN)/python -m bench $(NAME)
 
 docs: install-dev  ## this documentation as a site, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --quiet docs build/docs

@@ -1,0 +1,73 @@
+"""Measure hrl against its peers: `python -m bench` runs all benchmarks, `python -m bench gae dispatch` those named.
+
+Each runs in a process of its own, with as many threads as its module says, and leaves its figures in `bench/results`.
+`bench/RESULTS.md` and the pictures are written from these. The exit status is 1 if a ratio is below its floor, or if
+results differ, and 2 if there is no such benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bench import peers
+from bench.results import FOLDER, below_floor, read, write_page
+
+HERE = Path(__file__).parent
+_NOT_BENCHMARKS = {"__init__", "__main__", "harness", "measure", "peers", "results"}
+DEADLINE_S = 900
+
+
+def names() -> list[str]:
+    """Return the benchmarks in the order of the page."""
+    return sorted(file.stem for file in HERE.glob("*.py") if file.stem not in _NOT_BENCHMARKS)
+
+
+def threads_of(name: str) -> int:
+    """Return how many threads a benchmark runs with: its `THREADS`, read without importing it."""
+    for node in ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "THREADS":
+            return int(ast.literal_eval(node.value))
+    return 1
+
+
+def run(name: str) -> bool:
+    """Run a benchmark in a process of its own, and return whether it ended well."""
+    threads = str(threads_of(name))
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "bench.measure", name, str(FOLDER / f"{name}.json")]
+    try:
+        return subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        sys.stderr.write(f"{name} did not end within {DEADLINE_S} s\n")
+        return False
+
+
+def main() -> int:
+    """Return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.partition("\n")[0])
+    parser.add_argument("name", nargs="*", help="benchmarks to run; all of them without any")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    arguments = parser.parse_args()
+    known = names()
+    if arguments.list:
+        sys.stdout.write("\n".join(known) + "\n")
+        return 0
+    if unknown := [name for name in arguments.name if name not in known]:
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+    peers.install()
+    failed = [name for name in arguments.name or known if not run(name)]
+    found = {name: read(name) for name in known}
+    write_page({name: rows for name, rows in found.items() if rows})
+    below = below_floor({name: found[name] for name in arguments.name or known})
+    for line in [*(f"{name} failed" for name in failed), *below]:
+        sys.stderr.write(f"{line}\n")
+    return 1 if failed or below else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Two implementations of one thing, on the same input, in turns, in one process.
+
+A benchmark is a module of this folder with a function `cases`. A case has two callables, ours and the peer's. Their
+results are compared first; then they run in turns, A/B/A/B, so that whatever else the machine does meets both, and
+medians are compared. What a number means on another machine is the ratio, not the seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of a benchmark.
+
+    Attributes:
+        label: What distinguishes it from the benchmark's other cases, such as `512 ranks`.
+        peer: Whose code `theirs` calls, with its version.
+        ours: Runs hrl's code once and returns its result.
+        theirs: Runs the peer's code once, on the same input.
+        check: Raises an `AssertionError` where the two results differ by more than they may.
+        floor: The least acceptable ratio of the peer's seconds to ours; None if the case only shows growth.
+        x: Place on the axis of the growth curve.
+        series: Which curve it belongs to, where a benchmark has several.
+        rounds: How often each runs.
+        others: Further pairs that are compared besides time, made after the rounds.
+    """
+
+    label: str
+    peer: str
+    ours: Callable[[], Any]
+    theirs: Callable[[], Any]
+    check: Callable[[Any, Any], None]
+    floor: float | None = None
+    x: float | None = None
+    series: str = ""
+    rounds: int = ROUNDS
+    others: Callable[[], Iterator[Comparison]] | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A quantity of both, of which less is better.
+
+    Attributes:
+        label: Of the case it belongs to.
+        peer: Whose the other value is.
+        quantity: What is counted, with its unit: `seconds`, `CPU seconds`, `MiB`.
+        ours: hrl's value.
+        theirs: The peer's.
+        floor: The least acceptable `theirs / ours`.
+        x: Place on the axis of the growth curve.
+        series: Which curve it belongs to.
+        spread: Of hrl's and the peer's rounds, the largest distance from the median, as a share of it.
+    """
+
+    label: str
+    peer: str
+    quantity: str
+    ours: float
+    theirs: float
+    floor: float | None = None
+    x: float | None = None
+    series: str = ""
+    spread: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def ratio(self) -> float:
+        """How many times less hrl takes than the peer."""
+        return self.theirs / self.ours
+
+    @property
+    def holds(self) -> bool:
+        """Whether the ratio is at or above its floor."""
+        return self.floor is None or self.ratio >= self.floor
+
+
+class Benchmark(Protocol):
+    """What a module of a benchmark has.
+
+    Its docstring's first line is the title in the results, the rest says what is compared and why.
+    """
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the cases; inputs are made here, outside of what is timed."""
+        ...
+
+
+@dataclass
+class _Rounds:
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        gc.collect()
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = function()
+        self.cpu_s.append(time.process_time() - cpu)
+        self.wall_s.append(time.perf_counter() - wall)
+        return result
+
+    @property
+    def spread(self) -> float:
+        middle = statistics.median(self.wall_s)
+        return max(abs(seconds - middle) for seconds in self.wall_s) / middle
+
+
+def measure(case: Case) -> list[Comparison]:
+    """Compare the two results, then the two times.
+
+    Raises:
+        AssertionError: The results differ.
+    """
+    # The first round warms up what is made once (compiled loops, arenas), for both.
+    case.check(case.ours(), case.theirs())
+    ours, theirs = _Rounds(), _Rounds()
+    for _ in range(case.rounds):
+        ours.run(case.ours)
+        theirs.run(case.theirs)
+    found = [
+        Comparison(
+            case.label,
+            case.peer,
+            quantity,
+            statistics.median(a),
+            statistics.median(b),
+            case.floor if quantity == "seconds" else None,
+            case.x,
+            case.series,
+            (ours.spread, theirs.spread) if quantity == "seconds" else (0.0, 0.0),
+        )
+        for quantity, a, b in (("seconds", ours.wall_s, theirs.wall_s), ("CPU seconds", ours.cpu_s, theirs.cpu_s))
+    ]
+    return found + list(case.others() if case.others is not None else ())

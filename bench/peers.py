@@ -1,0 +1,36 @@
+"""The peers: their released packages, in a folder of their own that only benchmarks import from.
+
+They are installed without their dependencies, so that hrl's stay as they are; `_SMALL` is what their modules import
+besides.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / ".peers"
+VERL, TRL, OPENRLHF = "verl 0.9.1", "TRL 1.16.0", "OpenRLHF 0.11.2"
+_PACKAGES = ("verl==0.9.1", "trl==1.16.0", "openrlhf==0.11.2")
+_SMALL = ("tensordict==0.10.0", "TransferQueue==0.1.11", "codetiming==1.4.0", "orjson==3.13.0")
+
+
+def install() -> None:
+    """Install the peers where they are missing.
+
+    Raises:
+        CalledProcessError: A package could not be had; pip has said why.
+    """
+    stamp, wanted = FOLDER / "installed.txt", "\n".join((*_PACKAGES, *_SMALL))
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
+    subprocess.run([*command, "--target", str(FOLDER), *_PACKAGES, *_SMALL], check=True)
+    stamp.write_text(wanted)
+
+
+def importable() -> None:
+    """Let this process import the peers, behind everything that hrl brings."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))

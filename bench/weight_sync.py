@@ -1,0 +1,252 @@
+"""Handing new weights to the sampler, through this machine's memory.
+
+What SmolLM2-135M has, 272 tensors and 269 MB in bfloat16, goes from the process that trains to one that copies it
+into a model of its own. Each way uses its package's released code at both ends, with its defaults. hrl's: a manifest,
+one bucket that is kept from sync to sync, a checksum of every tensor at both ends, a commit, and each tensor read
+back from the model. verl's: a bucket of 2 GiB made anew for each sync, ZeroMQ messages, no check. The order to
+receive goes through a pipe in both, and the clock stops when the receiver has answered. The other cases cut the same
+bytes into fewer and more tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.harness import Case
+from bench.peers import FOLDER, VERL, importable
+from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.shared_memory import SharedMemorySender
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
+
+AXIS = "tensors"
+THREADS = 2
+_BUCKET_MIB = 2048  # verl's default
+_LAYERS, _HIDDEN, _MLP, _KV, _VOCABULARY = 30, 576, 1536, 192, 49152
+
+Named = list[tuple[str, Tensor]]
+
+
+def cases() -> Iterator[Case]:
+    """Yield the model as it is, then the same bytes in fewer and more tensors."""
+    weights = _smollm2()
+    total = sum(tensor.numel() for _, tensor in weights)
+    for label, named in {
+        "SmolLM2-135M": weights,
+        "30 tensors": _cut(total, 30),
+        "1,000 tensors": _cut(total, 1_000),
+        "10,000 tensors": _cut(total, 10_000),
+    }.items():
+        floor = 5.0 if label == "SmolLM2-135M" else None
+        with _sampler(named) as ours, _sampler(named) as theirs:
+            yield Case(label, VERL, _Hrl(named, ours), _Verl(named, theirs), _equal, floor, len(named))
+
+
+def _smollm2() -> Named:
+    """Return tensors with the names and shapes of SmolLM2-135M, whose head is its embedding."""
+    shapes = {"model.embed_tokens.weight": (_VOCABULARY, _HIDDEN), "model.norm.weight": (_HIDDEN,)}
+    for layer in range(_LAYERS):
+        of_layer = {
+            "self_attn.q_proj": (_HIDDEN, _HIDDEN),
+            "self_attn.k_proj": (_KV, _HIDDEN),
+            "self_attn.v_proj": (_KV, _HIDDEN),
+            "self_attn.o_proj": (_HIDDEN, _HIDDEN),
+            "mlp.gate_proj": (_MLP, _HIDDEN),
+            "mlp.up_proj": (_MLP, _HIDDEN),
+            "mlp.down_proj": (_HIDDEN, _MLP),
+            "input_layernorm": (_HIDDEN,),
+            "post_attention_layernorm": (_HIDDEN,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    return [(name, _random(*shape)) for name, shape in shapes.items()]
+
+
+def _cut(elements: int, count: int) -> Named:
+    """Return `count` tensors of equal size with about `elements` elements together."""
+    return [(f"model.layers.{number}.weight", _random(elements // count)) for number in range(count)]
+
+
+def _random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(0, 1 << 15, shape, generator=generator).to(torch.int16).view(torch.bfloat16)
+
+
+def _equal(ours: Callable[[], str], theirs: Callable[[], str]) -> None:
+    """Check that both samplers hold the same bytes now."""
+    assert ours() == theirs()
+
+
+# ---- the process that samples ------------------------------------------------------------------------------------
+
+
+class _Model:
+    """Weights in use, with what hrl's receiver asks of a model."""
+
+    def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        self.tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes}
+        self._written: set[str] = set()
+
+    def begin(self) -> None:
+        """Expect every tensor."""
+        self._written = set()
+
+    def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy tensors into the model."""
+        for name, tensor in weights:
+            self.tensors[name].copy_(tensor)
+            self._written.add(name)
+
+    def finish(self, kept: Sequence[str] = ()) -> None:
+        """Check that every tensor came."""
+        assert self._written == self.tensors.keys()
+
+    def cancel(self) -> None:
+        """Leave what was written."""
+
+    def read_back(self, name: str) -> Tensor:
+        """Return a tensor as the model has it."""
+        return self.tensors[name]
+
+    def digest(self) -> str:
+        """Return a digest of all names and bytes."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self.tensors.items()):
+            found.update(name.encode())
+            found.update(tensor.view(torch.uint8).numpy())
+        return found.hexdigest()
+
+
+def _sample(orders: Connection, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """Hold a model and follow orders: a method of hrl's receiver, `verl` with a socket, or `digest`."""
+    importable()
+    model = _Model(shapes)
+    receiver = WeightReceiver(model, "sampler")
+    while True:
+        what, *given = orders.recv()
+        if what == "end":
+            return
+        if what == "begin":
+            manifest, handle, version = given
+            answer: Any = receiver.begin(Manifest.from_plain(manifest), handle, version)
+        elif what == "verl":
+            verl_receiver = _verl().BucketedWeightReceiver(given[0], torch.device("cpu"), use_shm=True)
+            answer = verl_receiver.receive_weights(lambda weights, is_last: model.write(weights))
+        elif what == "digest":
+            answer = model.digest()
+        else:
+            answer = getattr(receiver, what)(*given)
+        orders.send(answer)
+
+
+@contextmanager
+def _sampler(named: Named) -> Iterator[Connection]:
+    """Yield the pipe to a process that samples."""
+    ours, theirs = get_context("spawn").Pipe()
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in named]
+    process = get_context("spawn").Process(target=_sample, args=(theirs, shapes), daemon=True)
+    process.start()
+    try:
+        ours.send(("digest",))
+        ours.recv()
+        yield ours
+    finally:
+        ours.send(("end",))
+        process.join(10)
+
+
+# ---- the process that trains -------------------------------------------------------------------------------------
+
+
+class _Hrl:
+    """hrl's: called, it sends the weights as `RolloutHost.push_weights` does to an engine on CPUs."""
+
+    def __init__(self, named: Named, sampler: Connection) -> None:
+        self._named, self._sampler, self._version = named, sampler, 0
+        self._thread = ThreadPoolExecutor(1)
+        specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+        manifest = Manifest.build(specs, sys.maxsize)
+        self._sync = WeightSync(manifest, SharedMemorySender(manifest), self, timeout_s=60)
+
+    def __call__(self) -> Callable[[], str]:
+        self._version += 1
+        report = self._sync.push(self._version, iter(self._named))
+        assert report.receivers[0].read_back == len(self._named)
+        return lambda: self._order("digest").result()
+
+    def _order(self, *order: Any) -> Future[Any]:
+        def ask() -> Any:
+            self._sampler.send(order)
+            return self._sampler.recv()
+
+        return self._thread.submit(ask)
+
+    def weights_begin(self, manifest: Manifest, handle: dict[str, Any], version: int) -> Future[None]:
+        """Announce a sync."""
+        return self._order("begin", manifest.to_plain(), handle, version)
+
+    def weights_load(self, index: int) -> Future[None]:
+        """Have a bucket taken."""
+        return self._order("load", index)
+
+    def weights_commit(self) -> Future[list[ReceiverReport]]:
+        """Have the new weights served."""
+        report = self._order("commit")
+        return self._thread.submit(lambda: [report.result()])
+
+    def weights_abort(self, reason: str) -> Future[None]:
+        """Have the sync dropped."""
+        return self._order("abort")
+
+
+class _Verl:
+    """verl's: called, it sends the weights as its vLLM server adapter does where there is no CUDA IPC."""
+
+    def __init__(self, named: Named, sampler: Connection) -> None:
+        self._named, self._sampler = named, sampler
+        self._socket = f"ipc://{tempfile.gettempdir()}/hrl-bench-{os.getpid()}.sock"
+        self._module = _verl()
+
+    def __call__(self) -> Callable[[], str]:
+        self._sampler.send(("verl", self._socket))
+        sender = self._module.BucketedWeightSender(self._socket, bucket_size_mb=_BUCKET_MIB, use_shm=True)
+        asyncio.run(sender.async_send_weights(iter(self._named)))
+        self._sampler.recv()
+        return self._digest
+
+    def _digest(self) -> str:
+        self._sampler.send(("digest",))
+        return str(self._sampler.recv())
+
+
+def _verl() -> ModuleType:
+    """Return verl's module of both ends."""
+    # Its package insists on a vLLM with CUDA, which the module does not use: an empty one stands in for it.
+    package = "verl.workers.rollout.vllm_rollout"
+    if f"{package}.bucketed_weight_transfer" not in sys.modules:
+        stand_in = ModuleType(package)
+        stand_in.__path__ = [str(FOLDER.joinpath(*package.split(".")))]
+        sys.modules[package] = stand_in
+    module = importlib.import_module(f"{package}.bucketed_weight_transfer")
+    # verl has no platform without an accelerator: there is nothing to wait for, and no cache to empty.
+    device = SimpleNamespace(synchronize=_nothing, empty_cache=_nothing)
+    module.get_torch_device, module.is_support_ipc = lambda: device, lambda: False  # type: ignore[attr-defined]
+    return module
+
+
+def _nothing() -> None:
+    pass
