@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, overload
 
 T_co = TypeVar("T_co", covariant=True)
@@ -25,3 +25,7 @@ class ByNumber(Sequence[T_co]):
         if isinstance(index, slice):
             return [self.item(number) for number in numbers[index]]
         return self.item(numbers[index])
+
+    def __iter__(self) -> Iterator[T_co]:
+        # By the length: `Sequence` would take an `IndexError` of an item for the end, and leave out the rest.
+        return (self.item(number) for number in range(len(self)))

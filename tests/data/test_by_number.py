@@ -29,3 +29,12 @@ def test_it_is_read_as_a_list_is_and_makes_only_what_is_asked_for() -> None:
     for index in (5, -6):
         with pytest.raises(IndexError):
             squares[index]
+
+
+def test_an_index_error_of_an_item_is_not_taken_for_the_end() -> None:
+    class Broken(Squares):
+        def item(self, index: int) -> int:
+            return [0, 1][index]
+
+    with pytest.raises(IndexError):
+        list(Broken())
