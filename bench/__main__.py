@@ -8,16 +8,13 @@ results differ, and 2 if there is no such benchmark.
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from bench import peers
-from bench.results import FOLDER, below_floor, read, write_page
+from bench.results import FOLDER, HERE, below_floor, constant, read, write_page
 
-HERE = Path(__file__).parent
 _NOT_BENCHMARKS = {"__init__", "__main__", "harness", "measure", "peers", "results"}
 DEADLINE_S = 900
 
@@ -27,17 +24,9 @@ def names() -> list[str]:
     return sorted(file.stem for file in HERE.glob("*.py") if file.stem not in _NOT_BENCHMARKS)
 
 
-def threads_of(name: str) -> int:
-    """Return how many threads a benchmark runs with: its `THREADS`, read without importing it."""
-    for node in ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "THREADS":
-            return int(ast.literal_eval(node.value))
-    return 1
-
-
 def run(name: str) -> bool:
     """Run a benchmark in a process of its own, and return whether it ended well."""
-    threads = str(threads_of(name))
+    threads = constant(name, "THREADS") or "1"
     environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "bench.measure", name, str(FOLDER / f"{name}.json")]
     try:

@@ -1,6 +1,8 @@
 """Two implementations of one thing, on the same input, in turns, in one process.
 
-A benchmark is a module of this folder with a function `cases`. A case has two callables, ours and the peer's. Their
+A benchmark is a module of this folder with a function `cases`, which makes the inputs, outside of what is timed. The
+first line of its docstring is its title in the results, the rest says what is compared and why; `AXIS` names the axis
+of its growth curve, and `THREADS` is the number of its threads. A case has two callables, ours and the peer's. Their
 results are compared first; then they run in turns, A/B/A/B, so that whatever else the machine does meets both, and
 medians are compared. What a number means on another machine is the ratio, not the seconds.
 """
@@ -12,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 ROUNDS = 7
 
@@ -81,17 +83,6 @@ class Comparison:
     def holds(self) -> bool:
         """Whether the ratio is at or above its floor."""
         return self.floor is None or self.ratio >= self.floor
-
-
-class Benchmark(Protocol):
-    """What a module of a benchmark has.
-
-    Its docstring's first line is the title in the results, the rest says what is compared and why.
-    """
-
-    def cases(self) -> Iterator[Case]:
-        """Yield the cases; inputs are made here, outside of what is timed."""
-        ...
 
 
 @dataclass

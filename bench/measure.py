@@ -18,8 +18,8 @@ def main(name: str, out: Path) -> None:
     module = importlib.import_module(f"bench.{name}")
     found: list[Comparison] = []
     for case in module.cases():
-        found += measure(case)
-        first = next(one for one in found if one.label == case.label)
+        first, *others = measure(case)
+        found += [first, *others]
         sys.stderr.write(
             f"  {name}: {case.label}: {first.ours:.4g} s, {case.peer} {first.theirs:.4g} s, {first.ratio:.1f}×\n"
         )

@@ -115,7 +115,7 @@ def _draw(name: str, title: str, rows: Sequence[Comparison]) -> bool:
         "data": {"values": values},
         "mark": {"type": "line", "point": True},
         "encoding": {
-            "x": {"field": "x", "type": "quantitative", "scale": scale, "title": _constant(name, "AXIS")},
+            "x": {"field": "x", "type": "quantitative", "scale": scale, "title": constant(name, "AXIS")},
             "y": {"field": "seconds", "type": "quantitative", "scale": scale, "title": "seconds"},
             "color": {"field": "who", "type": "nominal", "title": None},
         },
@@ -134,9 +134,10 @@ def _docstring(name: str) -> str:
     return ast.get_docstring(_module(name)) or name
 
 
-def _constant(name: str, constant: str) -> str:
+def constant(name: str, wanted: str) -> str:
+    """Return a constant of a benchmark as text, read without importing it; empty if it has none."""
     for node in _module(name).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == constant:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == wanted:
             return str(ast.literal_eval(node.value))
     return ""
 
