@@ -94,7 +94,7 @@ models: install-dev  ## docs/models.md: every causal family of transformers agai
 	$(BIN)/python -m tests.models.table > docs/models.md.new
 	mv docs/models.md.new docs/models.md
 
-bench: install-dev  ## hrl against its peers, installed apart; NAME="gae balance" runs some (bench/RESULTS.md)
+bench: install-dev  ## hrl against its peers, installed apart; NAME="gae balance" runs some, whole steps come last (bench/RESULTS.md)
 	$(BIN)/python -m bench $(NAME)
 
 docs: install-dev  ## this documentation as a site, in build/docs; a warning is an error

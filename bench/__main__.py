@@ -1,6 +1,7 @@
 """Measure hrl against its peers: `python -m bench` runs all benchmarks, `python -m bench gae dispatch` those named.
 
 Each runs in a process of its own, with as many threads as its module says, and leaves its figures in `bench/results`.
+Those that run whole programs (`HEAVY`) come last; how long all take is said first, from the `MINUTES` of each, or 1.
 `bench/RESULTS.md` and the pictures are written from these. The exit status is 1 if a ratio is below its floor, or if
 results differ, and 2 if there is no such benchmark.
 """
@@ -20,8 +21,14 @@ DEADLINE_S = 900
 
 
 def names() -> list[str]:
-    """Return the benchmarks in the order of the page."""
-    return sorted(file.stem for file in HERE.glob("*.py") if file.stem not in _NOT_BENCHMARKS)
+    """Return the benchmarks in the order of the page, in which they run: those of whole programs last."""
+    found = (file.stem for file in HERE.glob("*.py") if file.stem not in _NOT_BENCHMARKS)
+    return sorted(found, key=lambda name: (constant(name, "HEAVY"), name))
+
+
+def minutes(name: str) -> int:
+    """Return how long a benchmark takes, about."""
+    return int(constant(name, "MINUTES") or 1)
 
 
 def run(name: str) -> bool:
@@ -29,10 +36,11 @@ def run(name: str) -> bool:
     threads = constant(name, "THREADS") or "1"
     environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "bench.measure", name, str(FOLDER / f"{name}.json")]
+    deadline_s = max(DEADLINE_S, 3 * 60 * minutes(name))
     try:
-        return subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode == 0
+        return subprocess.run(command, env=environment, timeout=deadline_s, check=False).returncode == 0
     except subprocess.TimeoutExpired:
-        sys.stderr.write(f"{name} did not end within {DEADLINE_S} s\n")
+        sys.stderr.write(f"{name} did not end within {deadline_s} s\n")
         return False
 
 
@@ -49,10 +57,12 @@ def main() -> int:
     if unknown := [name for name in arguments.name if name not in known]:
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
     peers.install()
-    failed = [name for name in arguments.name or known if not run(name)]
+    asked = [name for name in known if name in (arguments.name or known)]
+    sys.stderr.write(f"{', '.join(asked)}: about {sum(map(minutes, asked))} minutes\n")
+    failed = [name for name in asked if not run(name)]
     found = {name: read(name) for name in known}
     write_page({name: rows for name, rows in found.items() if rows})
-    below = below_floor({name: found[name] for name in arguments.name or known})
+    below = below_floor({name: found[name] for name in asked})
     for line in [*(f"{name} failed" for name in failed), *below]:
         sys.stderr.write(f"{line}\n")
     return 1 if failed or below else 0

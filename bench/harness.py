@@ -5,14 +5,18 @@ first line of its docstring is its title in the results, the rest says what is c
 of its growth curve, and `THREADS` is the number of its threads. A case has two callables, ours and the peer's. Their
 results are compared first; then they run in turns, A/B/A/B, so that whatever else the machine does meets both, and
 medians are compared. What a number means on another machine is the ratio, not the seconds.
+
+A callable may start processes; their CPU time counts once they have ended. It may also start a whole program, from
+whose result is read what each of its steps took.
 """
 
 from __future__ import annotations
 
 import gc
+import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +38,9 @@ class Case:
         series: Which curve it belongs to, where a benchmark has several.
         rounds: How often each runs.
         others: Further pairs that are compared besides time, made after the rounds.
+        seconds: Reads from a result what it took, several values where a program took several steps. The time of the
+            call without it.
+        warms_up: Whether the first call of each is not counted.
     """
 
     label: str
@@ -46,6 +53,8 @@ class Case:
     series: str = ""
     rounds: int = ROUNDS
     others: Callable[[], Iterator[Comparison]] | None = None
+    seconds: Callable[[Any], Sequence[float]] | None = None
+    warms_up: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,15 +96,17 @@ class Comparison:
 
 @dataclass
 class _Rounds:
+    seconds: Callable[[Any], Sequence[float]] | None
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
 
     def run(self, function: Callable[[], Any]) -> Any:
         gc.collect()
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = time.perf_counter(), _cpu_seconds()
         result = function()
-        self.cpu_s.append(time.process_time() - cpu)
-        self.wall_s.append(time.perf_counter() - wall)
+        self.cpu_s.append(_cpu_seconds() - cpu)
+        taken = time.perf_counter() - wall
+        self.wall_s.extend([taken] if self.seconds is None else self.seconds(result))
         return result
 
     @property
@@ -104,18 +115,26 @@ class _Rounds:
         return max(abs(seconds - middle) for seconds in self.wall_s) / middle
 
 
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of all children that have ended, with theirs."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
 def measure(case: Case) -> list[Comparison]:
     """Compare the two results, then the two times.
 
     Raises:
         AssertionError: The results differ.
     """
-    # The first round warms up what is made once (compiled loops, arenas), for both.
-    case.check(case.ours(), case.theirs())
-    ours, theirs = _Rounds(), _Rounds()
+    ours, theirs = _Rounds(case.seconds), _Rounds(case.seconds)
+    if case.warms_up:
+        # What is made once (compiled loops, arenas, files in memory) is there afterwards, for both.
+        case.check(case.ours(), case.theirs())
     for _ in range(case.rounds):
-        ours.run(case.ours)
-        theirs.run(case.theirs)
+        results = ours.run(case.ours), theirs.run(case.theirs)
+        if not case.warms_up:
+            case.check(*results)
     found = [
         Comparison(
             case.label,
@@ -129,5 +148,7 @@ def measure(case: Case) -> list[Comparison]:
             (ours.spread, theirs.spread) if quantity == "seconds" else (0.0, 0.0),
         )
         for quantity, a, b in (("seconds", ours.wall_s, theirs.wall_s), ("CPU seconds", ours.cpu_s, theirs.cpu_s))
+        # Of a program only processes count that its own ones waited for, which Ray's aren't.
+        if quantity == "seconds" or case.seconds is None
     ]
     return found + list(case.others() if case.others is not None else ())

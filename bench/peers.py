@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from unittest.mock import MagicMock, patch
 
 FOLDER = Path(__file__).parent / ".peers"
 VERL, TRL, OPENRLHF = "verl 0.9.1", "TRL 1.16.0", "OpenRLHF 0.11.2"
@@ -34,3 +38,21 @@ def importable() -> None:
     """Let this process import the peers, behind everything that hrl brings."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
+
+
+@contextmanager
+def stand_ins(*names: str) -> Iterator[None]:
+    """Let peers be imported whose modules import packages that are not there and that what is called doesn't use.
+
+    Args:
+        names: Of these packages, and of their modules that are imported. Those that are there stay what they are.
+    """
+    # What looks whether these are installed must look before they are stood in for.
+    import transformers.integrations.deepspeed
+    import transformers.utils  # noqa: F401
+
+    missing = {
+        name: MagicMock(__spec__=ModuleSpec(name, None), __path__=[]) for name in names if name not in sys.modules
+    }
+    with patch.dict(sys.modules, missing):
+        yield

@@ -44,7 +44,7 @@ def write_page(found: Mapping[str, Sequence[Comparison]]) -> None:
         "# Results",
         "",
         "Written by `make bench`; do not edit. Each row is hrl's code against a peer's released code, on the same",
-        "input and with equal results, in turns in one process; times are medians. Take the ratios: seconds differ",
+        "input and with equal results, in turns; times are medians. Take the ratios: seconds differ",
         "from machine to machine, and by tens of percent from run to run. `±` is the largest distance of a round from",
         "the median, hrl's and the peer's. A floor is the ratio that `make bench` insists on; a row without one only",
         "shows growth.",

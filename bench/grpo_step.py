@@ -1,0 +1,116 @@
+"""A whole GRPO step.
+
+GRPO teaches SmolLM2-135M the bundled addition task: 16 prompts × 8 samples, at most 32 new tokens, temperature 1,
+learning rate 2e-5, no KL term. hrl is its command with the quickstart's values and vLLM. TRL is its `GRPOTrainer` on
+the prompts of hrl's steps, with its own generation: vLLM inside TRL doesn't run on CPUs (it writes weights into layers
+that vLLM has repacked there). `float32 weights` has float32 weights and products in bfloat16, as hrl has; `bfloat16
+weights` rounds the weights too; `fastest` is that without recomputed activations. Both trainers take the whole batch
+as one optimizer step. First steps must agree in their prompts, in mean length and reward within sampling noise, and in
+the definition of the loss. hrl trains on the rows whose group has a spread of rewards (the gradient of the others is
+zero), TRL on all. Times are from the end of a step to the end of the next, so without each run's first step, and each
+run is a process of its own; the runs of hrl lie between those of TRL. A step of TRL takes over a minute, which is why
+each of its settings has one counted step, and hrl's two runs have four. TRL has no weights to hand over.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Case, Comparison
+from bench.peers import TRL
+from bench.programs import grpo
+from bench.programs.program import Ran
+
+HEAVY = True
+MINUTES = 11
+THREADS = 2
+_PROMPTS, _OUR_STEPS, _THEIR_STEPS = 16, 3, 2
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "float32 weights": {"bf16": True},
+    "bfloat16 weights": {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}},
+    "fastest": {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "gradient_checkpointing": False},
+}
+_PARTS = {"sampling": ("gen", "reward", "adv"), "update": ("update_actor",), "weight sync": ("weight_sync",)}
+
+
+def cases() -> Iterator[Case]:
+    """Yield TRL's settings; hrl runs before the first and before the last of them."""
+    with tempfile.TemporaryDirectory(prefix="hrl-bench-") as name:
+        ours = _Hrl(Path(name))
+        for label, config in _SETTINGS.items():
+            runs_again = label != "bfloat16 weights"
+            theirs = _Trl(Path(name, label.replace(" ", "_")), ours, config)
+
+            def others(label: str = label, theirs: _Trl = theirs) -> Iterator[Comparison]:
+                return _parts(label, ours, theirs)
+
+            yield Case(
+                label,
+                TRL,
+                ours.run_again if runs_again else ours.as_it_ran,
+                theirs,
+                _check,
+                6.0 if label == "float32 weights" else None,
+                rounds=1,
+                others=others,
+                seconds=_steps,
+                warms_up=False,
+            )
+
+
+class _Hrl:
+    """hrl's runs so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.runs: list[Ran] = []
+
+    @property
+    def last(self) -> Path:
+        """The last run's folder."""
+        return self._folder / f"hrl_{len(self.runs)}"
+
+    def run_again(self) -> list[Ran]:
+        """Run once more, and return all runs."""
+        self.runs.append(grpo.hrl(self._folder / f"hrl_{len(self.runs) + 1}", steps=_OUR_STEPS, prompts=_PROMPTS))
+        return self.as_it_ran()
+
+    def as_it_ran(self) -> list[Ran]:
+        """Return all runs."""
+        return list(self.runs)
+
+
+class _Trl:
+    """TRL's: called, it trains in a process of its own."""
+
+    def __init__(self, folder: Path, ours: _Hrl, config: Mapping[str, Any]) -> None:
+        self._folder, self._ours, self._config = folder, ours, config
+        self.runs: list[Ran] = []
+
+    def __call__(self) -> list[Ran]:
+        self.runs.append(grpo.trl(self._folder, self._ours.last, steps=_THEIR_STEPS, config=self._config))
+        return self.runs
+
+
+def _check(ours: list[Ran], theirs: list[Ran]) -> None:
+    grpo.check_same_task(ours[-1], theirs[-1])
+
+
+def _steps(runs: list[Ran]) -> list[float]:
+    return [seconds for one in runs for seconds in one.steps_s]
+
+
+def _parts(label: str, ours: _Hrl, theirs: _Trl) -> Iterator[Comparison]:
+    """Yield the parts of the same steps. What of TRL's is not sampling, with rewards and advantages, is its update."""
+    other = {"sampling": [], "update": [], "weight sync": [0.0]}
+    for one in theirs.runs:
+        for step, seconds in zip(one.metrics[1:], one.steps_s, strict=True):
+            other["sampling"].append(step["sampling_s"])
+            other["update"].append(seconds - step["sampling_s"])
+    for part, timings in _PARTS.items():
+        mine = [sum(step[f"timing_s/{timing}"] for timing in timings) for one in ours.runs for step in one.metrics[1:]]
+        yield Comparison(label, TRL, f"seconds of {part}", statistics.median(mine), statistics.median(other[part]))
