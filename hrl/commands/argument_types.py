@@ -19,3 +19,26 @@ def at_least_one(text: str) -> int:
     if number < 1:
         raise ArgumentTypeError(f"{number} is not at least 1")
     return number
+
+
+def positive(text: str) -> float:
+    """Return a number above 0."""
+    number = _number(text)
+    if not number > 0:
+        raise ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to 1."""
+    number = _number(text)
+    if not 0 <= number <= 1:
+        raise ArgumentTypeError(f"{text} is not between 0 and 1")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number") from None

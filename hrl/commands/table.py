@@ -44,6 +44,7 @@ COMMANDS: Sequence[Command] = (
     Command("train", "train a model: `train grpo`, `ppo`, `dpo`, `sft` or `rm`, then the keys to set", True),
     Command("demo", "run the quickstart: GRPO teaches a small model to add", True),
     Command("check", "say what a run would do and everything that is wrong with it; starts nothing", True),
+    Command("plan", "say what a step would take on other hardware, and the best layout; starts nothing", True),
     Command("eval", "score a model on rows: mean@k, pass@k, maj@k, and a file with every sample"),
     Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),
     Command("rollouts", "show samples of a run, with their rewards"),

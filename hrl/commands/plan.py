@@ -1,0 +1,48 @@
+"""`hrl plan`: what a step would take on other hardware, and which layout is best; starts nothing.
+
+It takes the launch line of a run: `hrl plan grpo key=value …`, `hrl plan python -m hrl.trainer.main_ppo key=value …`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+
+from hrl.commands.argument_types import at_least_one, positive, share
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the hardware and what is known of the rows."""
+    parser.add_argument("--gpus", type=at_least_one, metavar="N", help="number of devices; otherwise the line's own")
+    parser.add_argument("--gpu", metavar="NAME", help="a100, h100, h200, b200, or cpu for this machine, measured now")
+    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="mean length of a prompt; half the longest")
+    parser.add_argument("--response-tokens", type=positive, metavar="N", help="the same of a response")
+    parser.add_argument("--teaching", type=share, default=1.0, metavar="SHARE", help="groups whose rewards differ; 1")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text", dest="as_json")
+
+
+def run(options: Namespace) -> int:
+    """Plan, and return 0; a line that is not valid or fits no layout is an error with status 2."""
+    if options.help:
+        parser = ArgumentParser(prog="hrl plan", description=__doc__, add_help=False)
+        add_arguments(parser)
+        sys.stdout.write(parser.format_help())
+        return 0
+    from rich.console import Console
+
+    from hrl.plan.hardware import CPU, hardware_named
+    from hrl.plan.launch_line import LaunchLine
+    from hrl.plan.plan import Lengths, plan
+    from hrl.plan.show import as_data, show
+
+    line = LaunchLine.of(options.overrides)
+    wants_cpu = "trainer.device=cpu" in line.arguments
+    name = options.gpu or (CPU if wants_cpu or options.gpus is None else "h100")
+    lengths = Lengths(options.prompt_tokens, options.response_tokens, options.teaching)
+    found = plan(line, hardware_named(name), options.gpus, lengths)
+    if options.as_json:
+        sys.stdout.write(json.dumps(as_data(found), indent=2, ensure_ascii=False) + "\n")
+    else:
+        show(found, Console(highlight=False))
+    return 0

@@ -1,0 +1,41 @@
+"""How long ranks take to gather, reduce and broadcast."""
+
+from __future__ import annotations
+
+from hrl.plan.assumptions import Assumptions
+from hrl.plan.hardware import Hardware
+
+
+def group_rate(hardware: Hardware, assumed: Assumptions, ranks: int) -> float:
+    """Return the bytes/s at which every rank of a group receives what the group gathers.
+
+    Inside a machine the links carry it. Over several, every machine has to receive everything once, through the
+    network of all its devices, and passes it on over the links at the same time.
+    """
+    rate = hardware.link_rate
+    if ranks > hardware.per_machine and not hardware.is_cpu:
+        rate = min(rate, hardware.network_rate)
+    return rate * assumed.collective_share
+
+
+def gather_s(num_bytes: float, calls: int, ranks: int, hardware: Hardware, assumed: Assumptions) -> float:
+    """Return the seconds in which all ranks get a tensor that is sharded over them; a reduce-scatter takes as long.
+
+    Args:
+        num_bytes: Of the whole.
+        calls: Collectives that it is cut into.
+        ranks: Of the group.
+        hardware: The devices.
+        assumed: Constants.
+    """
+    if ranks == 1:
+        return 0.0
+    return num_bytes * (ranks - 1) / ranks / group_rate(hardware, assumed, ranks) + calls * (ranks - 1) * assumed.hop_s
+
+
+def replicate_s(num_bytes: float, replicas: int, hardware: Hardware, assumed: Assumptions) -> float:
+    """Return the seconds in which replicas on different machines add up their gradients, each rank its own shard."""
+    if replicas == 1:
+        return 0.0
+    rate = hardware.network_rate / hardware.per_machine * assumed.collective_share
+    return 2 * num_bytes * (replicas - 1) / replicas / rate

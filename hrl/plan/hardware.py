@@ -1,0 +1,120 @@
+"""What a device can do: published peaks of GPUs, and what this machine's cores measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from hrl.cluster.machine import available_cores
+from hrl.errors import RefusedError
+from hrl.models.flops import PEAK_FLOPS, peak_flops
+from hrl.nearest import did_you_mean
+from hrl.preflight.memory_look import memory_here
+
+CPU = "cpu"
+
+
+class HardwareError(RefusedError, ValueError):
+    """There is no hardware of this name in the table."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and what connects it to others. Rates count one direction.
+
+    Attributes:
+        name: As in `--gpu`.
+        flops: Peak of dense bfloat16 products, FLOP/s.
+        memory: Bytes of a device.
+        memory_rate: Peak of its memory, bytes/s.
+        link_rate: To the devices of the same machine, bytes/s of one device.
+        network_rate: To other machines, bytes/s of all devices of a machine together.
+        host_rate: To the machine's memory, bytes/s of one device.
+        per_machine: Devices of a machine.
+        product_share: Share of `flops` that forward and backward reach, attention and what lies between products
+            included.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_rate: float
+    link_rate: float
+    network_rate: float
+    host_rate: float
+    per_machine: int
+    product_share: float
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks are processes that share the cores and the memory of a machine."""
+        return self.name == CPU
+
+    def shared_by(self, processes: int) -> Hardware:
+        """Return what each of several processes has of a machine's cores and of the rate of its memory."""
+        return replace(self, flops=self.flops / processes, memory_rate=self.memory_rate / processes)
+
+
+# Peaks are those of the vendor's data sheets for the SXM form: memory and NVLink (half of the sum of both directions),
+# PCIe 4 (A100) or 5, and the network of the vendor's own machine with eight of them (DGX: 8 × 200 Gbit/s for A100, else
+# 8 × 400). `product_share` of A100 and H100 is the hardware FLOP utilisation of FSDP training at 2,048 to 8,192 tokens
+# in llm-foundry's benchmarks (scripts/train/benchmarking/README.md: A100 65 to 74 %, H100 47 to 59 %). That of H200 is
+# H100's, whose chip it has; that of B200 is a guess.
+GPUS: Mapping[str, Hardware] = {
+    "a100": Hardware("a100", PEAK_FLOPS["A100"], 80e9, 2.039e12, 300e9, 200e9, 25e9, 8, 0.70),
+    "h100": Hardware("h100", PEAK_FLOPS["H100"], 80e9, 3.35e12, 450e9, 400e9, 50e9, 8, 0.55),
+    "h200": Hardware("h200", PEAK_FLOPS["H200"], 141e9, 4.8e12, 450e9, 400e9, 50e9, 8, 0.55),
+    "b200": Hardware("b200", PEAK_FLOPS["B200"], 180e9, 8.0e12, 900e9, 400e9, 50e9, 8, 0.50),
+}
+#: The same of a CPU: the update of 16 prompts × 8 samples took 10.9 s at 340 GFLOP/s (docs/status.md).
+CPU_PRODUCT_SHARE = 0.85
+_COPIED_BYTES = 1 << 28
+
+
+def hardware_named(name: str) -> Hardware:
+    """Return the hardware of a name in `GPUS`, or `cpu` for this machine, which is measured in about a second.
+
+    Raises:
+        HardwareError: There is none.
+    """
+    if name == CPU:
+        return this_machine()
+    if name not in GPUS:
+        known = (*GPUS, CPU)
+        hint = did_you_mean(name, known, f"There are {', '.join(known)}.")
+        raise HardwareError(f"--gpu {name} is not known. {hint}")
+    return GPUS[name]
+
+
+def this_machine() -> Hardware:
+    """Return this machine's cores, with the rate of a product and that of a copy as measured now."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(available_cores())
+    try:
+        flops, rate = peak_flops(torch.device("cpu")), _copy_rate()
+    finally:
+        torch.set_num_threads(threads)
+    assert flops is not None  # a CPU's is measured
+    return cpu(flops, rate, memory_here())
+
+
+def cpu(flops: float, memory_rate: float, memory: float) -> Hardware:
+    """Return a machine without a GPU; its processes exchange through its memory, and it has no network."""
+    return Hardware(
+        CPU, flops, memory, memory_rate, memory_rate / 2, memory_rate / 2, memory_rate, 1, CPU_PRODUCT_SHARE
+    )
+
+
+def _copy_rate() -> float:
+    """Return the bytes read and written in a second by the fastest of a few copies that exceed every cache."""
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source).copy_(source)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - start)
+    return 2 * _COPIED_BYTES / best

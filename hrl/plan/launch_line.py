@@ -1,0 +1,73 @@
+"""The launch line of a run: what is read of it, and the line that another layout is started with."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hrl.config.compose import compose_kind
+from hrl.config.override import as_override
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.run_kind import PPO
+from hrl.errors import RefusedError
+from hrl.plan.layout import Changes
+
+_MODULE = "hrl.trainer.main_ppo"
+
+
+class PlanError(RefusedError, ValueError):
+    """There is nothing to plan: another kind of run, a number of devices that no machines have, or no layout fits."""
+
+
+@dataclass(frozen=True)
+class LaunchLine:
+    """A launch line of a PPO run.
+
+    Attributes:
+        program: The words that start the program, such as `hrl train grpo`.
+        arguments: `key=value` and `--config-…`, as they were typed.
+        implied: What the program's words stand for, `recipe=grpo`.
+    """
+
+    program: tuple[str, ...]
+    arguments: tuple[str, ...]
+    implied: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> LaunchLine:
+        """Read the words of `python -m hrl.trainer.main_ppo key=value …`, `hrl train grpo key=value …` or the rest.
+
+        Raises:
+            PlanError: The line is of another kind of run.
+        """
+        rest = list(words)
+        if _MODULE in rest:
+            start = rest.index(_MODULE) + 1
+            return cls(tuple(rest[:start]), tuple(rest[start:]))
+        if rest[:2] == ["hrl", "train"]:
+            rest = rest[2:]
+        word = rest.pop(0) if rest and re.fullmatch(r"[a-z]+", rest[0]) else "ppo"
+        if word not in ("grpo", "ppo"):
+            raise PlanError(f"{word} can't be planned: only runs that sample can, hrl plan grpo … or hrl plan ppo …")
+        is_named = len(words) > 0 and word in words
+        recipe = is_named and not any(argument.startswith("recipe=") for argument in rest)
+        return cls(("hrl", "train", *([word] if is_named else [])), tuple(rest), (f"recipe={word}",) * recipe)
+
+    def config(self) -> PPOTrainerConfig:
+        """Return the validated configuration.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        return compose_kind(PPO, [*self.implied, *self.arguments])
+
+    def with_values(self, changes: Changes) -> LaunchLine:
+        """Return the line with other values, each in the place where its key stood or else at the end."""
+        texts = {key: f"{key}={as_override(value)}" for key, value in changes}
+        kept = [argument for argument in self.arguments if argument.lstrip("+").partition("=")[0] not in texts]
+        return replace(self, arguments=(*kept, *texts.values()))
+
+    def __str__(self) -> str:
+        return shlex.join([*self.program, *self.arguments])

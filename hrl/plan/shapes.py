@@ -1,0 +1,138 @@
+"""The sizes and FLOPs of a run's models, from their `config.json` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import torch
+from transformers import PreTrainedModel
+
+from hrl.config.outline import NamedModel, Outline
+from hrl.errors import RefusedError, UnreachableError
+from hrl.models.flops import ModelFlops
+from hrl.models.footprint import Footprint, footprint
+from hrl.models.loading import ModelSource, load_causal_lm
+from hrl.models.source import ModelSourceError, cache_root, find_model
+
+_CONFIG = "config.json"
+_FETCH_S = 10.0
+
+
+class ShapeError(RefusedError, ValueError):
+    """The cost of a model can't be counted from its configuration."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the model of cost knows of a transformer.
+
+    Attributes:
+        size: Parameters and bytes.
+        flops: FLOPs of a token; those of visited experts only.
+        heads: Attention heads, over which an engine can be spread.
+        tensors: Tensors of the checkpoint, which a weight sync sends.
+    """
+
+    size: Footprint
+    flops: ModelFlops
+    heads: int
+    tensors: int
+
+    @property
+    def active_share(self) -> float:
+        """Share of the weights that a token is multiplied with: 1 but in a mixture of experts."""
+        size = self.size
+        return min(1.0, self.flops.per_token / 2 / (size.parameters - size.embedding - size.head))
+
+    def weights_read(self, rows: float) -> float:
+        """Return how many weights an iteration reads for the next tokens of several sequences.
+
+        Each of n sequences visits a share s of the weights as if at random, so 1 - (1 - s)^n are read by some. The
+        weights outside experts, which all read, are few and counted likewise.
+        """
+        size = self.size
+        visited = 1.0 - (1.0 - self.active_share) ** max(rows, 1.0)
+        return visited * (size.parameters - size.embedding) + (0 if size.head else size.embedding)
+
+
+def shapes_of(outline: Outline) -> dict[str, ModelShape]:
+    """Return role (`actor`, `critic`, `rm`) → shape; roles with the same model share it."""
+    trust = outline.model.trust_remote_code
+    known: dict[str, ModelShape] = {}
+    shapes = {}
+    for role, model in outline.models.items():
+        name = f"{model.path} {model.override_config}"
+        if name not in known:
+            known[name] = _shape_of(model, trust_remote_code=trust, max_model_len=outline.lengths.model)
+        shapes[role] = known[name]
+    return shapes
+
+
+def sizes_of(shapes: Mapping[str, ModelShape]) -> dict[str, Footprint]:
+    """Return role → sizes, as the ledger of memory takes them."""
+    return {role: shape.size for role, shape in shapes.items()}
+
+
+def _shape_of(model: NamedModel, *, trust_remote_code: bool, max_model_len: int) -> ModelShape:
+    source = ModelSource.to_look_at(
+        _folder_of(model.path), model.override_config, trust_remote_code=trust_remote_code, max_model_len=max_model_len
+    )
+    size = footprint(source)
+    built = load_causal_lm(source, torch.bfloat16, meta=True).model
+    flops = ModelFlops.of(built)
+    if flops is None:
+        raise ShapeError(f"{model.key}: the FLOPs of {model.path} can't be counted from its config.json")
+    return ModelShape(size, flops, int(built.config.get_text_config().num_attention_heads), _tensors(built))
+
+
+def _tensors(model: PreTrainedModel) -> int:
+    """Count the tensors of a checkpoint, where experts that lie in one tensor here are apart."""
+    stacked = {name: parameter.shape[0] for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    whole = sum(1 for _ in model.named_parameters()) - len(stacked)
+    return whole + sum(count * (2 if "gate_up" in name else 1) for name, count in stacked.items())
+
+
+def _folder_of(path: str) -> Path:
+    """Return a folder with the model's `config.json`; of a model on the hub, nothing else is fetched, and once.
+
+    Raises:
+        ModelSourceError: There is none.
+        UnreachableError: The hub can't be asked.
+    """
+    folder = find_model(path)
+    if folder is not None:
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, _CONFIG)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    kept = cache_root() / "configs" / path.replace("/", "--") / _CONFIG
+    if not kept.is_file():
+        text = _fetched(path)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(text)
+    return kept.parent
+
+
+def _fetched(path: str) -> bytes:
+    """Return the `config.json` of a model on the hub; one request without retries, for somebody waits."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    hint = f"Name a folder with its {_CONFIG}, which is all that a plan reads."
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise URLError("HF_HUB_OFFLINE is set")
+        with urlopen(Request(hf_hub_url(path, _CONFIG), headers=build_hf_headers()), timeout=_FETCH_S) as answer:
+            return bytes(answer.read())
+    except HTTPError as error:
+        raise ModelSourceError(f"the hub answers {error.code} when asked for {_CONFIG} of {path}. {hint}") from error
+    except (URLError, TimeoutError) as error:
+        raise UnreachableError(
+            f"{path} is not on this machine, and the hub can't be asked ({error}). {hint}"
+        ) from error

@@ -1,0 +1,125 @@
+"""Seconds of a pass over the batch on the training ranks: log-probs, values, scores and updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from hrl.plan.assumptions import Assumptions
+from hrl.plan.collectives import gather_s, replicate_s
+from hrl.plan.cost import added
+from hrl.plan.hardware import Hardware
+from hrl.plan.shapes import ModelShape
+from hrl.plan.workload import Workload
+
+PRODUCTS = "products"
+UNEVEN = "waiting for the rank with the most tokens"
+GATHERS = "gathering weights and reducing gradients"
+OPTIMIZER = "optimizer step"
+HOST = "copies to and from host memory"
+BETWEEN = "packing and statistics"
+
+_REDUCE_BYTES = 4
+_BACKWARD = 2.0
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model on its ranks.
+
+    Attributes:
+        shape: Its sizes.
+        hardware: A device.
+        assumed: Constants.
+        ranks: Processes that hold it.
+        shards: Processes that share one copy.
+        budget: Tokens of its largest micro-batch.
+        recompute: Whether layers run again in the backward pass.
+        master_bytes: Bytes of a stored weight.
+        compute_bytes: Bytes of a weight in a product.
+        reshards: Whether gathered weights are dropped between forward and backward.
+        has_head: Whether it computes log-probs.
+        param_offload, optimizer_offload: Whether these come from host memory.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    assumed: Assumptions
+    ranks: int
+    shards: int
+    budget: int
+    recompute: bool
+    master_bytes: int
+    compute_bytes: int
+    reshards: bool
+    has_head: bool
+    param_offload: bool
+    optimizer_offload: bool
+
+    def forward(self, work: Workload) -> dict[str, float]:
+        """Return what a forward over all rows is spent on."""
+        layers, head = work.forward_flops(self.shape.flops, self.ranks)
+        flops = layers + head * self.has_head
+        passes = self._micro_batches(work, 1)
+        return added([*self._compute(flops, passes * self._gathers(1), work), *self._moved(0)])
+
+    def update(self, work: Workload, optimizer_steps: int, mini_batches: int) -> dict[str, float]:
+        """Return what an update is spent on: forward, backward, and an optimizer step for each mini-batch and pass."""
+        epochs = optimizer_steps / mini_batches
+        layers, head = work.forward_flops(self.shape.flops, self.ranks)
+        runs = 1.0 + _BACKWARD + self.recompute
+        heads = 2.0 + _BACKWARD  # its logits are never kept, so they are computed again
+        flops = work.teaching * epochs * (runs * layers + heads * head * self.has_head)
+        passes = epochs * self._micro_batches(work, mini_batches)
+        once = self._gathers(1 + (self.reshards or self.recompute)) + self._reductions()
+        return added(
+            [
+                *self._compute(flops, passes * once, work),
+                (OPTIMIZER, optimizer_steps * self._optimizer_s()),
+                *self._moved(optimizer_steps),
+            ]
+        )
+
+    def _compute(self, flops: float, collectives_s: float, work: Workload) -> list[tuple[str, float]]:
+        """Return products, the wait for the fullest rank, and what of the collectives is not hidden behind them."""
+        hardware, assumed = self.hardware, self.assumed
+        share = hardware.product_share * (assumed.expert_share if self.shape.active_share < 0.5 else 1.0)
+        even = flops / self.ranks / (hardware.flops * share)
+        mean = work.packed_tokens(self.ranks) / self.ranks
+        fullest = max(assumed.imbalance if self.ranks > 1 else 1.0, (work.prompt + work.longest_response) / mean)
+        exposed = max(0.0, collectives_s - assumed.overlap * even * fullest)
+        return [
+            (PRODUCTS, even),
+            (UNEVEN, even * (fullest - 1.0)),
+            (GATHERS, exposed),
+            (BETWEEN, assumed.pass_s),
+        ]
+
+    def _micro_batches(self, work: Workload, mini_batches: int) -> int:
+        """Return the micro-batches of one rank in a pass over all mini-batches."""
+        there = work.packed_tokens(self.ranks) / self.ranks / mini_batches
+        return mini_batches * ceil(there / self.budget)
+
+    def _gathers(self, times: int) -> float:
+        """Return the seconds of the all-gathers of a micro-batch."""
+        size = self.shape.size
+        calls = size.num_layers + 2
+        return times * gather_s(self.compute_bytes * size.parameters, calls, self.shards, self.hardware, self.assumed)
+
+    def _reductions(self) -> float:
+        """Return the seconds in which a micro-batch's gradients are reduced, in float32, over shards and replicas."""
+        size, assumed, hardware = self.shape.size, self.assumed, self.hardware
+        whole = _REDUCE_BYTES * size.parameters
+        scattered = gather_s(whole, size.num_layers + 2, self.shards, hardware, assumed)
+        return scattered + replicate_s(whole / self.shards, self.ranks // self.shards, hardware, assumed)
+
+    def _optimizer_s(self) -> float:
+        moved = self.assumed.optimizer_bytes * self.shape.size.parameters / self.shards
+        return moved / (self.hardware.memory_rate * self.assumed.memory_share)
+
+    def _moved(self, optimizer_steps: int) -> list[tuple[str, float]]:
+        """Return the copies of parameters before the pass and after an update, and of moments in each step."""
+        share, rate = self.shape.size.parameters / self.shards, self.hardware.host_rate
+        weights = self.param_offload * self.master_bytes * share * (1 + bool(optimizer_steps))
+        moments = self.optimizer_offload * 8 * share * optimizer_steps  # both ways at once
+        return [(HOST, (weights + moments) / rate)]

@@ -1,0 +1,24 @@
+"""Seconds of collectives, by hand."""
+
+import pytest
+
+from hrl.plan.assumptions import ON_GPU
+from hrl.plan.collectives import gather_s, replicate_s
+from hrl.plan.hardware import GPUS
+
+H100 = GPUS["h100"]
+SHARE = ON_GPU.collective_share
+
+
+def test_one_rank_gathers_nothing():
+    assert gather_s(1e9, 10, 1, H100, ON_GPU) == 0.0
+
+
+def test_a_machine_gathers_over_its_links_and_several_over_the_network():
+    assert gather_s(8e9, 1, 8, H100, ON_GPU) == pytest.approx(7e9 / (450e9 * SHARE) + 7 * ON_GPU.hop_s)
+    assert gather_s(8e9, 3, 16, H100, ON_GPU) == pytest.approx(7.5e9 / (400e9 * SHARE) + 3 * 15 * ON_GPU.hop_s)
+
+
+def test_replicas_exchange_twice_over_each_ranks_part_of_the_network():
+    assert replicate_s(1e9, 1, H100, ON_GPU) == 0.0
+    assert replicate_s(1e9, 4, H100, ON_GPU) == pytest.approx(2 * 0.75e9 / (50e9 * SHARE))

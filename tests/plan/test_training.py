@@ -1,0 +1,88 @@
+"""Seconds of passes on training ranks, by hand, and what more ranks do."""
+
+from dataclasses import replace
+
+import pytest
+
+from hrl.plan.assumptions import ON_GPU
+from hrl.plan.hardware import GPUS
+from hrl.plan.training import BETWEEN, GATHERS, HOST, OPTIMIZER, PRODUCTS, UNEVEN, Learner
+from hrl.plan.workload import Workload
+from tests.plan.recorded import SMOL
+
+WORK = Workload(prompts=512, samples=8, prompt=512, response=1024, longest_response=1024)
+H100 = GPUS["h100"]
+ONE = Learner(
+    shape=SMOL, hardware=H100, assumed=ON_GPU, ranks=1, shards=1, budget=16384, recompute=False, master_bytes=4,
+    compute_bytes=2, reshards=True, has_head=True, param_offload=False, optimizer_offload=False,
+)  # fmt: skip
+TOKENS = 512 * 512 + 4096 * 1024
+PAIRS = 512 * 512**2 / 2 + 4096 * (512 * 1024 + 1024**2 / 2)
+LAYERS = 212336640 * TOKENS + 69120 * PAIRS
+HEAD = 56623104 * 4096 * 1024
+RATE = 989e12 * 0.55
+
+
+def test_a_forward_runs_layers_and_head_once():
+    assert ONE.forward(WORK) == {PRODUCTS: pytest.approx((LAYERS + HEAD) / RATE), BETWEEN: ON_GPU.pass_s}
+
+
+def test_an_update_runs_layers_three_times_and_the_head_four():
+    assert ONE.update(WORK, 1, 1)[PRODUCTS] == pytest.approx((3 * LAYERS + 4 * HEAD) / RATE)
+
+
+def test_recomputed_layers_run_once_more():
+    assert replace(ONE, recompute=True).update(WORK, 1, 1)[PRODUCTS] == pytest.approx((4 * LAYERS + 4 * HEAD) / RATE)
+
+
+def test_a_critic_has_no_head_of_words():
+    assert replace(ONE, has_head=False).update(WORK, 1, 1)[PRODUCTS] == pytest.approx(3 * LAYERS / RATE)
+
+
+def test_rows_that_teach_nothing_are_not_run_and_every_pass_runs_the_others():
+    half = replace(WORK, teaching=0.5)
+    assert ONE.update(half, 1, 1)[PRODUCTS] == pytest.approx(ONE.update(WORK, 1, 1)[PRODUCTS] / 2)
+    assert ONE.update(WORK, 8, 4)[PRODUCTS] == pytest.approx(2 * ONE.update(WORK, 4, 4)[PRODUCTS])
+
+
+def test_every_optimizer_step_moves_its_share_of_the_parameters():
+    each = ON_GPU.optimizer_bytes * 134515008 / (3.35e12 * ON_GPU.memory_share)
+    assert ONE.update(WORK, 8, 4)[OPTIMIZER] == pytest.approx(8 * each)
+    assert replace(ONE, ranks=8, shards=8).update(WORK, 1, 1)[OPTIMIZER] == pytest.approx(each / 8)
+
+
+def test_ranks_share_the_products_and_wait_for_the_fullest():
+    eight = replace(ONE, ranks=8, shards=8).forward(WORK)
+    assert eight[PRODUCTS] == pytest.approx((LAYERS + HEAD) / RATE / 8)
+    assert eight[UNEVEN] == pytest.approx(0.02 * eight[PRODUCTS])
+
+
+def test_collectives_cost_only_what_products_do_not_hide():
+    eight = replace(ONE, ranks=8, shards=8)
+    assert GATHERS not in eight.forward(WORK)
+    slow = replace(H100, link_rate=1e6)
+    compute = eight.forward(WORK)[PRODUCTS] * 1.02
+    passes = -(-TOKENS // 8 // 16384)
+    gathers = passes * (2 * 134515008 * 7 / 8 / (1e6 * ON_GPU.collective_share) + 32 * 7 * ON_GPU.hop_s)
+    assert replace(eight, hardware=slow).forward(WORK)[GATHERS] == pytest.approx(gathers - ON_GPU.overlap * compute)
+
+
+def test_offloaded_weights_come_and_go_and_moments_pass_by():
+    both = replace(ONE, param_offload=True, optimizer_offload=True)
+    assert both.update(WORK, 4, 4)[HOST] == pytest.approx(134515008 * (2 * 4 + 4 * 8) / 50e9)
+    assert both.forward(WORK)[HOST] == pytest.approx(134515008 * 4 / 50e9)
+
+
+@pytest.mark.parametrize("shards", [8, None])
+def test_more_ranks_are_never_slower(shards):
+    seconds = [
+        sum(replace(ONE, ranks=ranks, shards=shards or ranks).update(WORK, 2, 2).values())
+        for ranks in (8, 16, 32, 64, 128, 256)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_no_rank_is_done_before_the_longest_row():
+    many = replace(ONE, ranks=4096, shards=8).forward(WORK)
+    one_row = 212336640 * (512 + 1024) + 69120 * (512**2 / 2 + 512 * 1024 + 1024**2 / 2) + 56623104 * 1024
+    assert many[PRODUCTS] + many.get(UNEVEN, 0.0) >= one_row / RATE

@@ -1,0 +1,49 @@
+"""What a step has to compute, in numbers by hand."""
+
+import pytest
+
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import PPO
+from hrl.models.flops import ModelFlops
+from hrl.plan.workload import Workload
+
+FOUR = Workload(prompts=4, samples=8, prompt=100, response=50, longest_response=200)
+
+
+def test_lengths_have_the_mean_and_the_longest_that_are_given():
+    steps = 100_000
+    lengths = [FOUR.longest_response * ((i + 0.5) / steps) ** FOUR.tail for i in range(steps)]
+    assert sum(lengths) / steps == pytest.approx(50, rel=1e-3)
+    assert sum(length**2 for length in lengths) / steps == pytest.approx(FOUR.squared_response, rel=1e-3)
+    assert sum(length > 120 for length in lengths) / steps == pytest.approx(FOUR.alive(120), abs=1e-3)
+    assert (FOUR.alive(0), FOUR.alive(200)) == (1.0, 0.0)
+
+
+def test_responses_that_all_reach_the_limit_have_no_tail():
+    full = Workload(4, 8, 100, 200, 200)
+    assert (full.tail, full.alive(199), full.alive(200)) == (0.0, 1.0, 0.0)
+    assert full.squared_response == 200**2
+
+
+def test_a_prompt_is_computed_once_for_its_samples_and_again_on_every_rank_that_has_some():
+    assert FOUR.packed_tokens(ranks=2) == 4 * 100 + 32 * 50
+    assert FOUR.packed_tokens(ranks=8) == 4 * 2 * 100 + 32 * 50  # two ranks to a prompt
+    assert FOUR.packed_tokens(ranks=1024) == 4 * 8 * 100 + 32 * 50  # no more than its samples
+    assert FOUR.tokens == 32 * 150
+
+
+def test_pairs_are_causal_in_the_prompt_and_whole_between_response_and_prompt():
+    full = Workload(4, 8, 100, 200, 200)
+    assert full.pairs(1) == 4 * 100 * 100 / 2 + 32 * (100 * 200 + 200 * 200 / 2)
+
+
+def test_a_forward_counts_layers_on_all_tokens_and_the_head_on_responses():
+    layers, head = Workload(4, 8, 100, 200, 200).forward_flops(ModelFlops(10.0, 2.0, 3.0), 1)
+    assert layers == 10 * (400 + 6400) + 2 * (20_000 + 32 * 40_000)
+    assert head == 3 * 32 * 200
+
+
+def test_lengths_that_are_not_known_are_half_of_the_longest_and_never_above_it():
+    config = compose_kind(PPO, [])  # 64 and 32
+    assert (Workload.of(config).prompt, Workload.of(config).response) == (32, 16)
+    assert Workload.of(config, 45, 500).response == 32
