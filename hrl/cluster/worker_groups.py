@@ -19,6 +19,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import TimeoutsConfig
 from hrl.metrics import Metric
 from hrl.models.tokenizer import resolve_tokenizer
+from hrl.profiling.operators import Profile
 from hrl.report.live import ShowStage, in_silence
 from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from hrl.single_controller.worker_errors import PlacementError, WorkerError, WorkerTimeoutError
@@ -299,6 +300,30 @@ class WorkerGroups:
         # Any role of a process speaks for all of them.
         asked = [getattr(group, f"{group.roles[0]}_peak_memory")() for group in self.processes]
         return [metrics for answer in asked for metrics in answer.get()]
+
+    def start_profile(self) -> None:
+        """Profile every process of every pool, and the engines' own."""
+        if self.rollout is not None:
+            self.rollout.start_engine_profile()
+        for asked in [getattr(group, f"{group.roles[0]}_start_profile")() for group in self.processes]:
+            asked.get()
+
+    def stop_profile(self, step: int) -> dict[str, list[Profile]]:
+        """Have every process write its trace of a step, and return the profiles of the processes of each kind.
+
+        Returns:
+            The roles of a pool, joined by `+`, or `engine` → the profiles of its processes.
+        """
+        names = ["+".join(str(role) for role in group.roles) for group in self.processes]
+        asked = [
+            getattr(group, f"{group.roles[0]}_stop_profile")(f"step_{step}_{name}")
+            for group, name in zip(self.processes, names, strict=True)
+        ]
+        answers = {name: answer.get() for name, answer in zip(names, asked, strict=True)}
+        if self.rollout is not None:
+            of_ranks = self.rollout.stop_engine_profile(f"step_{step}_engine")
+            answers["engine"] = [profile for profiles in of_ranks for profile in profiles]
+        return {name: list(map(Profile.from_plain, found)) for name, found in answers.items() if found}
 
     def shutdown(self) -> None:
         """End every process of every pool."""

@@ -95,9 +95,6 @@ class RolloutConfig(LogProbConfig):
     """Longest sequence that the engine accepts, in tokens; null uses prompt + response."""
     enforce_eager: bool = False
     """Run the engine without CUDA graphs: it starts faster but samples more slowly."""
-    enable_chunked_prefill: bool | None = None
-    """Split long prompts over several iterations; null means true with a GPU and false on a CPU, where seeded requests
-    need whole prompts."""
     enable_prefix_caching: bool = True
     """Share the prompt's KV cache among the samples of a group."""
     free_cache_engine: bool = True

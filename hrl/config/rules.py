@@ -171,7 +171,9 @@ def engine_holds_whole_sequences(config: PPOTrainerConfig) -> Iterator[Problem]:
     if rollout.max_model_len is not None and rollout.max_model_len < row:
         what = f"is {rollout.max_model_len} tokens, but prompt + response may be {row}."
         yield Problem(f"{ROLLOUT}.max_model_len", what, f"Set it to at least {row}, or null.", _RESPONSE)
-    if rollout.enable_chunked_prefill is False and rollout.max_num_batched_tokens < (rollout.max_model_len or row):
+    arguments = rollout.engine_kwargs.get("vllm")
+    is_whole = isinstance(arguments, dict) and arguments.get("enable_chunked_prefill") is False
+    if is_whole and rollout.max_num_batched_tokens < (rollout.max_model_len or row):
         what = f"is {rollout.max_num_batched_tokens} tokens; without chunked prefill it must hold a whole sequence."
         hint = f"Set it to at least {rollout.max_model_len or row}."
         yield Problem(f"{ROLLOUT}.max_num_batched_tokens", what, hint, (f"{ROLLOUT}.max_model_len", *_RESPONSE))

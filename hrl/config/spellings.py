@@ -147,6 +147,21 @@ def _one_weighted_function() -> Conversion:
     return Conversion(convert, "the `weight` of an entry of `reward.functions`", "set the weight in reward.functions")
 
 
+def _engine_argument(name: str) -> Conversion:
+    """Return the conversion of a key of its own to an argument of vLLM."""
+
+    def convert(value: Any, given: Given) -> Mapping[str, Any] | None:
+        if not isinstance(value, bool) or not isinstance(arguments := given(f"{ROLLOUT}.engine_kwargs"), Mapping):
+            return None
+        of_vllm = arguments.get("vllm") or {}
+        if not isinstance(of_vllm, Mapping) or of_vllm.get(name, value) != value:
+            return None
+        return {f"{ROLLOUT}.engine_kwargs": {**arguments, "vllm": {**of_vllm, name: value}}}
+
+    written = f"{ROLLOUT}.engine_kwargs.vllm.{name}"
+    return Conversion(convert, f"`{written}`", f"set {written} alone, to true or false")
+
+
 def _alarm(name: str) -> Conversion:
     """Return the conversion of a key of its own to a threshold of `trainer.alarms`."""
 
@@ -176,6 +191,7 @@ _PPO_CONVERTED: dict[str, Conversion] = {
     "data.gen_batch_size": _sampled_at_once(),
     "reward.function_weight": _one_weighted_function(),
     f"{ROLLOUT}.logprob_diff_alarm": _alarm(SAMPLER_GAP),
+    f"{ROLLOUT}.enable_chunked_prefill": _engine_argument("enable_chunked_prefill"),
     "trainer.val_only": _switch({"trainer.total_training_steps": 0}),
 }
 

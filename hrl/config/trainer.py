@@ -16,6 +16,13 @@ LOGGERS = (*WITHOUT_TRACKER, "tensorboard", "wandb", "mlflow", "swanlab", "track
 
 Frequency = Annotated[MinusOneOrMore, BeforeValidator(lambda value: -1 if value is False else value)]
 """A number of steps between two events; false, -1 and 0 mean never."""
+Steps = Annotated[
+    list[PositiveInt],
+    BeforeValidator(
+        lambda value: value if isinstance(value, list) else [] if value is None or value is False else [value]
+    ),
+]
+"""Numbers of steps, counted from 1; a single number is accepted too, and false for none."""
 Pools = dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]
 
 
@@ -96,6 +103,9 @@ class RunConfig(Section):
     continue from `resume_from_path` (resume_path)."""
     resume_from_path: str | None = None
     """Checkpoint folder, with `resume_mode=resume_path`."""
+    profile: Steps = Field(default_factory=list)
+    """Steps to profile, one number or a list: where their time goes, in the report and on the console, and a trace of
+    every process, in the folder profile/ of the run folder."""
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
     ray_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `ray.init`. `{address: auto}`, or the environment variable RAY_ADDRESS, joins a running

@@ -35,6 +35,7 @@ from hrl.report.charts import (
 )
 from hrl.report.outcome import Outcome, read_outcome
 from hrl.report.phases import TITLES
+from hrl.report.profile import read_profiles
 from hrl.report.run_folder import read_config, read_jsonl, read_metrics, read_object, rollouts_steps, write_text
 from hrl.report.samples import (
     ALL_SOURCES,
@@ -117,6 +118,7 @@ def run_page(folder: Path) -> Page:
         ),
         "samples": _last_samples(rollouts),
         "timing": section("timing", rows) if (rows := timing_summary(records)) else "",
+        "profile": section("profile", profiles) if (profiles := read_profiles(folder)) else "",
         "again": section(
             "again",
             config_text,

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hrl.config.trainer import RunConfig
+from hrl.profiling.operators import Profile
 from hrl.report.answers import validation_series
 from hrl.report.charts import REWARD, Picture, write_picture
 from hrl.report.console import Display
@@ -24,6 +25,7 @@ from hrl.report.html_report import write_html_report
 from hrl.report.outcome import Outcome
 from hrl.report.pace import Pace
 from hrl.report.phases import Tokens, timing_metrics
+from hrl.report.profile import profile_line, profile_record, write_profile
 from hrl.report.run_folder import RunFolder, read_metrics, writing_to
 from hrl.report.samples import Sample
 from hrl.report.tracking import Tracking
@@ -202,6 +204,19 @@ class RunReporter:
             self.console.alarm(alarm)
         if step == self.console.total_steps:  # before the last step, the step's line has the score
             self.console.validation(step, metrics)
+
+    def profile(self, step: int, profiles: Mapping[str, Sequence[Profile]], metrics: Mapping[str, float]) -> None:
+        """Write the profile of a step to the run folder, and show what took most of its time.
+
+        Args:
+            step: Its number.
+            profiles: Kind of process → the profile of each process.
+            metrics: Of the step.
+        """
+        record = profile_record(step, profiles, metrics)
+        with writing_to(self.folder.path):
+            file = write_profile(self.folder.path, record)
+        self.console.note(f"profile of step {step}: {profile_line(record)}. Tables: {file}, with traces beside it")
 
     def first_look(self, look: FirstLook) -> None:
         """Show what the first samples say, and write it to the run folder."""

@@ -28,6 +28,8 @@ MODEL = "model"
 """The folder of the trained model in the folder of a run that was started from Python."""
 EARLIER = "earlier"
 """The folder in the folder of a run that holds what earlier runs left there, each in a folder with a number."""
+PROFILE = "profile"
+"""The folder of the profiles of steps, in the folder of a run."""
 RolloutKind = Literal["train", "val"]
 
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
@@ -40,6 +42,7 @@ _OUTPUTS = (
     "outcome.json",
     "rollouts",
     "nonfinite",
+    PROFILE,
     "reward_curve.png",
     "loss_curve.png",
     "report.html",
@@ -169,7 +172,7 @@ class RunFolder:
             return write_text(rollouts_file(self.rollouts, step, kind), text)
 
     def rewind(self, step: int, aside: Path) -> bool:
-        """Move metrics, alarms and samples of the steps after `step` aside, because a resumed run repeats these steps.
+        """Move metrics, alarms, samples and profiles of the steps after `step` aside: a resumed run repeats them.
 
         An unfinished last line left by a crash is moved too.
 
@@ -185,6 +188,10 @@ class RunFolder:
             for file in files:
                 (aside / "rollouts").mkdir(parents=True, exist_ok=True)
                 file.rename(aside / "rollouts" / file.name)
+            for file in (self.path / PROFILE).glob("step_*"):
+                if int(file.name.split("_")[1].partition(".")[0]) > step:
+                    (aside / PROFILE).mkdir(parents=True, exist_ok=True)
+                    files.append(file.rename(aside / PROFILE / file.name))
             moved = [_rewind(file, step, aside) for file in (self.metrics_file, self.alarms_file)]
             return any(moved) or bool(files)
 

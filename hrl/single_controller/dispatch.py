@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from hrl.profiling.spans import phase_span
 from hrl.protocol import DataProto, unpad_dataproto
 
 _SPEC_ATTRIBUTE = "_hrl_method_spec"
@@ -172,6 +173,11 @@ class RankCall:
     def mapped(self, function: Callable[[Any], Any]) -> RankCall:
         """Return the call with `function` applied to every argument."""
         return RankCall(tuple(map(function, self.args)), {name: function(arg) for name, arg in self.kwargs.items()})
+
+    def on(self, worker: object, method: str) -> Any:
+        """Call a method of a rank's worker; it is a phase of a profile."""
+        with phase_span(method):
+            return getattr(worker, method)(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)

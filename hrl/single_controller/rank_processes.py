@@ -94,7 +94,7 @@ class RankProcess:
     def call(self, role: str, method: str, call: RankCall, transfer_timeout_s: float) -> Any:
         """Call a method of the role's worker, with batches packed in arguments and result."""
         call = transport.receive(call, transfer_timeout_s)
-        return transport.pack_result(getattr(self._workers[role], method)(*call.args, **call.kwargs))
+        return transport.pack_result(call.on(self._workers[role], method))
 
     def close(self) -> None:
         """Close the workers in reverse order of construction."""

@@ -20,6 +20,7 @@ from hrl.cluster.worker_groups import WorkerGroups
 from hrl.config.outline import outline_of
 from hrl.data.order import Position, differences
 from hrl.metrics import StepMetrics
+from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
 from hrl.report.run_folder import writing_to
@@ -169,6 +170,7 @@ class TrainingLoop(ABC):
         """
         self.prepare()
         self.run_state._advance(self.global_steps)
+        self._tell_of_steps_without_profile()
         with self.reporter.run(self.global_steps):
             self._fit()
 
@@ -185,8 +187,12 @@ class TrainingLoop(ABC):
             self.run_state._advance(self.global_steps)
             metrics = StepMetrics()
             with self.reporter.step(self.global_steps):
-                with self.phase("step"):
-                    batch = self.train_step(batch, metrics)
+                if self.global_steps in self.config.trainer.profile:
+                    batch, profiles = self._profiled_step(batch, metrics)
+                else:
+                    profiles = None
+                    with self.phase("step"):
+                        batch = self.train_step(batch, metrics)
                 if self.is_due(self.config.trainer.test_freq, self.config.trainer.validates_last):
                     metrics |= self.validate()
                 metrics.observe(*self.workers.peak_memory())
@@ -199,6 +205,8 @@ class TrainingLoop(ABC):
             metrics |= self.reporter.own_metrics(tokens)
             metrics |= self.reporter.judge(self.global_steps, metrics)
             self.reporter.step_done(self.global_steps, metrics)
+            if profiles is not None:
+                self.reporter.profile(self.global_steps, profiles, metrics)
             failed = self._tell_callbacks(batch, metrics)
             if self.run_state.stop_reason is not None and not _is_validated(metrics):
                 metrics |= self._validate_the_end()
@@ -213,6 +221,15 @@ class TrainingLoop(ABC):
                 self.checkpoints.set_score(self.global_steps, self.validation_score(self._validate_the_end()))
             if self._is_stopped():
                 return
+
+    def _profiled_step(self, batch: DataProto, metrics: StepMetrics) -> tuple[DataProto, dict[str, list[Profile]]]:
+        """Train a step while all processes are profiled; return its batch, and the profiles of every pool."""
+        with self.phase("profile"):
+            self.workers.start_profile()
+        with self.phase("step"):
+            batch = self.train_step(batch, metrics)
+        with self.phase("profile"):
+            return batch, self.workers.stop_profile(self.global_steps)
 
     def _is_stopped(self) -> bool:
         """Return whether a callback asked for the end, and say so."""
@@ -395,6 +412,14 @@ class TrainingLoop(ABC):
         return Position.from_dict(state["data_position"])
 
     # ------------------------------------------------------------------ small things
+
+    def _tell_of_steps_without_profile(self) -> None:
+        first, last = self.global_steps + 1, self.total_training_steps
+        missed = sorted({step for step in self.config.trainer.profile if not first <= step <= last})
+        if missed:
+            named = ", ".join(map(str, missed))
+            steps = f"makes the steps {first} to {last}" if first <= last else "makes no step"
+            self.reporter.console.note(f"trainer.profile: nothing is profiled in step {named}; this run {steps}")
 
     def _tell_of_skipped_steps(self, metrics: Mapping[str, float]) -> None:
         for name, count in metrics.items():

@@ -281,6 +281,20 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._host is not None and self.role == "actor_rollout":
             self._host.sleep()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_engine_profile(self) -> None:
+        """Profile the engine's own processes, if it has any."""
+        if self._host is not None:
+            self._host.start_profile()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_engine_profile(self, name: str) -> list[dict[str, Any]]:
+        """Write a trace of each of the engine's own processes, and return their profiles."""
+        if self._host is None:
+            return []
+        trace = str(self.trace_file(name))
+        return self._host.stop_profile(trace, timeout_s=self.runtime.collective_timeout_s)
+
     # ------------------------------------------------------------------ weights, by handles within this process
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -6,7 +6,7 @@ import logging
 import re
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -101,6 +101,24 @@ class ModelWorker(Worker):
         See `peak_memory`.
         """
         return peak_memory(local_device(self.runtime))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def start_profile(self) -> None:
+        """Profile this process, with all roles in it."""
+        from hrl.profiling.recorder import start_profile
+
+        start_profile()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def stop_profile(self, name: str) -> dict[str, Any]:
+        """Write the trace `<name>_rank_<rank>.json.gz`, and return the profile of this process (`Profile.to_plain`)."""
+        from hrl.profiling.recorder import stop_profile
+
+        return stop_profile(self.trace_file(name)).to_plain()
+
+    def trace_file(self, name: str) -> Path:
+        """Return the file of this rank's trace."""
+        return Path(self.runtime.run_folder) / "profile" / f"{name}_rank_{self.rank}.json.gz"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def files_below(self, folder: str) -> dict[str, int]:

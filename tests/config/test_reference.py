@@ -33,7 +33,7 @@ def test_types_are_said_in_words():
         "data.truncation": "`error`, `left`, `right`",
         "data.train_files": "list of str or mapping",
         "actor_rollout_ref.rollout.gpu_memory_utilization": "float > 0 ≤ 1",
-        "actor_rollout_ref.rollout.enable_chunked_prefill": "bool or null",
+        "trainer.profile": "list of int > 0",
         "actor_rollout_ref.actor.clip_ratio_c": "float > 1",
         "trainer.resource_pools": "mapping to list of int > 0",
         "trainer.ray_kwargs": "mapping",

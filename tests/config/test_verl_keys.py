@@ -77,6 +77,7 @@ HOW_NOT_WHAT = {
     f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": ["fp32", "bf16"],
     f"{ACTOR}.data_loader_seed": [42],
     f"{ACTOR}.profiler.ranks": [[0]],
+    f"{ACTOR}.profiler.enable": [True, False],
     f"{REF}.fsdp_config.model_dtype": ["fp32", "bfloat16"],
     f"{REF}.fsdp_config.optimizer_offload": [True, False],
     f"{ROLLOUT}.enable_sleep_mode": [True, False],
@@ -104,6 +105,7 @@ HOW_NOT_WHAT = {
     "trainer.use_v1": [True],
     "transfer_queue.enable": [True],
     "global_profiler.save_path": ["profiles"],
+    "global_profiler.tool": ["nsys", "torch"],
     "ray_kwargs.ray_init.runtime_env.py_executable": ["uv run --frozen --extra vllm"],
 }
 
@@ -322,6 +324,47 @@ def test_a_reward_model_decides_alone_unless_a_function_is_named():
     (half,) = validate({**model, "reward.function_weight": 0.5}).reward.entries
     assert (half.name, half.weight) == ("data_source", 0.5)
     assert [entry.name for entry in validate({}).reward.entries] == ["data_source"]
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [(2, [2]), ([2, 3], [2, 3]), ([], []), (None, []), (False, []), (10**6, [10**6])]
+)
+def test_steps_to_profile_are_one_or_many(given, steps):
+    assert validate({"trainer.profile": given}).trainer.profile == steps
+    assert validate({"global_profiler.steps": given}).trainer.profile == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (0, "[0] is 0, must be more than 0."),
+        ([2, -1], "[1] is -1, must be more than 0."),
+        (1.5, "[0] is 1.5, expected a whole number."),
+        (True, "[0] is true, expected a whole number."),
+        ("all", "[0] is 'all', expected a whole number."),
+    ],
+)
+def test_what_is_no_step_can_not_be_profiled(given, what):
+    problem = problem_of("trainer.profile", given)
+    assert problem.what == what
+    assert problem_of("global_profiler.steps", given).key == "trainer.profile"
+
+
+def test_other_profilers_of_verl_are_refused_with_what_hrl_has():
+    problem = problem_of("global_profiler.tool", "torch_memory")
+    assert problem.reason is Reason.ABSENT and "torch's profiler writes traces" in problem.hint
+
+
+def test_chunked_prefill_is_an_argument_of_vllm():
+    key, kwargs = f"{ROLLOUT}.enable_chunked_prefill", f"{ROLLOUT}.engine_kwargs"
+    config = validate({key: True, kwargs: {"vllm": {"swap_space": 4}}})
+    assert config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"swap_space": 4, "enable_chunked_prefill": True}}
+    (remark,) = config.remarks
+    assert remark.startswith(f"{key}=true is read as {kwargs}=")
+    assert validate({key: None}).actor_rollout_ref.rollout.engine_kwargs == {}
+    for contrary in ({"vllm": {"enable_chunked_prefill": False}}, {"vllm": 3}):
+        assert "engine_kwargs.vllm.enable_chunked_prefill alone" in problem_of(key, True, **{kwargs: contrary}).hint
+    assert "true or false" in problem_of(key, "no").hint
 
 
 def test_validation_with_a_temperature_draws_samples():

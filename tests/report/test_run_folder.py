@@ -92,6 +92,23 @@ def test_rewinding_moves_later_steps_and_a_torn_line_aside(tmp_path):
     folder.close()
 
 
+def test_rewinding_moves_the_profiles_of_later_steps_aside(tmp_path):
+    folder, aside = RunFolder(tmp_path / "run"), tmp_path / "aside"
+    names = [
+        "step_2.json",
+        "step_2_engine_rank_0.json.gz",
+        "step_10.json",
+        "step_10.txt",
+        "step_10_actor_rank_0.json.gz",
+    ]
+    (folder.path / "profile").mkdir()
+    for name in names:
+        (folder.path / "profile" / name).touch()
+    assert folder.rewind(2, aside)
+    assert sorted(file.name for file in (folder.path / "profile").iterdir()) == names[:2]
+    assert sorted(file.name for file in (aside / "profile").iterdir()) == sorted(names[2:])
+
+
 def test_rewinding_to_the_last_step_changes_nothing(tmp_path):
     folder, aside = RunFolder(tmp_path), tmp_path / "aside/1"
     folder.metrics_file.write_text('{"step": 1}\n{"step": 2}\n')

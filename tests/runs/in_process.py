@@ -60,7 +60,7 @@ class InProcessGroup(WorkerGroup):
 
     def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> Done:
         call = calls[0].mapped(self._sent)
-        result = getattr(self._objects[role], method)(*call.args, **call.kwargs)
+        result = call.on(self._objects[role], method)
         return Done([unpack_result(pack_result(result))])
 
     def _sent(self, arg: Any) -> Any:

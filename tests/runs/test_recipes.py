@@ -125,7 +125,7 @@ def test_online_dpo_prefers_the_best_sample_of_each_prompt_to_the_worst(
 READ_ELSEWHERE = {
     **{
         f"actor_rollout_ref.rollout.{name}": "these runs sample with hf, not with vLLM"
-        for name in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "max_num_batched_tokens")
+        for name in ("enable_prefix_caching", "enforce_eager", "max_num_batched_tokens")
     },
     "actor_rollout_ref.actor.policy_loss.dro_beta": "a run has one loss, and none here has this one",
     "actor_rollout_ref.actor.checkpoint.load_contents": "read on resume",

@@ -23,6 +23,7 @@ from hrl.models.flops import ModelFlops, peak_flops
 from hrl.models.loading import Loaded, dtype_of
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
+from hrl.profiling.spans import OPTIMIZER, span
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, skip
@@ -209,9 +210,10 @@ class Engine:
         micro_batches = forward_micro_batches(plan, count)
         results: list[Tensor] = []
         with self.resident():
-            for picked in micro_batches:
-                packed = self.pack(rows, picked, wanted)
-                outputs = torch.stack(run(packed)).float()
+            for index, picked in enumerate(micro_batches):
+                with span(f"micro-batch {index}"):
+                    packed = self.pack(rows, picked, wanted)
+                    outputs = torch.stack(run(packed)).float()
                 assert len(outputs) == num_outputs, "`run` gives as many results as are asked for"
                 if not packed.is_empty:
                     results.append(outputs)
@@ -305,11 +307,15 @@ class Engine:
         last = len(micro_batches.micro_batches) - 1
         for index, picked in enumerate(micro_batches.micro_batches):
             self._keep_gathered(index != last)
-            loss = loss_of(picked)
-            loss.backward()
+            with span(f"micro-batch {index}"):
+                with span("forward"):
+                    loss = loss_of(picked)
+                with span("backward"):
+                    loss.backward()
             losses.append(loss.detach())
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
-        report = optimizer.step(total, fill_missing=last < 0)
+        with span(OPTIMIZER):
+            report = optimizer.step(total, fill_missing=last < 0)
         self._is_changed |= report.applied
         return report if report.applied else replace(report, losses=tuple(map(float, losses)))
 

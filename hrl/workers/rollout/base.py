@@ -177,6 +177,17 @@ class RolloutEngine(ABC):
         if self.supports_sleep:
             await self._wake(tags)
 
+    async def start_profile(self) -> None:
+        """Profile the engine's own processes, if it has any: this process is profiled as a whole."""
+
+    async def stop_profile(self, trace: str) -> list[dict[str, Any]]:
+        """Write a trace of each process, and return their profiles (`Profile.to_plain`).
+
+        Args:
+            trace: The first process's file, `….json.gz`; others put their number in front of the ending.
+        """
+        return []
+
     async def weights_begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
         """Announce a weight sync to `version`; `handle` says where its buckets are."""
         if self._in_flight:

@@ -206,6 +206,15 @@ class RolloutHost:
         if self.engine.supports_sleep and self._config.free_cache_engine:
             self._control(self.engine.wake(tags), "waking up", CONTROL_TIMEOUT_S)
 
+    def start_profile(self) -> None:
+        """Profile the engine's own processes."""
+        self._control(self.engine.start_profile(), "starting a profile", CONTROL_TIMEOUT_S)
+
+    def stop_profile(self, trace: str, *, timeout_s: float) -> list[dict[str, Any]]:
+        """Stop, and return the profile of each process (`Profile.to_plain`); see `RolloutEngine.stop_profile`."""
+        profiles: list[dict[str, Any]] = self._control(self.engine.stop_profile(trace), "writing a profile", timeout_s)
+        return profiles
+
     def push_weights(
         self,
         version: int,

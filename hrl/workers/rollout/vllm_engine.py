@@ -67,7 +67,6 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
     config, model = setup.config, setup.model
     on_cpu = setup.device.type == "cpu"
     single = config.tensor_model_parallel_size == 1
-    chunked = not on_cpu if config.enable_chunked_prefill is None else config.enable_chunked_prefill
     overrides = engine_overrides(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
     args: dict[str, Any] = {
         "model": model.path,
@@ -78,7 +77,8 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         # A prompt that may not be cut has to fit into one iteration.
         "max_num_batched_tokens": max(config.max_num_batched_tokens, model.max_model_len),
         "enable_prefix_caching": config.enable_prefix_caching,
-        "enable_chunked_prefill": chunked,
+        # On a CPU a request with a seed needs its prompt in one piece.
+        "enable_chunked_prefill": not on_cpu,
         # Compiling on a CPU was seen to cost minutes at the start and to gain nothing.
         "enforce_eager": on_cpu or config.enforce_eager,
         "skip_tokenizer_init": True,
@@ -199,6 +199,14 @@ class VllmEngine(RolloutEngine):
 
     async def _wake(self, tags: Sequence[str]) -> None:
         await self._alive(self._running().wake_up(list(tags)), "wake-up")
+
+    async def start_profile(self) -> None:
+        """Profile the processes that run the model; see `RolloutEngine.start_profile`."""
+        await self._call("hrl_profile_start")
+
+    async def stop_profile(self, trace: str) -> list[dict[str, Any]]:
+        """Write a trace of each process, and return their profiles."""
+        return await self._call("hrl_profile_stop", trace)
 
     async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
         await self._call("hrl_weights_begin", manifest.to_plain(), dict(handle), version)

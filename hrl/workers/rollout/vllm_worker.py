@@ -25,6 +25,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from hrl.models.ops.log_prob import allow_bf16_matmul
 from hrl.models.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
 from hrl.processes.lifetime import die_with_parent
+from hrl.profiling.recorder import start_profile, stop_profile
+from hrl.profiling.spans import phase_span
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FILE_STORE = "file://"
+_TRACE = ".json.gz"
 #: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
 #: shapes, and a token's logits, and so what its seed draws, must not depend on how many other requests run.
 HEAD_ROWS = 32
@@ -286,11 +289,13 @@ class RolloutWorkerExtension:
 
     def hrl_weights_load(self, index: int) -> dict[str, Any]:
         """Take a bucket. See `WeightReceiver.load`."""
-        return _answer(self._hrl_receiver.load, index)
+        with phase_span("weight sync"):
+            return _answer(self._hrl_receiver.load, index)
 
     def hrl_weights_commit(self) -> dict[str, Any]:
         """Put the new weights into effect and return a `ReceiverReport`. See `WeightReceiver.commit`."""
-        answer = _answer(lambda: asdict(self._hrl_receiver.commit()))
+        with phase_span("weight sync"):
+            answer = _answer(lambda: asdict(self._hrl_receiver.commit()))
         if "error" not in answer and torch.cuda.is_available():
             torch.cuda.empty_cache()  # the cache, which wakes next in a pool of its own, needs what the sync used
         return answer
@@ -298,6 +303,17 @@ class RolloutWorkerExtension:
     def hrl_weights_abort(self) -> dict[str, Any]:
         """Drop a sync; say which version's weights are here, and whether all of them are."""
         return {"intact": self._hrl_receiver.abort(), "version": self._hrl_receiver.served_version}
+
+    def hrl_profile_start(self) -> dict[str, Any]:
+        """Profile this process."""
+        start_profile()
+        return {}
+
+    def hrl_profile_stop(self, trace: str) -> dict[str, Any]:
+        """Write the trace, whose name has this process's rank if it is not the first one; return the profile."""
+        stem, ending = trace.removesuffix(_TRACE), _TRACE
+        own = f"{stem}_{self._hrl_rank()}{ending}" if self._hrl_rank() else trace
+        return stop_profile(Path(own), rest="sampling").to_plain()
 
     def _hrl_unlink_rendezvous(self) -> None:
         """Remove the file through which the engine's processes met, which vLLM leaves in the temporary folder."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hrl.cluster.precision import fastest_dtype
 from hrl.models.tokenizer import TokenIds
+from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
 from hrl.workers.policy import Policy
 from hrl.workers.requests import SamplingParams
@@ -106,6 +107,18 @@ def changed(folder) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def sampled(host, prompts):
     return sample(host, prompt_batch(prompts, n=N, width=P))
+
+
+def test_a_profile_has_what_the_engines_process_computed(host, prompts, tmp_path):
+    host.start_profile()
+    sample(host, prompt_batch(prompts[:1], n=2, width=P))
+    (plain,) = host.stop_profile(str(tmp_path / "step_1_engine_rank_0.json.gz"), timeout_s=120)
+    profile = Profile.from_plain(plain)
+    assert [file.name for file in tmp_path.iterdir()] == ["step_1_engine_rank_0.json.gz"]
+    assert {"matrix products", "attention", "elementwise"} <= profile.classes.keys()
+    assert profile.phases["sampling"].busy > 0
+    assert host.engine.processes[0]["pid"] != os.getpid() and host.start_profile() is None
+    host.stop_profile(str(tmp_path / "again.json.gz"), timeout_s=120)  # a second one can be taken
 
 
 def lives(pid: int) -> bool:
