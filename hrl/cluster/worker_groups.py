@@ -297,16 +297,13 @@ class WorkerGroups:
 
     def peak_memory(self) -> list[dict[str, Metric]]:
         """Return `perf/max_memory_gib` and the like of every rank of every pool."""
-        # Any role of a process speaks for all of them.
-        asked = [getattr(group, f"{group.roles[0]}_peak_memory")() for group in self.processes]
-        return [metrics for answer in asked for metrics in answer.get()]
+        return [metrics for answer in self._ask("peak_memory", lambda _: ()) for metrics in answer]
 
     def start_profile(self) -> None:
         """Profile every process of every pool, and the engines' own."""
         if self.rollout is not None:
             self.rollout.start_engine_profile()
-        for asked in [getattr(group, f"{group.roles[0]}_start_profile")() for group in self.processes]:
-            asked.get()
+        self._ask("start_profile", lambda _: ())
 
     def stop_profile(self, step: int) -> dict[str, list[Profile]]:
         """Have every process write its trace of a step, and return the profiles of the processes of each kind.
@@ -314,21 +311,29 @@ class WorkerGroups:
         Returns:
             The roles of a pool, joined by `+`, or `engine` → the profiles of its processes.
         """
-        names = ["+".join(str(role) for role in group.roles) for group in self.processes]
-        asked = [
-            getattr(group, f"{group.roles[0]}_stop_profile")(f"step_{step}_{name}")
-            for group, name in zip(self.processes, names, strict=True)
-        ]
-        answers = {name: answer.get() for name, answer in zip(names, asked, strict=True)}
+        answers = self._ask("stop_profile", lambda group: (f"step_{step}_{_roles_of(group)}",))
+        found = dict(zip(map(_roles_of, self.processes), answers, strict=True))
         if self.rollout is not None:
             of_ranks = self.rollout.stop_engine_profile(f"step_{step}_engine")
-            answers["engine"] = [profile for profiles in of_ranks for profile in profiles]
-        return {name: list(map(Profile.from_plain, found)) for name, found in answers.items() if found}
+            found["engine"] = [profile for profiles in of_ranks for profile in profiles]
+        return {name: list(map(Profile.from_plain, profiles)) for name, profiles in found.items() if profiles}
+
+    def _ask(self, method: str, arguments_of: Callable[[RayWorkerGroup], tuple[Any, ...]]) -> list[list[Any]]:
+        """Call a method once in every process, and return the answers of the ranks of every pool.
+
+        Any role of a process speaks for all of them.
+        """
+        asked = [getattr(group, f"{group.roles[0]}_{method}")(*arguments_of(group)) for group in self.processes]
+        return [answer.get() for answer in asked]
 
     def shutdown(self) -> None:
         """End every process of every pool."""
         for group in self.processes:
             group.shutdown()
+
+
+def _roles_of(group: RayWorkerGroup) -> str:
+    return "+".join(map(str, group.roles))
 
 
 def _tell_of(waiting: list[tuple[GroupFuture, str]], done: GroupFuture, tell: Callable[[str], None] | None) -> None:
