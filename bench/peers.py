@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 FOLDER = Path(__file__).parent / ".peers"
 VERL, TRL, OPENRLHF = "verl 0.9.1", "TRL 1.16.0", "OpenRLHF 0.11.2"
@@ -54,5 +54,9 @@ def stand_ins(*names: str) -> Iterator[None]:
     missing = {
         name: MagicMock(__spec__=ModuleSpec(name, None), __path__=[]) for name in names if name not in sys.modules
     }
-    with patch.dict(sys.modules, missing):
+    sys.modules.update(missing)
+    try:
         yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
