@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -190,6 +191,7 @@ class _Verl:
         return rows
 
 
+@cache
 def _verl() -> tuple[Any, Any]:
     """Return verl's FSDP engine and its tensordicts. It has no platform without an accelerator, so one stands in."""
     from verl.plugin.platform import set_platform
