@@ -6,8 +6,10 @@ group but is left out of the group's statistics.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from hrl.algos.registry import Registry, Traits
 def group_codes(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Tensor:
     """Number the groups 0, 1, 2, ... in order of appearance. `(B,) -> (B,)` int64."""
     keys = uids.tolist() if isinstance(uids, np.ndarray | Tensor) else list(uids)
-    table = {key: code for code, key in enumerate(dict.fromkeys(keys))}
+    table: defaultdict[Hashable, int] = defaultdict(count().__next__)
     return torch.from_numpy(np.fromiter(map(table.__getitem__, keys), dtype=np.int64, count=len(keys)))
 
 

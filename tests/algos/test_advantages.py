@@ -1,4 +1,5 @@
 import math
+import sys
 from dataclasses import fields, replace
 
 import numpy as np
@@ -32,6 +33,15 @@ BY_GROUP = pytest.mark.parametrize(
     "name", sorted(name for name, entry in ESTIMATOR_TRAITS.items() if entry.min_group_size > 1)
 )
 WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
+
+
+@pytest.fixture(params=[False, True], ids=["numpy", "compiled"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Have small batches too go through the compiled loop, or large ones too through NumPy."""
+    if request.param:
+        pytest.importorskip("numba")
+    monkeypatch.setattr("hrl.algos.advantages.COMPILED_FROM", 0 if request.param else sys.maxsize)
+    return request.param
 
 
 def columns_of(inp: AdvantageInput) -> dict[str, Tensor]:
@@ -484,6 +494,7 @@ def textbook(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: f
     return advantages, returns
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.9), (0.5, 0.0), (0.0, 0.7)])
 def test_gae_is_the_textbook_sum(gamma: float, lam: float) -> None:
     batch = Batch.random()
@@ -493,6 +504,7 @@ def test_gae_is_the_textbook_sum(gamma: float, lam: float) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool, torch.float32])
 def test_whitening_is_over_all_trained_tokens(mask_dtype: torch.dtype) -> None:
     batch = Batch.random(seed=1)
@@ -505,6 +517,7 @@ def test_whitening_is_over_all_trained_tokens(mask_dtype: torch.dtype) -> None:
     assert (advantages[~batch.mask.bool()] == 0).all()
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_whitening_of_no_token_and_of_one(tokens: int) -> None:
     mask = torch.zeros(3, 4, dtype=torch.int64)
@@ -514,12 +527,14 @@ def test_whitening_of_no_token_and_of_one(tokens: int) -> None:
     assert returns.sum().item() == tokens
 
 
+@pytest.mark.usefixtures("compiled")
 def test_no_rows_and_no_columns() -> None:
     for shape in ((0, 4), (3, 0)):
         empty = torch.zeros(shape)
         assert gae(empty, empty, empty, 1.0, 1.0)[0].shape == shape
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("tokens_at_once", [1, 5_000, 1 << 18])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)])
 def test_long_rows_worked_on_in_pieces(
@@ -547,6 +562,51 @@ def test_long_rows_worked_on_in_pieces(
     torch.testing.assert_close(whitened[mask], expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_advantages_far_from_0_are_whitened_to_0(dtype: torch.dtype) -> None:
+    """Their spread is 0: what is left of rounding would be divided by almost nothing."""
+    rewards, values = (torch.full((3, 11), number, dtype=dtype) for number in (100.1, 0.3))
+    advantages, returns = gae(rewards, values, torch.ones(3, 11), 0.0, 0.0)
+    assert advantages.abs().max() < 1e-6
+    torch.testing.assert_close(returns, rewards)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_whitening_loses_no_digits_far_from_0() -> None:
+    rewards = 1e6 + torch.randn(1, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), torch.ones_like(rewards), 0.0, 0.0)
+    expected = (rewards - rewards.mean()) / (rewards.var() + 1e-8).sqrt()
+    torch.testing.assert_close(advantages, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_large_batches_run_compiled_and_without_numba_as_small_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    from hrl.algos import advantages, compiled_gae
+
+    calls: list[int] = []
+    monkeypatch.setattr(compiled_gae, "scan_rows", lambda *columns: calls.append(columns[0].size))
+    batch = Batch.random()
+    monkeypatch.setattr(advantages, "COMPILED_FROM", batch.mask.numel())
+    gae(batch.returns, batch.values, batch.mask, 0.9, 0.8, whitened=False)
+    assert calls == [batch.mask.numel()]
+    gae(batch.returns[1:], batch.values[1:], batch.mask[1:], 0.9, 0.8, whitened=False)
+    monkeypatch.setattr(advantages, "_compiled_gae", lambda: None)
+    found, _ = gae(batch.returns, batch.values, batch.mask, 0.9, 0.8, whitened=False)
+    expected, _ = textbook(batch.returns, batch.values, batch.mask, 0.9, 0.8)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert len(calls) == 1
+
+
+def test_numba_that_can_not_be_imported_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hrl.algos import advantages
+
+    advantages._compiled_gae.cache_clear()
+    monkeypatch.setitem(sys.modules, "hrl.algos.compiled_gae", None)  # an import raises an ImportError
+    assert advantages._compiled_gae() is None
+    advantages._compiled_gae.cache_clear()
+
+
 @pytest.mark.parametrize("decay", [0.0, 1e-250, 0.01, 0.5, 0.9, 0.999, 1.0, 1.1])
 def test_discounted_sums_beside_a_loop(decay: float) -> None:
     """Also where the row is longer than the range of the discount's powers, of which 0.5^k leaves float64 at 1074."""
@@ -557,6 +617,7 @@ def test_discounted_sums_beside_a_loop(decay: float) -> None:
     np.testing.assert_allclose(discounted_sums(steps.copy(), decay), expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_inputs_with_gradients_are_not_changed_and_outputs_have_none() -> None:
     rewards = torch.ones(2, 2, requires_grad=True)
     values = torch.zeros(2, 2, requires_grad=True)
@@ -566,6 +627,7 @@ def test_inputs_with_gradients_are_not_changed_and_outputs_have_none() -> None:
     assert rewards.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
+@pytest.mark.usefixtures("compiled")
 def test_reward_to_go_skips_what_is_masked() -> None:
     rewards = torch.tensor([[1.0, 50.0, 4.0], [2.0, 2.0, 2.0]])
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]])

@@ -378,7 +378,7 @@ def check_output(output: SampleOutput, name: str, *, max_tokens: int, vocab_size
         wrong = f"{len(tokens)} tokens, although at most {max_tokens} were asked for"
     elif tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
         wrong = f"a token outside the vocabulary of {vocab_size}"
-    elif not all(map(math.isfinite, log_probs)) or max(log_probs, default=0.0) > LOG_PROB_TOLERANCE:
+    elif not math.isfinite(sum(log_probs)) or max(log_probs, default=0.0) > LOG_PROB_TOLERANCE:
         wrong = "a log-prob that is not a finite number below 0"
     elif output.policy_version != version:
         wrong = f"policy version {output.policy_version}, although version {version} is served"
