@@ -151,10 +151,13 @@ class PendingCalls:
     def _all_taken(self, deadline: float) -> bool:
         """Take results as they arrive, until `deadline`; return whether all have."""
         while self._open:
-            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
-            if not ready:
+            waiting = list(self._open)
+            if not ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))[0]:
                 return False
-            self._take(ready[0], deadline)
+            # Those of other ranks that have come too: a wait looks at every open one, so one per rank adds up.
+            ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            for ref in ready:
+                self._take(ref, deadline)
         return True
 
     def _take(self, ref: ray.ObjectRef, deadline: float) -> None:

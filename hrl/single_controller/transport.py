@@ -49,7 +49,7 @@ class RaggedColumn:
     """A column `(B, C)` without its margins.
 
     Attributes:
-        values: (sum of stops - starts,), row after row, integers narrowed.
+        values: (sum of stops - starts,), row after row, integers narrowed; (1,) if all are equal, as in a mask.
         starts, stops: (B,) the part of each row that is in `values`.
         margins: The value left of `starts` and the value from `stops` on, as arrays () of the type of `values`.
         num_columns: C.
@@ -71,10 +71,12 @@ class RaggedColumn:
         positions = np.arange(self.num_columns, dtype=self.starts.dtype)
         left, right = self.margins
         out = np.where(positions < starts, left, right)
-        # The k-th value of a row is at offsets[row] + k; `first` is the start of each row in the gathered values.
-        first = np.cumsum(lengths) - lengths
-        gather = np.repeat(offsets[rows] - first, lengths) + np.arange(lengths.sum())
-        out[(positions >= starts) & (positions < stops)] = self.values[gather]
+        values = self.values
+        if len(values) > 1:
+            # The k-th value of a row is at offsets[row] + k; `first` is the start of each row in the gathered values.
+            first = np.cumsum(lengths) - lengths
+            values = values[np.repeat(offsets[rows] - first, lengths) + np.arange(lengths.sum())]
+        out[(positions >= starts) & (positions < stops)] = values
         return _to_tensor(out, self.dtype)
 
 
@@ -135,6 +137,8 @@ def pack_column(tensor: torch.Tensor) -> DenseColumn | RaggedColumn:
     starts, stops = starts.astype(np.int32), np.maximum(starts, stops).astype(np.int32)
     positions = np.arange(num_columns, dtype=np.int32)
     kept = values[(positions >= starts[:, None]) & (positions < stops[:, None])]
+    if (kept.view(bits.dtype) == kept[:1].view(bits.dtype)).all():
+        kept = kept[:1]
     margins = (np.asarray(left).view(values.dtype), np.asarray(right).view(values.dtype))
     return RaggedColumn(kept, starts, stops, margins, num_columns, tensor.dtype)
 

@@ -75,6 +75,16 @@ def test_only_what_lies_between_the_margins_is_sent() -> None:
     assert (packed.starts.tolist(), packed.stops.tolist()) == ([2, 1, 4], [4, 5, 4])
 
 
+def test_of_a_mask_only_the_margins_travel() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0]])
+    packed = pack_column(mask)
+    assert isinstance(packed, RaggedColumn)
+    assert packed.values.tolist() == [1]
+    assert_identical(packed.take(np.array([2, 1, 0, 0])), mask[[2, 1, 0, 0]])
+    signed_zeros = torch.tensor([[1.0, 0.0, -0.0, 1.0]])
+    assert_identical(pack_column(signed_zeros).take(np.array([0])), signed_zeros)
+
+
 def test_nan_and_negative_zero_are_values_like_others() -> None:
     nan = float("nan")
     tensor = torch.tensor([[nan, -0.0, 0.0, nan], [nan, nan, nan, nan], [0.0, nan, -0.0, 0.0]])
@@ -88,7 +98,7 @@ def test_a_padded_batch_costs_its_tokens_not_its_padding() -> None:
     batch = DataProto.from_dict({"responses": responses, "mask": (responses > 0).long()})
     size_bytes = len(pickle.dumps(pack_batch(batch), protocol=5))
     tokens = num_rows * length
-    assert size_bytes < tokens * (4 + 1) + 4096  # int32 ids, int8 mask, and a constant
+    assert size_bytes < tokens * 4 + 4096  # int32 ids, and a constant for the mask and the rest
     assert size_bytes < batch.batch.bytes() / 100
 
 
