@@ -41,6 +41,7 @@ class Case:
         seconds: Reads from a result what it took, several values where a program took several steps. The time of the
             call without it.
         warms_up: Whether the first call of each is not counted.
+        settle: Waits, outside of what is timed, for what a round has left to other processes.
     """
 
     label: str
@@ -55,6 +56,7 @@ class Case:
     others: Callable[[], Iterator[Comparison]] | None = None
     seconds: Callable[[Any], Sequence[float]] | None = None
     warms_up: bool = True
+    settle: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Comparison:
 @dataclass
 class _Rounds:
     seconds: Callable[[Any], Sequence[float]] | None
+    settle: Callable[[], Any] | None
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
 
@@ -107,6 +110,8 @@ class _Rounds:
         self.cpu_s.append(_cpu_seconds() - cpu)
         taken = time.perf_counter() - wall
         self.wall_s.extend([taken] if self.seconds is None else self.seconds(result))
+        if self.settle is not None:
+            self.settle()
         return result
 
     @property
@@ -127,7 +132,7 @@ def measure(case: Case) -> list[Comparison]:
     Raises:
         AssertionError: The results differ.
     """
-    ours, theirs = _Rounds(case.seconds), _Rounds(case.seconds)
+    ours, theirs = (_Rounds(case.seconds, case.settle) for _ in range(2))
     if case.warms_up:
         # What is made once (compiled loops, arenas, files in memory) is there afterwards, for both.
         case.check(case.ours(), case.theirs())

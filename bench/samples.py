@@ -3,9 +3,10 @@
 Responses as lists of token ids and log-probs, as engines return them, become the padded columns that training reads:
 ids, masks, positions, log-probs. verl's agent loop pads every sample by itself through the tokenizer
 (`_agent_loop_postprocess`), and joins the samples (`_postprocess`); its worker is made here without an engine, Ray or
-a reward model, and its `AgentLoopOutput`s are made outside of what is timed. hrl checks every sample (`check_output`)
-and fills the columns of the batch at once. Seconds are those of the whole batch, so a sample takes them divided by
-the number of samples. All seven columns must be equal. Prompts have 64 to 512 tokens, responses 16 to 1,024.
+a reward model, and its `AgentLoopOutput`s are made outside of what is timed. hrl checks every sample (`check_output`,
+`check_values`) and fills the columns of the batch at once. Seconds are those of the whole batch, so a sample takes
+them divided by the number of samples. All seven columns must be equal. Prompts have 64 to 512 tokens, responses 16 to
+1,024.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bench.harness import Case
 from bench.peers import VERL
 from hrl.protocol import DataProto
 from hrl.workers.rollout.base import SampleOutput
-from hrl.workers.rollout.host import check_output, response_columns
+from hrl.workers.rollout.host import check_output, check_values, response_columns
 
 AXIS = "samples"
 THREADS = 1
@@ -43,6 +44,7 @@ def cases() -> Iterator[Case]:
 
     for rows in (64, 256, 1024):
         prompts, outputs = _sampled(rows)
+        keys = [(str(row), 0) for row in range(rows)]
         prompt_ids = torch.full((rows, _PROMPT), _PAD)
         for row, prompt in enumerate(prompts):
             prompt_ids[row, -len(prompt) :] = torch.tensor(prompt)
@@ -52,11 +54,13 @@ def cases() -> Iterator[Case]:
             prompt_ids: torch.Tensor = prompt_ids,
             prompt_mask: torch.Tensor = prompt_mask,
             outputs: list[SampleOutput] = outputs,
+            keys: list[tuple[str, int]] = keys,
         ) -> DataProto:
             for row, output in enumerate(outputs):
-                check_output(output, f"row {row}", max_tokens=_RESPONSE, vocab_size=_VOCABULARY, version=0)
+                check_output(output, f"row {row}", max_tokens=_RESPONSE, version=0)
             reasons = np.array([output.finish_reason for output in outputs], dtype=object)
             columns = response_columns(prompt_ids, prompt_mask, outputs, _RESPONSE, _PAD)
+            check_values(columns, keys, _VOCABULARY)
             return DataProto.from_dict(tensors=columns, non_tensors={"finish_reason": reasons})
 
         loop_outputs = [

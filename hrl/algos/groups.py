@@ -6,7 +6,6 @@ group but is left out of the group's statistics.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -20,9 +19,17 @@ from hrl.algos.registry import Registry, Traits
 
 def group_codes(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Tensor:
     """Number the groups 0, 1, 2, ... in order of appearance. `(B,) -> (B,)` int64."""
-    keys = uids.tolist() if isinstance(uids, np.ndarray | Tensor) else list(uids)
-    table: defaultdict[Hashable, int] = defaultdict(count().__next__)
-    return torch.from_numpy(np.fromiter(map(table.__getitem__, keys), dtype=np.int64, count=len(keys)))
+    if isinstance(uids, Tensor):
+        uids = uids.numpy(force=True)
+    elif not isinstance(uids, np.ndarray):
+        uids = np.fromiter(uids, dtype=object, count=len(uids))
+    # Rows of a group are mostly neighbours, so that only the first of each run is looked up.
+    begins = np.ones(len(uids), dtype=bool)
+    begins[1:] = uids[1:] != uids[:-1]
+    first_run: dict[Hashable, int] = {}
+    of_run = np.fromiter(map(first_run.setdefault, uids[begins].tolist(), count()), dtype=np.int64)
+    codes = (of_run == np.arange(len(of_run))).cumsum() - 1
+    return torch.from_numpy(codes[of_run].take(begins.cumsum() - 1))
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class GroupStatistics:
 
 def group_sum(row_values: Tensor, group_ids: Tensor) -> Tensor:
     """Return each row's group total `(B,)` of `row_values (B,)`, in float64."""
-    return torch.bincount(group_ids, weights=row_values)[group_ids]
+    return torch.bincount(group_ids, weights=row_values).index_select(0, group_ids)
 
 
 def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> GroupStatistics:
@@ -60,16 +67,15 @@ def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Grou
     """
     if scores.shape != group_ids.shape:
         raise ValueError(f"scores have shape {tuple(scores.shape)}, group ids {tuple(group_ids.shape)}")
-    weights = counted.double()
     exact = torch.where(counted, scores.double(), 0.0)
-    size = group_sum(weights, group_ids)
-    mean = group_sum(exact, group_ids) / size.clamp(min=1)
-    deviation = torch.where(counted, exact - mean, 0.0)
-    std = (group_sum(deviation.square(), group_ids) / (size - 1).clamp(min=1)).sqrt()
+    size = torch.bincount(group_ids, weights=counted)
+    mean = torch.bincount(group_ids, weights=exact) / size.clamp(min=1)
+    deviation = torch.where(counted, exact - mean.index_select(0, group_ids), 0.0)
+    std = (torch.bincount(group_ids, weights=deviation.square()) / (size - 1).clamp(min=1)).sqrt()
     # Spread is a difference of scores, not a standard deviation above 0: the mean of equal rewards of 0.1 is rounded,
     # and dividing by that error would train on noise.
     lowest, highest = _extremes(exact, group_ids, counted)
-    return GroupStatistics(size=size, mean=mean, std=std, has_spread=(highest > lowest)[group_ids])
+    return GroupStatistics(*(of_group.index_select(0, group_ids) for of_group in (size, mean, std, highest > lowest)))
 
 
 def _extremes(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,10 +84,12 @@ def _extremes(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tenso
     They are infinity and minus infinity in a group where nothing counts.
     """
     groups = int(group_ids.max()) + 1 if len(group_ids) else 0
-    ids, values = group_ids[counted], scores[counted]
-    lowest = values.new_full((groups,), torch.inf).scatter_reduce_(0, ids, values, "amin")
-    highest = values.new_full((groups,), -torch.inf).scatter_reduce_(0, ids, values, "amax")
-    return lowest, highest
+
+    def extreme(bound: float, reduce: str) -> Tensor:
+        values = torch.where(counted, scores, bound)
+        return values.new_full((groups,), bound).scatter_reduce_(0, group_ids, values, reduce)
+
+    return extreme(torch.inf, "amin"), extreme(-torch.inf, "amax")
 
 
 def count_groups_without_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import math
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -187,8 +186,10 @@ class RolloutHost:
         finally:
             listener.shutdown(wait=False, cancel_futures=True)
         reasons = np.array([output.finish_reason for output in outputs], dtype=object)
+        columns = response_columns(prompts, prompt_mask, outputs, sampling.max_tokens, self._setup.tokens.pad)
+        check_values(columns, keys, self._setup.tokens.vocab_size)
         return DataProto.from_dict(
-            tensors=response_columns(prompts, prompt_mask, outputs, sampling.max_tokens, self._setup.tokens.pad),
+            tensors=columns,
             non_tensors={"uid": objects["uid"], "sample_index": objects["sample_index"], "finish_reason": reasons},
             meta_info={"temperature": sampling.temperature, "policy_version": self.policy_version},
         )
@@ -313,15 +314,14 @@ class RolloutHost:
         on_sample: OnSample | None,
         listener: Executor,
     ) -> list[SampleOutput]:
-        version, vocab_size = self.policy_version, self._setup.tokens.vocab_size
+        version = self.policy_version
         self._requests += 1
         wave = self._requests
         loop = asyncio.get_running_loop()
 
         async def one(row: int, prompt: list[int], key: tuple[str, int], sampling: SamplingParams) -> SampleOutput:
             output = await self.engine.generate(prompt, sampling, f"{wave}-{row}")
-            name = f"row {row} (uid {key[0]}, sample {key[1]})"
-            check_output(output, name, max_tokens=sampling.max_tokens, vocab_size=vocab_size, version=version)
+            check_output(output, sample_name(row, key), max_tokens=sampling.max_tokens, version=version)
             if on_sample is not None:
                 await loop.run_in_executor(listener, on_sample, row, output.token_ids, output.finish_reason)
             return output
@@ -364,26 +364,46 @@ def prompt_tokens(prompts: Tensor, attention_mask: Tensor) -> list[list[int]]:
     return rows
 
 
-def check_output(output: SampleOutput, name: str, *, max_tokens: int, vocab_size: int, version: int) -> None:
-    """Refuse an answer that cannot be what was asked for.
+def sample_name(row: int, key: tuple[str, int]) -> str:
+    """Return what errors call a sample."""
+    return f"row {row} (uid {key[0]}, sample {key[1]})"
+
+
+def check_output(output: SampleOutput, name: str, *, max_tokens: int, version: int) -> None:
+    """Refuse an answer that cannot be what was asked for. Its thousands of numbers are `check_values`' to look at.
 
     Raises:
         RolloutError: Names the sample and what is wrong with it.
     """
-    tokens, log_probs = output.token_ids, output.log_probs  # thousands: looked at by functions that don't run Python
     wrong = None
-    if len(tokens) != len(log_probs):
-        wrong = f"{len(tokens)} tokens with {len(log_probs)} log-probs"
-    elif len(tokens) > max_tokens:
-        wrong = f"{len(tokens)} tokens, although at most {max_tokens} were asked for"
-    elif tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        wrong = f"a token outside the vocabulary of {vocab_size}"
-    elif not math.isfinite(sum(log_probs)) or max(log_probs, default=0.0) > LOG_PROB_TOLERANCE:
-        wrong = "a log-prob that is not a finite number below 0"
+    if len(output.token_ids) != len(output.log_probs):
+        wrong = f"{len(output.token_ids)} tokens with {len(output.log_probs)} log-probs"
+    elif len(output.token_ids) > max_tokens:
+        wrong = f"{len(output.token_ids)} tokens, although at most {max_tokens} were asked for"
     elif output.policy_version != version:
         wrong = f"policy version {output.policy_version}, although version {version} is served"
     if wrong is not None:
         raise RolloutError(f"the engine answered {name} with {wrong}")
+
+
+def check_values(columns: Mapping[str, Tensor], keys: Sequence[tuple[str, int]], vocab_size: int) -> None:
+    """Refuse `responses` and `rollout_log_probs` `(B, R)` that no engine can have sampled.
+
+    Raises:
+        RolloutError: Names the first such sample and what is wrong with it.
+    """
+    if not keys:
+        return
+    lowest = torch.finfo(torch.float32).min
+    for name, low, high, wrong in (
+        ("responses", 0, vocab_size - 1, f"a token outside the vocabulary of {vocab_size}"),
+        ("rollout_log_probs", lowest, LOG_PROB_TOLERANCE, "a log-prob that is not a finite number below 0"),
+    ):
+        values = columns[name]
+        least, most = torch.aminmax(values)  # not a number if one of them is not
+        if not (low <= least and most <= high):
+            row = int((~((low <= values) & (values <= high))).any(dim=1).nonzero()[0])
+            raise RolloutError(f"the engine answered {sample_name(row, keys[row])} with {wrong}")
 
 
 def response_columns(
@@ -404,12 +424,11 @@ def response_columns(
     """
     rows = len(outputs)
     lengths = np.fromiter((len(output.token_ids) for output in outputs), np.int64, rows)
-    total = int(lengths.sum())
     mask = np.arange(max_response_tokens) < lengths[:, None]
     responses = np.full((rows, max_response_tokens), pad_token_id, np.int64)
-    responses[mask] = np.fromiter(chain.from_iterable(output.token_ids for output in outputs), np.int64, total)
+    responses[mask] = _flat("q", (output.token_ids for output in outputs))
     log_probs = np.zeros((rows, max_response_tokens), np.float32)
-    log_probs[mask] = np.fromiter(chain.from_iterable(output.log_probs for output in outputs), np.float32, total)
+    log_probs[mask] = _flat("f", (output.log_probs for output in outputs))
 
     response_mask = torch.from_numpy(mask.astype(np.int64))
     prompts, prompt_mask = prompts.to("cpu", torch.int64), prompt_mask.to("cpu", torch.int64)
@@ -423,6 +442,11 @@ def response_columns(
         "response_mask": response_mask,
         "rollout_log_probs": torch.from_numpy(log_probs),
     }
+
+
+def _flat(typecode: str, lists: Iterable[Sequence[float]]) -> np.ndarray:
+    """Return the numbers of all lists one after the other, in the type that `array` calls so."""
+    return np.frombuffer(b"".join(array(typecode, numbers) for numbers in lists), typecode)
 
 
 class LoopThread:
