@@ -45,7 +45,7 @@ _PROMPTS, _SAMPLES, _PROMPT_TOKENS, _RESPONSE_TOKENS = 4, 8, 45, 32
 _ROWS = _PROMPTS * _SAMPLES
 _MAX_TOKENS, _LEARNING_RATE = 4096, 2e-5
 # Products in bfloat16 are added in different orders: of advantages that are about 1, and relative.
-_LOSS_APART, _NORM_APART = 1e-3, 0.02
+_LOSS_APART, _NORM_APART = 1e-3, 0.05
 
 
 def cases() -> Iterator[Case]:
