@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hrl.models.ops.cpu_product import BLOCK, PackedWeight, can_multiply
 from hrl.models.ops.layout import accumulation_dtype
 
 #: Logits held at once. On a CPU a few megabytes, which the last-level cache holds.
@@ -119,6 +120,8 @@ def _tiles(tokens: int, vocabulary: int, chunk: int) -> tuple[list[slice], list[
     """Cut tokens and vocabulary into tiles of at most `chunk` logits (and at least one)."""
     rows = max(1, min(tokens, MAX_TILE_TOKENS, chunk))
     columns = max(1, min(vocabulary, chunk // rows))
+    if columns > BLOCK:
+        columns -= columns % BLOCK  # whole blocks, of which a CPU makes its products
     return list(_slices(tokens, rows)), list(_slices(vocabulary, columns))
 
 
@@ -144,6 +147,8 @@ def _products(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(hidden, weight.t())
     if hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=dtype)
+    if can_multiply(hidden, weight):
+        return PackedWeight.of(weight).product(hidden)
     with _bf16_matmul():  # no `out_dtype` on a CPU
         return torch.mm(hidden.to(dtype), weight.to(dtype).t())
 

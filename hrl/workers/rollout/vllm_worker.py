@@ -22,11 +22,13 @@ from torch.nn import functional
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from hrl.models.ops.cpu_product import PackedWeight, can_multiply
 from hrl.models.ops.log_prob import allow_bf16_matmul
 from hrl.models.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
 from hrl.processes.lifetime import die_with_parent
 from hrl.profiling.recorder import start_profile, stop_profile
 from hrl.profiling.spans import phase_span
+from hrl.workers.rollout import cpu_sampling
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 
@@ -143,6 +145,7 @@ class VllmModelWriter:
                 # A module that shares another one's weight (the output head of tied embeddings) was sent none of its
                 # own, and still has what it packed from the old one.
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+        _forget_packed_heads(self._model)
         self._written = dict(_as_loaded(self._model))
 
     def cancel(self) -> None:
@@ -158,6 +161,7 @@ class VllmModelWriter:
                 info.load_numel = 0
         with set_current_vllm_config(self._vllm_config):
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+        _forget_packed_heads(self._model)
 
     def read_back(self, name: str) -> Tensor | None:
         """Return a parameter that vLLM keeps as it is loaded; None for others."""
@@ -275,6 +279,7 @@ class RolloutWorkerExtension:
         use_float32_head(self.model_runner.get_model())  # type: ignore[attr-defined]
         if not torch.cuda.is_available():
             _count_no_ranks()
+            _draw_by_one_number(self.model_runner.sampler.topk_topp_sampler)  # type: ignore[attr-defined]
             match_trainer(self.model_runner.get_model(), self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
         self._hrl_receiver = WeightReceiver(
             VllmModelWriter(self.model_runner.get_model(), self.vllm_config),  # type: ignore[attr-defined]
@@ -349,6 +354,24 @@ def _count_no_ranks() -> None:
     sampler.batched_count_greater_than = no_ranks
 
 
+def _draw_by_one_number(sampler: Any) -> None:
+    """Let a CPU engine draw a token by one random number instead of one for each entry of the vocabulary."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    if sampler.logprobs_mode != "processed_logprobs":
+        return
+
+    def forward(
+        logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        uniform = torch.rand(len(logits), dtype=torch.float64)
+        for row, generator in generators.items():
+            uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)
+        return cpu_sampling.draw(apply_top_k_top_p(logits, k, p), uniform)
+
+    sampler.forward = forward
+
+
 def _unlink_collective_memory() -> None:
     """Remove the names of the segments through which CPU workers reduce tensors."""
     # Every worker has mapped them by now. vLLM removes them in a destructor, which a killed process does not run.
@@ -367,6 +390,13 @@ def _forget_expert_kernels(model: nn.Module) -> None:
         on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
         if on_cpu and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
+
+
+def _forget_packed_heads(model: nn.Module) -> None:
+    for module in model.modules():
+        head = getattr(module, "hrl_head", None)
+        if head is not None:
+            head.forget()
 
 
 def _tied_modules(model: nn.Module) -> list[nn.Module]:
@@ -396,7 +426,7 @@ def match_trainer(model: nn.Module, model_type: str) -> None:
     allow_bf16_matmul()
     head: Any = getattr(model, "logits_processor", None)
     if head is not None:
-        head._apply_head = _apply_head
+        head._apply_head = head.hrl_head = FloatHead()
     if model_type in PLAIN_RESIDUAL_FAMILIES:
         for module in model.modules():
             if type(module) is RMSNorm:
@@ -412,6 +442,7 @@ def use_float32_head(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, LogitsProcessor) and not _has_head_dtype(module):
+            module.hrl_head = FloatHead()
             module._get_logits = partial(_get_logits, module, module._get_logits)
 
 
@@ -420,7 +451,7 @@ def _get_logits(head: Any, original: Any, hidden: Tensor, lm_head: nn.Module, bi
         logits: Tensor | None = original(hidden, lm_head, bias)
         return logits
     # As vLLM does after its projection: gather the vocabulary's shards, cut off the padding.
-    gathered = head._gather_logits(_apply_head(lm_head, hidden, bias))
+    gathered = head._gather_logits(head.hrl_head(lm_head, hidden, bias))
     return None if gathered is None else gathered[..., : head.org_vocab_size]
 
 
@@ -430,21 +461,36 @@ def _forward(norm: Any, original: Any, hidden: Tensor, residual: Tensor | None =
     return add_and_norm(hidden, residual, norm.weight, norm.variance_epsilon)
 
 
-def _apply_head(head: nn.Module, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """Return float32 logits `(t, V)` of `hidden (t, H)`, in place of vLLM's projection."""
-    wide_bias = None if bias is None else bias.float()
-    if hidden.is_cuda:  # sums in float32 without a float32 copy of the weight
-        logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
-        return logits if wide_bias is None else logits.add_(wide_bias)
+class FloatHead:
+    """Float32 logits `(t, V)` of `hidden (t, H)`, in place of vLLM's projection."""
+
+    def __init__(self) -> None:
+        self._packed: PackedWeight | None = None
+
+    def forget(self) -> None:
+        """Pack the weight again before the next product: it has changed."""
+        self._packed = None
+
+    def __call__(self, head: nn.Module, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the logits of a head whose weight has the dtype of `hidden`."""
+        if hidden.is_cuda:  # sums in float32 without a float32 copy of the weight
+            logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+        elif can_multiply(hidden, head.weight):
+            self._packed = self._packed or PackedWeight.of(head.weight.detach())
+            logits = self._packed.product(hidden)
+        else:
+            logits = _product_by_tiles(hidden, head.weight.detach())
+        return logits if bias is None else logits.add_(bias.float())
+
+
+def _product_by_tiles(hidden: Tensor, weight: Tensor) -> Tensor:
     padded = functional.pad(hidden.float(), (0, 0, 0, -len(hidden) % HEAD_ROWS))
-    logits = torch.empty(len(padded), len(head.weight))
-    tiles = zip(head.weight.detach().split(HEAD_ENTRIES), logits.split(HEAD_ENTRIES, dim=1), strict=True)
+    logits = torch.empty(len(padded), len(weight))
+    tiles = zip(weight.split(HEAD_ENTRIES), logits.split(HEAD_ENTRIES, dim=1), strict=True)
     for entries, columns in tiles:
-        weight = entries.float().t()  # stays in the cache, where a float32 copy of the whole weight would not
+        right = entries.float().t()  # stays in the cache, where a float32 copy of the whole weight would not
         for block, out in zip(padded.split(HEAD_ROWS), columns.split(HEAD_ROWS), strict=True):
-            out.copy_(torch.mm(block, weight))
-    if wide_bias is not None:
-        logits.add_(wide_bias)
+            out.copy_(torch.mm(block, right))
     return logits[: len(hidden)]
 
 

@@ -1,0 +1,54 @@
+"""Draws tokens on a CPU with one random number per token.
+
+vLLM's sampler makes a Gumbel number for each entry of the vocabulary, and reads the logits two more times for the
+log-probs. One number is enough: the token at which the cumulated probabilities pass it. The exponentials whose sums
+give the probabilities also give the log-probs' normaliser.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+#: Entries of the vocabulary whose probabilities are summed first.
+BLOCK = 256
+#: Rows whose exponentials are held at once, few enough for the cache.
+ROWS = 8
+
+
+def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token from each row of `softmax(logits)`.
+
+    A row's results do not depend on the other rows, bit for bit.
+
+    Args:
+        logits: `(B, V)` float32; minus infinity where a token is excluded, finite somewhere in every row. Overwritten.
+        uniform: `(B,)` float64 in [0, 1), a random number for each row.
+
+    Returns:
+        The tokens, `(B,)` int64, and all log-probs, `(B, V)` float32, in the memory of `logits`.
+    """
+    missing = -logits.shape[1] % BLOCK
+    padded = functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    masses = torch.empty(len(logits), padded.shape[1] // BLOCK, dtype=torch.float64)  # of each block, before division
+    tops = padded.amax(1, keepdim=True)
+    for rows, top, out in zip(padded.split(ROWS), tops.split(ROWS), masses.split(ROWS), strict=True):
+        out.copy_((rows - top).exp_().unflatten(1, (-1, BLOCK)).sum(-1))
+    bounds = masses.cumsum(1)
+    total = bounds[:, -1:]
+    block, rest = _place(bounds, uniform[:, None] * total)
+    weights = padded.unflatten(1, (-1, BLOCK))[torch.arange(len(logits)), block].sub(tops).exp_().double()
+    entry, _ = _place(weights.cumsum(1), rest)
+    return block * BLOCK + entry, logits.sub_(tops).sub_(total.log().float())
+
+
+def _place(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the targets `(B, 1)` fall between the ascending `bounds (B, N)`, and how far into their interval.
+
+    A target at or above the last bound, which only rounding can make, falls into the last interval that is not empty.
+    """
+    below_end = torch.minimum(target, torch.nextafter(bounds[:, -1:], torch.zeros(1, dtype=bounds.dtype)))
+    index = torch.searchsorted(bounds, below_end, right=True)
+    start = bounds.gather(1, (index - 1).clamp_min(0)).masked_fill_(index == 0, 0.0)
+    return index.squeeze(1), below_end - start
