@@ -354,11 +354,11 @@ def _count_no_ranks() -> None:
     sampler.batched_count_greater_than = no_ranks
 
 
-def _draw_by_one_number(sampler: Any) -> None:
+def _draw_by_one_number(top_k_top_p: Any) -> None:
     """Let a CPU engine draw a token by one random number instead of one for each entry of the vocabulary."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    if sampler.logprobs_mode != "processed_logprobs":
+    if top_k_top_p.logprobs_mode != "processed_logprobs":
         return
 
     def forward(
@@ -369,7 +369,7 @@ def _draw_by_one_number(sampler: Any) -> None:
             uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)
         return cpu_sampling.draw(apply_top_k_top_p(logits, k, p), uniform)
 
-    sampler.forward = forward
+    top_k_top_p.forward = forward
 
 
 def _unlink_collective_memory() -> None:
