@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError
+from hrl.processes.imports import quick_imports
 from hrl.processes.signals import interrupt_on_signals
 from hrl.report.display import display_of
 
@@ -45,7 +46,7 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     interrupt_on_signals()  # before the display, which hides the cursor of a terminal
     # Only now: a wrong key is reported before torch and ray are imported, and who waits for them is told so.
     try:
-        with display.stage("importing PyTorch"):
+        with display.stage("importing PyTorch"), quick_imports():
             from hrl.trainer.run import run
     except KeyboardInterrupt:
         return _interrupted(config)

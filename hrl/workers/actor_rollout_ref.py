@@ -28,6 +28,7 @@ import torch.distributed as dist
 from hrl.models.hf_config import load_config
 from hrl.models.source import find_on_this_node
 from hrl.models.tokenizer import find_tokenizer_on_this_node, load_tokenizer
+from hrl.processes.imports import quick_imports
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import Dispatch, Execute, register
 from hrl.workers.model_worker import ModelWorker
@@ -143,10 +144,12 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.drives_engine:
             self._host = self._build_host(visible_devices)
             if self.device.type == "cpu" and self._host.engine.own_process:
+                self._host.prepare()
                 # Both import transformers, whose modules import each other in circles: two threads that do so at once
                 # can meet a half-initialised one. So everything is imported here, before there are two.
-                for module in ("hrl.workers.policy", "vllm.v1.engine.async_llm", "vllm.engine.arg_utils"):
-                    importlib.import_module(module)
+                with quick_imports():
+                    for module in ("hrl.workers.policy", "vllm.v1.engine.async_llm", "vllm.engine.arg_utils"):
+                        importlib.import_module(module)
                 self._host.begin_start()
         if self.role != "rollout":
             self.policy = self._build_policy()

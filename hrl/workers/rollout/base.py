@@ -140,6 +140,9 @@ class RolloutEngine(ABC):
         self._unusable: str | None = None
         self._dropped = False
 
+    async def prepare(self) -> None:
+        """Begin what can go on beside this process's own imports."""
+
     @abstractmethod
     async def start(self) -> None:
         """Load the model and get ready to sample."""

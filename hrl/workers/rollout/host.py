@@ -91,12 +91,20 @@ class RolloutHost:
         """Version of the weights that are served."""
         return self.engine.policy_version
 
+    def prepare(self) -> None:
+        """Let the engine's process begin with its imports, so that this one can do its own in the meantime."""
+        self._begin_loop().run(self.engine.prepare(), timeout_s=START_TIMEOUT_S, what=f"{self.name}: preparation")
+
     def begin_start(self) -> Future[None]:
         """Start the engine in the background, so that a trainer can load its own model in the meantime."""
         if self._starting is None:
-            self._loop = LoopThread(f"{self.name} engine")
-            self._starting = self._loop.submit(self.engine.start())
+            self._starting = self._begin_loop().submit(self.engine.start())
         return self._starting
+
+    def _begin_loop(self) -> LoopThread:
+        if self._loop is None:
+            self._loop = LoopThread(f"{self.name} engine")
+        return self._loop
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until the engine is ready.

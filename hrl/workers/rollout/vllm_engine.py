@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ import select
 import signal
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,6 +40,7 @@ from hrl.workers.rollout.base import (
     RolloutError,
     SampleOutput,
 )
+from hrl.workers.rollout.early_process import EarlyProcess, taken_by_vllm
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 if TYPE_CHECKING:
@@ -107,17 +110,33 @@ def engine_environment(setup: EngineSetup) -> dict[str, str | None]:
     threads = setup.num_threads
     if threads is None and setup.device.type == "cpu":
         threads = len(os.sched_getaffinity(0))
-    return devices | {
+    ranks = setup.config.tensor_model_parallel_size
+    values: dict[str, str | None] = {
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         # Ray gives an actor with one CPU OMP_NUM_THREADS=1. On a CPU, vLLM's own binding would leave one core to a
         # scheduler process that is idle while the model runs. On a GPU, vLLM loads with many threads and serves with
         # one, unless the variable is set.
-        "OMP_NUM_THREADS": None if threads is None else str(max(1, threads // setup.config.tensor_model_parallel_size)),
+        "OMP_NUM_THREADS": None if threads is None else str(max(1, threads // ranks)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
+    if setup.device.type == "cpu":
+        values["LD_PRELOAD"] = _with_openmp_of_torch(os.environ.get("LD_PRELOAD", ""))
+    return devices | values
+
+
+def _with_openmp_of_torch(preloaded: str) -> str | None:
+    """Return LD_PRELOAD with torch's OpenMP, so that vLLM's kernels share its threads.
+
+    vLLM sets that itself, but only when the early process is there already.
+    """
+    if any(name in preloaded for name in ("libomp", "libgomp", "libiomp")):
+        return preloaded
+    beside = Path(torch.__file__).parent
+    found = [*beside.parent.glob("torch.libs/libgomp*.so*"), *beside.glob("lib/libgomp*.so*")][:1]
+    return ":".join(filter(None, [preloaded, *map(str, found)])) or None
 
 
 class VllmEngine(RolloutEngine):
@@ -136,6 +155,14 @@ class VllmEngine(RolloutEngine):
         self.processes: list[dict[str, Any]] = []
         self._lives: list[ProcessLife] = []
         self._others: frozenset[int] = frozenset()
+        self._early: EarlyProcess | None = None
+
+    async def prepare(self) -> None:
+        """Start the engine's process, which imports vLLM while this one does. On a GPU vLLM starts it alone."""
+        self._others = frozenset(process.pid for process in _engine_processes() if process.pid is not None)
+        if self.setup.device.type == "cpu" and importlib.util.find_spec("vllm") is not None:
+            with _environment(engine_environment(self.setup)):
+                self._early = EarlyProcess(_ENGINE_PROCESS_NAME)
 
     async def start(self) -> None:
         """Start vLLM in processes of its own.
@@ -143,7 +170,8 @@ class VllmEngine(RolloutEngine):
         Raises:
             RolloutError: vLLM is not installed, is of a version that hrl does not support, or did not start.
         """
-        self._others = frozenset(process.pid for process in _engine_processes() if process.pid is not None)
+        if self._early is None:
+            await self.prepare()
         with _environment(engine_environment(self.setup)):
             try:
                 from vllm import __version__
@@ -157,7 +185,8 @@ class VllmEngine(RolloutEngine):
             require_supported(__version__)
             try:
                 # Blocks this loop on purpose: the child's life is bound to that of the thread that starts it.
-                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.setup)))
+                with taken_by_vllm(self._early):
+                    self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.setup)))
             except Exception as error:  # reading a model runs vLLM's and transformers' code, which raise anything
                 raise RolloutError(
                     f"the vLLM engine for {self.setup.model.path} did not start: {error} (the engine process wrote "
@@ -170,6 +199,8 @@ class VllmEngine(RolloutEngine):
     async def shutdown(self) -> None:
         """End the engine's processes, by force where they take too long."""
         llm, self._llm = self._llm, None
+        if self._early is not None:
+            self._early.drop()
         if llm is not None:
             if llm.output_handler is not None:  # it would report the end of the engine's process as a failure
                 llm.output_handler.cancel()
