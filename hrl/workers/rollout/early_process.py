@@ -34,10 +34,11 @@ class EarlyProcess(SpawnProcess):
     """
 
     def __init__(self, name: str) -> None:
-        work, self._work = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        work, sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
         super().__init__(target=_import_and_wait, args=(work,), name=name)
         super().start()
         work.close()
+        self._work = sender  # only now: what this object has at its start goes to the process too
         self._handed_over: tuple[Callable[..., Any], Mapping[str, Any]] | None = None
         # A process without work ends when nobody can send any. At this one's exit that comes before waiting for it.
         self._drop = util.Finalize(self, self._work.close, exitpriority=100)
@@ -59,8 +60,16 @@ class EarlyProcess(SpawnProcess):
         self.drop()
 
     def drop(self) -> None:
-        """End it, if it has no work yet."""
+        """Let it end, if it has no work yet."""
         self._drop()
+
+    def end(self, grace_s: float) -> None:
+        """Wait until it has ended, and kill it where that takes longer than `grace_s`."""
+        self.drop()
+        self.join(grace_s)
+        if self.is_alive():
+            self.kill()
+            self.join(grace_s)
 
 
 def _import_and_wait(work: Connection) -> None:

@@ -199,12 +199,13 @@ class VllmEngine(RolloutEngine):
     async def shutdown(self) -> None:
         """End the engine's processes, by force where they take too long."""
         llm, self._llm = self._llm, None
-        if self._early is not None:
-            self._early.drop()
+        early, self._early = self._early, None
         if llm is not None:
             if llm.output_handler is not None:  # it would report the end of the engine's process as a failure
                 llm.output_handler.cancel()
             await asyncio.get_running_loop().run_in_executor(None, llm.shutdown, _SHUTDOWN_TIMEOUT_S)
+        if early is not None:
+            await asyncio.get_running_loop().run_in_executor(None, early.end, _EXIT_TIMEOUT_S)
         lives, self._lives = self._lives, []
         for life in lives:
             await asyncio.get_running_loop().run_in_executor(None, life.end, _EXIT_TIMEOUT_S)

@@ -11,25 +11,44 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from hrl.workers.rollout.vllm_worker import HEAD_ROWS, _apply_head, _get_logits, _has_head_dtype, _load_numel
+from hrl.workers.rollout import vllm_worker
+from hrl.workers.rollout.vllm_worker import HEAD_ROWS, FloatHead, _get_logits, _has_head_dtype, _load_numel
 
 
-def test_logits_are_the_exact_product_and_do_not_depend_on_the_other_rows():
+@pytest.fixture(params=["the kernel, where there is one", "tiles of float32"])
+def apply_head(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FloatHead:
+    if request.param.startswith("tiles"):
+        monkeypatch.setattr(vllm_worker, "can_multiply", lambda hidden, weight: False)
+    return FloatHead()
+
+
+def test_logits_are_the_exact_product_and_do_not_depend_on_the_other_rows(apply_head):
     generator = torch.Generator().manual_seed(0)
     head = nn.Linear(96, 700, bias=False, dtype=torch.bfloat16)
     hidden = torch.randn(3 * HEAD_ROWS + 5, 96, generator=generator).bfloat16()
-    logits = _apply_head(head, hidden, None)
+    logits = apply_head(head, hidden, None)
     assert logits.shape == (len(hidden), 700)
     torch.testing.assert_close(logits.double(), hidden.double() @ head.weight.double().T, rtol=1e-5, atol=1e-5)
     for count in (1, 2, 7, HEAD_ROWS, HEAD_ROWS + 1):
         rows = torch.randperm(len(hidden), generator=generator)[:count]
-        assert torch.equal(_apply_head(head, hidden[rows], None), logits[rows])
+        assert torch.equal(apply_head(head, hidden[rows], None), logits[rows])
 
 
-def test_a_bias_is_added_in_float32():
+def test_a_bias_is_added_in_float32(apply_head):
     head, bias = nn.Linear(8, 5, dtype=torch.bfloat16), torch.full((5,), 1 / 3).bfloat16()
     hidden = torch.zeros(2, 8).bfloat16()
-    assert torch.equal(_apply_head(head, hidden, bias), bias.float().expand(2, 5))
+    assert torch.equal(apply_head(head, hidden, bias), bias.float().expand(2, 5))
+
+
+def test_new_weights_count_once_the_writer_has_said_so(apply_head):
+    model = nn.Module()
+    model.logits_processor = nn.Module()
+    model.logits_processor.hrl_head = apply_head
+    head, hidden = nn.Linear(8, 5, bias=False, dtype=torch.bfloat16), torch.ones(1, 8).bfloat16()
+    apply_head(head, hidden, None)
+    nn.init.ones_(head.weight)
+    vllm_worker._forget_packed_heads(model)
+    assert apply_head(head, hidden, None).tolist() == [[8.0] * 5]
 
 
 def test_padding_counts_unless_the_version_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +63,7 @@ class OldHead(nn.Module):
     """A logits processor of 0.24: no `_apply_head`; two shards of the vocabulary, padded from 5 to 6."""
 
     org_vocab_size = 5
+    hrl_head = FloatHead()
 
     def _get_logits(self, hidden, lm_head, bias):
         return torch.full((len(hidden), 5), -1.0)
