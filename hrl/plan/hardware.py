@@ -59,13 +59,16 @@ class Hardware:
 
 
 # Peaks are those of the vendor's data sheets for the SXM form: memory and NVLink (half of the sum of both directions),
-# PCIe 4 (A100) or 5, and the network of the vendor's own machine with eight of them (DGX: 8 × 200 Gbit/s for A100, else
-# 8 × 400). `product_share` of A100 and H100 is the hardware FLOP utilisation of FSDP training at 2,048 to 8,192 tokens
-# in llm-foundry's benchmarks (scripts/train/benchmarking/README.md: A100 65 to 74 %, H100 47 to 59 %). That of H200 is
-# H100's, whose chip it has; that of B200 is a guess.
+# PCIe 4 (A100, A800) or 5, and the network of the vendor's own machine with eight of them (DGX: 8 × 200 Gbit/s for
+# A100, else 8 × 400). `product_share` of A100 and H100 is the hardware FLOP utilisation of FSDP training at 2,048 to
+# 8,192 tokens in llm-foundry's benchmarks (scripts/train/benchmarking/README.md: A100 65 to 74 %, H100 47 to 59 %).
+# A800, H800 and H200 have the chips of A100 and H100; those of B200 and H20 are guesses.
 GPUS: Mapping[str, Hardware] = {
     "a100": Hardware("a100", PEAK_FLOPS["A100"], 80e9, 2.039e12, 300e9, 200e9, 25e9, 8, 0.70),
+    "a800": Hardware("a800", PEAK_FLOPS["A800"], 80e9, 2.039e12, 200e9, 200e9, 25e9, 8, 0.70),
     "h100": Hardware("h100", PEAK_FLOPS["H100"], 80e9, 3.35e12, 450e9, 400e9, 50e9, 8, 0.55),
+    "h800": Hardware("h800", PEAK_FLOPS["H800"], 80e9, 3.35e12, 200e9, 400e9, 50e9, 8, 0.55),
+    "h20": Hardware("h20", PEAK_FLOPS["H20"], 96e9, 4.0e12, 450e9, 400e9, 50e9, 8, 0.75),
     "h200": Hardware("h200", PEAK_FLOPS["H200"], 141e9, 4.8e12, 450e9, 400e9, 50e9, 8, 0.55),
     "b200": Hardware("b200", PEAK_FLOPS["B200"], 180e9, 8.0e12, 900e9, 400e9, 50e9, 8, 0.50),
 }

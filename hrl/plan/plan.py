@@ -73,14 +73,15 @@ def plan(line: LaunchLine, hardware: Hardware, devices: int | None, lengths: Len
         ConfigError: The line is not valid.
     """
     line = line.with_values(_devices(hardware, devices))
-    model = _model(line.config(), hardware, lengths)
+    model = cost_model(line.config(), hardware, lengths)
     best = best_layout(model)
     if best is None:
         raise PlanError(_too_large(line, model, hardware, lengths))
     return Plan(line, model, model.cost(), model.misfit(), best, _apart(line, model, hardware, lengths))
 
 
-def _model(config: PPOTrainerConfig, hardware: Hardware, lengths: Lengths) -> CostModel:
+def cost_model(config: PPOTrainerConfig, hardware: Hardware, lengths: Lengths) -> CostModel:
+    """Return the model of cost of a configuration."""
     config = with_dtypes(config, "cpu" if hardware.is_cpu else "cuda")
     work = Workload.of(config, lengths.prompt, lengths.response, lengths.teaching)
     return CostModel(config, shapes_of(outline_of(config)), hardware, work)
@@ -115,7 +116,7 @@ def _apart(line: LaunchLine, model: CostModel, hardware: Hardware, lengths: Leng
     pools = {"train": [half] * trainer.nnodes, "sample": [half] * trainer.nnodes}
     roles = dict.fromkeys(("actor", "ref", "critic", "rm"), "train") | {"rollout": "sample"}
     changes: Changes = (("trainer.resource_pools", pools), ("trainer.role_pools", roles))
-    found = best_layout(_model(line.with_values(changes).config(), hardware, lengths))
+    found = best_layout(cost_model(line.with_values(changes).config(), hardware, lengths))
     return None if found is None else replace(found, changes=changes + found.changes)
 
 
@@ -130,6 +131,6 @@ def _too_large(line: LaunchLine, model: CostModel, hardware: Hardware, lengths: 
     while more < _MOST_DEVICES:
         more = 2 * more if more >= hardware.per_machine else min(2 * more, hardware.per_machine)
         wider = line.with_values(_devices(hardware, more))
-        if best_layout(replace(model, config=_model(wider.config(), hardware, lengths).config)) is not None:
+        if best_layout(replace(model, config=cost_model(wider.config(), hardware, lengths).config)) is not None:
             return f"{why}. With --gpus {more} there is a layout that fits"
     return f"{why}. Not even {_MOST_DEVICES} do"

@@ -52,7 +52,7 @@ class Engines:
         """Return the requests that one engine runs at once: what it has, its limit, or what its cache holds."""
         waiting = ceil(work.sequences / self.count)
         of_prompt = work.prompt / (min(work.samples, waiting) if self.shares_prompts else 1)
-        fits = self.cache_bytes / (self.shape.size.kv_bytes_per_token * (of_prompt + work.response))
+        fits = self.cache_bytes / (self.shape.size.kv_bytes_per_token * (of_prompt + work.running_response))
         return max(1.0, min(waiting, self.max_requests, fits))
 
     def seconds(self, work: Workload) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Engines:
         """Return what an engine spends on its part of the batch that has `fullness` times the mean of tokens."""
         waiting, running = ceil(work.sequences / self.count), self.running(work)
         replaced = max(0.0, waiting - running) * work.response / running * fullness
-        full = self.iteration(running, work.prompt + work.response / 2).items()
+        full = self.iteration(running, work.prompt + work.running_response).items()
         return added(
             [
                 (PREFILL, self._prefill_s(work, waiting)),

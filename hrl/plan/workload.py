@@ -77,6 +77,14 @@ class Workload:
         """Mean of the squared length of a response."""
         return self.longest_response**2 / (2.0 * self.tail + 1.0)
 
+    @property
+    def running_response(self) -> float:
+        """Mean tokens so far of the responses that run at one time, where finished ones are replaced by new ones.
+
+        At a random moment a response is met in proportion to its length, and on average in its middle.
+        """
+        return self.squared_response / (2.0 * self.response)
+
     def copies(self, ranks: int) -> float:
         """Return how many ranks compute a prompt: one, unless there are fewer prompts than ranks."""
         return min(float(self.samples), max(1.0, ranks / self.prompts))

@@ -10,7 +10,7 @@ from hrl.errors import ConfigError
 from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine, PlanError
 from hrl.plan.layout import best_layout, with_changes
-from hrl.plan.plan import Lengths, plan
+from hrl.plan.plan import Lengths, cost_model, plan
 from hrl.plan.shapes import sizes_of
 from hrl.preflight.memory_ledger import ledgers_of
 from tests.plan.models import EXPERTS, SEVEN, SEVENTY, folder_of
@@ -78,13 +78,14 @@ def test_phases_are_those_that_the_run_has(folders):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("phase", ["gen", "update_actor"])
-def test_more_devices_make_no_phase_slower(folders, phase):
-    seconds = []
-    for devices in (8, 16, 32, 64, 128):
-        cost = planned(folders["seven"], devices).cost
-        seconds.append(next(each.seconds for each in cost.phases if each.name == phase))
-    assert seconds == sorted(seconds, reverse=True)
+def test_more_devices_make_neither_sampling_nor_an_update_slower(folders):
+    line = LaunchLine.of(["grpo", *WORK, f"actor_rollout_ref.model.path={folders['seven']}"])
+    model, seconds = cost_model(line.config(), H100, Lengths()), []
+    for machines in (1, 2, 4, 8, 16):
+        wider = with_changes(model, (("trainer.resource_pools", {"global": [8] * machines}),))
+        seconds.append({phase.name: phase.seconds for phase in wider.cost().phases})
+    for phase in ("gen", "update_actor"):
+        assert [each[phase] for each in seconds] == sorted((each[phase] for each in seconds), reverse=True)
 
 
 def test_the_quickstart_is_planned_for_this_machine():

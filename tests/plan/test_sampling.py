@@ -45,7 +45,7 @@ def test_requests_that_run_at_once_are_those_that_wait_the_limit_or_what_the_cac
     assert ONE.running(EQUAL) == 128
     assert replace(ONE, max_requests=32).running(EQUAL) == 32
     assert replace(ONE, count=4).running(EQUAL) == 32
-    holds_ten = replace(ONE, cache_bytes=10 * 23040 * (100 / 8 + 256))
+    holds_ten = replace(ONE, cache_bytes=10 * 23040 * (100 / 8 + 128))
     assert holds_ten.running(EQUAL) == pytest.approx(10)
 
 
@@ -59,6 +59,13 @@ def test_several_ranks_read_a_part_each_and_add_up_twice_in_a_layer():
     assert two.iteration(8, 100)[MEMORY] == pytest.approx(ONE.iteration(8, 100)[MEMORY] / 2)
     moved = 8 * 576 * 2 / (450e9 * ON_GPU.collective_share)
     assert two.iteration(8, 100)[LINKS] == pytest.approx(2 * 30 * (10e-6 + moved))
+
+
+@pytest.mark.parametrize("response", [32, 64, 128, 256])
+def test_a_larger_cache_is_never_slower(response):
+    work = replace(EQUAL, prompts=64, response=response)
+    seconds = [sum(replace(ONE, cache_bytes=size).seconds(work).values()) for size in (1e8, 2e8, 4e8, 8e8, 1.6e9, 4e10)]
+    assert seconds == sorted(seconds, reverse=True)
 
 
 @pytest.mark.parametrize("response", [32, 128, 256])

@@ -19,6 +19,13 @@ def test_lengths_have_the_mean_and_the_longest_that_are_given():
     assert (FOUR.alive(0), FOUR.alive(200)) == (1.0, 0.0)
 
 
+def test_a_running_response_is_met_in_its_middle_and_a_long_one_more_often():
+    assert Workload(4, 8, 100, 200, 200).running_response == 100
+    assert FOUR.running_response == pytest.approx(
+        200**2 / 7 / 100
+    )  # the power is 3: lengths have a mean square of a²/7
+
+
 def test_responses_that_all_reach_the_limit_have_no_tail():
     full = Workload(4, 8, 100, 200, 200)
     assert (full.tail, full.alive(199), full.alive(200)) == (0.0, 1.0, 0.0)
