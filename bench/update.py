@@ -44,7 +44,8 @@ THREADS = 2
 _PROMPTS, _SAMPLES, _PROMPT_TOKENS, _RESPONSE_TOKENS = 4, 8, 45, 32
 _ROWS = _PROMPTS * _SAMPLES
 _MAX_TOKENS, _LEARNING_RATE = 4096, 2e-5
-# Products in bfloat16 are added in different orders: of advantages that are about 1, and relative.
+# A loss of advantages that are about 1, and a norm relatively: in float32 it is 5.56, and with products in bfloat16
+# hrl's is 5.45 and verl's 5.63.
 _LOSS_APART, _NORM_APART = 1e-3, 0.05
 
 
