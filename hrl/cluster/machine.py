@@ -18,14 +18,18 @@ BYTES_PER_TOKEN = 16 * 4
 BATCHES_IN_STORE = 2
 
 
+def bytes_of_batches(batch_tokens: int) -> int:
+    """Return the most that the batches of a run take in the object store at once; arguments are as below."""
+    return BATCHES_IN_STORE * BYTES_PER_TOKEN * batch_tokens
+
+
 def object_store_bytes(batch_tokens: int) -> int:
     """Return the size of the object store of a run's own Ray; what doesn't fit goes to disk.
 
     Args:
         batch_tokens: Tokens of the largest batch, with all rows at their full length.
     """
-    wanted = BATCHES_IN_STORE * BYTES_PER_TOKEN * batch_tokens
-    return max(LEAST_OBJECT_STORE_BYTES, min(wanted, most_object_store_bytes()))
+    return max(LEAST_OBJECT_STORE_BYTES, min(bytes_of_batches(batch_tokens), most_object_store_bytes()))
 
 
 def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: int) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
+from hrl.cluster.object_store import StoreWatch
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared
 from hrl.cluster.worker_groups import WorkerGroups
@@ -182,6 +183,7 @@ class TrainingLoop(ABC):
         if self._is_stopped():
             return
 
+        store = StoreWatch()
         for batch in self.batches():
             self.global_steps += 1
             self.run_state._advance(self.global_steps)
@@ -199,6 +201,10 @@ class TrainingLoop(ABC):
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
             metrics |= self.data_metrics()
+            of_store, news = store.look(self.global_steps)
+            metrics |= of_store
+            if news is not None:
+                self.reporter.console.note(news)
             self._tell_of_skipped_steps(metrics)
             prompt_lens, response_lens = lengths_of(batch)
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))

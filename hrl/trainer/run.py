@@ -15,6 +15,7 @@ from typing import Any
 
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.machine import available_cores, choose_device, run_cluster, scarcity
+from hrl.cluster.object_store import shortage
 from hrl.cluster.precision import with_dtypes
 from hrl.cluster.roles import pool_manager_of
 from hrl.cluster.worker_groups import worker_mapping
@@ -31,6 +32,7 @@ from hrl.report.console import Display
 from hrl.report.display import display_of
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import MODEL, RunFolder
+from hrl.single_controller.object_store import store_use
 from hrl.trainer.banner import run_facts, title
 from hrl.trainer.callbacks import Callback, Callbacks
 from hrl.trainer.kinds import KINDS, Kind
@@ -115,9 +117,12 @@ def running(
                 picture=made_of.picture,
             )
         )
-        cluster = run_cluster(config.trainer.ray_kwargs, num_processes, made_of.batch_tokens(config, ready))
+        batch_tokens = made_of.batch_tokens(config, ready)
+        cluster = run_cluster(config.trainer.ray_kwargs, num_processes, batch_tokens)
         with _shown(display, "Ray", cluster):
             _restore(handlers)
+            if (short := shortage(batch_tokens, store_use())) is not None:
+                display.note(short)
             with _trainer(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter) as trainer:
                 trainer.callbacks = Callbacks(callbacks)
                 yield trainer
