@@ -15,6 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from hrl.models.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
 from hrl.processes.lifetime import die_with_parent
 from hrl.profiling.recorder import start_profile, stop_profile
 from hrl.profiling.spans import phase_span
-from hrl.workers.rollout import cpu_sampling
+from hrl.workers.rollout.drawing import draw
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 
@@ -277,9 +278,11 @@ class RolloutWorkerExtension:
         self._hrl_unlink_rendezvous()
         rank = self._hrl_rank()
         use_float32_head(self.model_runner.get_model())  # type: ignore[attr-defined]
+        top_k_top_p = getattr(self.model_runner.sampler, "topk_topp_sampler", None)  # type: ignore[attr-defined]
+        if top_k_top_p is not None:
+            _draw_by_one_number(top_k_top_p)
         if not torch.cuda.is_available():
             _count_no_ranks()
-            _draw_by_one_number(self.model_runner.sampler.topk_topp_sampler)  # type: ignore[attr-defined]
             match_trainer(self.model_runner.get_model(), self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
         self._hrl_receiver = WeightReceiver(
             VllmModelWriter(self.model_runner.get_model(), self.vllm_config),  # type: ignore[attr-defined]
@@ -355,19 +358,30 @@ def _count_no_ranks() -> None:
 
 
 def _draw_by_one_number(top_k_top_p: Any) -> None:
-    """Let a CPU engine draw a token by one random number instead of one for each entry of the vocabulary."""
+    """Let vLLM's first model runner draw a token by one random number.
+
+    Its own sampler makes one for each entry of the vocabulary, on a GPU with a kernel for each request that has a seed,
+    as all of ours have. The second runner, which GPUs get from 0.29 on, has seeds in its one kernel.
+    """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     if top_k_top_p.logprobs_mode != "processed_logprobs":
         return
+    # A GPU's generators give numbers on the GPU, by a kernel each: their seeds go to generators of the CPU.
+    streams: WeakKeyDictionary[torch.Generator, torch.Generator] = WeakKeyDictionary()
+
+    def number_of(generator: torch.Generator) -> Tensor:
+        if generator.device.type != "cpu" and generator not in streams:
+            streams[generator] = torch.Generator().manual_seed(generator.initial_seed())
+        return torch.rand((), dtype=torch.float64, generator=streams.get(generator, generator))
 
     def forward(
         logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         uniform = torch.rand(len(logits), dtype=torch.float64)
         for row, generator in generators.items():
-            uniform[row] = torch.rand((), dtype=torch.float64, generator=generator)
-        return cpu_sampling.draw(apply_top_k_top_p(logits, k, p), uniform)
+            uniform[row] = number_of(generator)
+        return draw(apply_top_k_top_p(logits, k, p), uniform.to(logits.device, non_blocking=True))
 
     top_k_top_p.forward = forward
 

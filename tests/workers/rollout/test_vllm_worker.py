@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -86,3 +87,27 @@ def test_a_version_without_head_dtype_computes_logits_in_float32() -> None:
     # A float32 model, or a quantised head, is left to vLLM.
     for other in (nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False, dtype=torch.float16)):
         assert _get_logits(processor, processor._get_logits, hidden, other, None).tolist() == [[-1.0] * 5]
+
+
+def test_tokens_of_a_seed_are_drawn_from_one_stream_whatever_device_its_generator_is_on():
+    class Sampler:
+        logprobs_mode = "processed_logprobs"
+        forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    class OfGpu:
+        """A generator that says that it is a GPU's."""
+
+        device = torch.device("cuda")
+
+        def initial_seed(self) -> int:
+            return 7
+
+    drawn = []
+    for generator in (torch.Generator().manual_seed(7), OfGpu()):
+        sampler = Sampler()
+        vllm_worker._draw_by_one_number(sampler)
+        steps = [sampler.forward(torch.zeros(3, 1000), {1: generator}, None, None)[0] for _ in range(5)]
+        drawn.append([step[1].item() for step in steps])
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) > 1
+    expected = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) * 1000
+    assert drawn[0] == expected.long().tolist()

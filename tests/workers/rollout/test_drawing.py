@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hrl.workers.rollout.cpu_sampling import BLOCK, draw
+from hrl.workers.rollout.drawing import BLOCK, draw
 
 
 def logits_of(rows: int, entries: int, seed: int = 0) -> torch.Tensor:
@@ -69,3 +69,12 @@ def test_a_row_does_not_depend_on_the_others():
 def test_huge_logits_do_not_overflow():
     tokens, log_probs = draw(torch.tensor([[1e4, -1e4, 1e4]]), numbers(0.75))
     assert tokens.tolist() == [2] and log_probs[0].tolist() == pytest.approx([-0.6931472, -20000.6931, -0.6931472])
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_tokens():
+    logits, uniform = logits_of(300, 5 * BLOCK + 17), torch.rand(300, dtype=torch.float64)
+    tokens, log_probs = draw(logits.clone(), uniform)
+    there, log_probs_there = draw(logits.cuda(), uniform.cuda())
+    assert (there.cpu() == tokens).float().mean() > 0.99  # sums round differently
+    torch.testing.assert_close(log_probs_there.cpu(), log_probs, rtol=0, atol=1e-4)

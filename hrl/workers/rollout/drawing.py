@@ -1,8 +1,8 @@
-"""Draws tokens on a CPU with one random number per token.
+"""Draws tokens with one random number each.
 
-vLLM's sampler makes a Gumbel number for each entry of the vocabulary, and reads the logits two more times for the
-log-probs. One number is enough: the token at which the cumulated probabilities pass it. The exponentials whose sums
-give the probabilities also give the log-probs' normaliser.
+vLLM's sampler makes a Gumbel number for each entry of the vocabulary, on a GPU by a kernel for each request that has a
+seed, and reads the logits two more times for the log-probs. One number is enough: the token at which the cumulated
+probabilities pass it. The exponentials whose sums give the probabilities also give the log-probs' normaliser.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.nn import functional
 
 #: Entries of the vocabulary whose probabilities are summed first.
 BLOCK = 256
-#: Rows whose exponentials are held at once, few enough for the cache.
-ROWS = 8
+#: Rows whose exponentials are held at once on a CPU, few enough for its cache.
+CPU_ROWS = 8
 
 
 def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,14 +31,21 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """
     missing = -logits.shape[1] % BLOCK
     padded = functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-    masses = torch.empty(len(logits), padded.shape[1] // BLOCK, dtype=torch.float64)  # of each block, before division
+    shape = (len(logits), padded.shape[1] // BLOCK)
+    masses = torch.empty(shape, dtype=torch.float64, device=logits.device)  # of each block, before division
     tops = padded.amax(1, keepdim=True)
-    for rows, top, out in zip(padded.split(ROWS), tops.split(ROWS), masses.split(ROWS), strict=True):
+    step = CPU_ROWS if logits.device.type == "cpu" else max(1, len(logits))
+    for rows, top, out in zip(padded.split(step), tops.split(step), masses.split(step), strict=True):
         out.copy_((rows - top).exp_().unflatten(1, (-1, BLOCK)).sum(-1))
     bounds = masses.cumsum(1)
     total = bounds[:, -1:]
     block, rest = _place(bounds, uniform[:, None] * total)
-    weights = padded.unflatten(1, (-1, BLOCK))[torch.arange(len(logits)), block].sub(tops).exp_().double()
+    weights = (
+        padded.unflatten(1, (-1, BLOCK))[torch.arange(len(logits), device=logits.device), block]
+        .sub(tops)
+        .exp_()
+        .double()
+    )
     entry, _ = _place(weights.cumsum(1), rest)
     return block * BLOCK + entry, logits.sub_(tops).sub_(total.log().float())
 
@@ -48,7 +55,7 @@ def _place(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
     A target at or above the last bound, which only rounding can make, falls into the last interval that is not empty.
     """
-    below_end = torch.minimum(target, torch.nextafter(bounds[:, -1:], torch.zeros(1, dtype=bounds.dtype)))
+    below_end = torch.minimum(target, torch.nextafter(bounds[:, -1:], torch.zeros_like(bounds[:, -1:])))
     index = torch.searchsorted(bounds, below_end, right=True)
     start = bounds.gather(1, (index - 1).clamp_min(0)).masked_fill_(index == 0, 0.0)
     return index.squeeze(1), below_end - start
