@@ -19,6 +19,7 @@ import numpy as np
 
 from hrl.profiling.spans import phase_span
 from hrl.protocol import DataProto, unpad_dataproto
+from hrl.single_controller.packing import PackedBatch, join_batches, unpack_result
 
 _SPEC_ATTRIBUTE = "_hrl_method_spec"
 
@@ -182,7 +183,10 @@ class RankCall:
 
 @dataclass(frozen=True)
 class GroupCall:
-    """A call on a group after splitting: one `RankCall` per rank that runs it, and a function to join the results."""
+    """A call on a group after splitting: one `RankCall` per rank that runs it, and a function to join the results.
+
+    Batches in the results are packed as the ranks sent them, so that many parts are restored as one.
+    """
 
     ranks: tuple[RankCall, ...]
     collect: Callable[[list[Any]], Any]
@@ -235,8 +239,10 @@ def dispatch(spec: MethodSpec, group: CalledGroup, args: tuple[Any, ...], kwargs
     mode = spec.dispatch_mode
     cut = _custom(call, mode) if isinstance(mode, CustomDispatch) else _DISPATCHERS[mode](call)
     if spec.execute_mode is Execute.RANK_ZERO:
-        return GroupCall(cut.ranks[:1], lambda results: results[0])
-    return cut
+        return GroupCall(cut.ranks[:1], lambda results: unpack_result(results[0]))
+    if mode is Dispatch.DP_COMPUTE_PLAN:
+        return cut
+    return GroupCall(cut.ranks, lambda results: cut.collect(unpack_result(results)))
 
 
 # ---- the same or one entry for every rank ----------------------------------------------------------------------
@@ -324,8 +330,8 @@ def _dp_compute_metric(call: DriverCall) -> GroupCall:
     return GroupCall(_rows_per_rank(call, _padded_chunks(num_rows, call.world_size)), _as_list)
 
 
-def _checked_result(rank: int, result: Any) -> DataProto:
-    if not isinstance(result, DataProto):
+def _checked_result(rank: int, result: Any) -> Any:
+    if not isinstance(result, DataProto | PackedBatch):
         raise TypeError(f"the method must return a DataProto; rank {rank} returned a {type(result).__name__}")
     return result
 
@@ -440,10 +446,10 @@ def _checked_rows(request: PlannedRequest, num_rows: int, world_size: int) -> li
 
 def _join_planned(results: list[Any], rows_by_rank: list[np.ndarray], num_rows: int) -> Any:
     """Put the ranks' rows back in the batch's order; results that are no rows stay a list by rank."""
-    if not any(isinstance(result, DataProto) for result in results):
-        return results
-    for rank, (result, rows) in enumerate(zip(_checked_results(results), rows_by_rank, strict=True)):
-        if len(result) != len(rows):
+    if not any(isinstance(result, DataProto | PackedBatch) for result in results):
+        return unpack_result(results)
+    for rank, (result, rows) in enumerate(zip(results, rows_by_rank, strict=True)):
+        if len(_checked_result(rank, result)) != len(rows):
             raise ValueError(f"rank {rank} got {len(rows)} rows and returned {len(result)}; a plan needs one for each")
     order = np.concatenate(rows_by_rank)
     if not np.array_equal(np.sort(order), np.arange(num_rows)):
@@ -452,9 +458,8 @@ def _join_planned(results: list[Any], rows_by_rank: list[np.ndarray], num_rows: 
             "came back are not the batch's: methods that return rows need a plan with every row exactly once"
         )
     meta = DataProto.concat([DataProto(meta_info=result.meta_info) for result in results]).meta_info
-    joined = DataProto.concat(
-        [DataProto(result.batch, result.non_tensor_batch, {}) for result in results if len(result) > 0]
-    ).select_idxs(np.argsort(order))
+    parts = [(result, rows) for result, rows in zip(results, rows_by_rank, strict=True) if len(rows)]
+    joined = join_batches(*zip(*(parts or [(results[0], order)]), strict=True))
     return DataProto(joined.batch, joined.non_tensor_batch, meta)
 
 

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.single_controller import transport
 from hrl.single_controller.dispatch import RankCall
+from hrl.single_controller.packing import PackedBatch, pack_result
 from hrl.single_controller.resource_pool import RayResourcePool, Slot
 from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs, Worker
 from hrl.single_controller.worker_errors import (
@@ -91,10 +92,10 @@ class RankProcess:
         """Construct the worker of a role."""
         self._workers[role] = spec()
 
-    def call(self, role: str, method: str, call: RankCall, transfer_timeout_s: float) -> Any:
-        """Call a method of the role's worker, with batches packed in arguments and result."""
-        call = transport.receive(call, transfer_timeout_s)
-        return transport.pack_result(call.on(self._workers[role], method))
+    def call(self, message: transport.Message, *batches: PackedBatch) -> Any:
+        """Call a method of a role's worker, as `transport.send` says; batches in the result are packed."""
+        role, method, call = transport.receive(message, batches)
+        return pack_result(call.on(self._workers[role], method))
 
     def close(self) -> None:
         """Close the workers in reverse order of construction."""
@@ -124,7 +125,7 @@ class PendingCalls:
         self._results: list[Any] = [None] * len(refs)
 
     def get(self, timeout_s: float | None = None) -> list[Any]:
-        """Return the results in rank order; a second call returns the same again.
+        """Return the results in rank order, batches in them packed; a second call returns the same again.
 
         Args:
             timeout_s: Seconds to wait at most; None waits until the call's own deadline.
@@ -156,23 +157,26 @@ class PendingCalls:
                 return False
             # Those of other ranks that have come too: a wait looks at every open one, so one per rank adds up.
             ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
-            for ref in ready:
-                self._take(ref, deadline)
+            self._take(ready, deadline)
         return True
 
-    def _take(self, ref: ray.ObjectRef, deadline: float) -> None:
-        """Store a finished rank's result, or raise its error."""
-        rank = self._open[ref]
+    def _take(self, refs: list[ray.ObjectRef], deadline: float) -> None:
+        """Store finished ranks' results, or raise the error of one."""
         try:
-            result = ray.get(ref, timeout=max(deadline - time.monotonic(), 1.0))
-        except GetTimeoutError as error:
-            raise self._timed_out([rank], self._timeout_s) from error
+            results = ray.get(refs, timeout=max(deadline - time.monotonic(), 1.0))
         except RayError as error:
-            del self._open[ref]
+            if len(refs) > 1:  # whose it is shows one by one
+                for ref in refs:
+                    self._take([ref], deadline)
+                return
+            rank = self._open[refs[0]]
+            if isinstance(error, GetTimeoutError):
+                raise self._timed_out([rank], self._timeout_s) from error
+            del self._open[refs[0]]
             self._processes.remember_stuck(self._method, self._open)
             raise self._translated(rank, error) from cause_of(error)
-        del self._open[ref]
-        self._results[rank] = transport.unpack_result(result)
+        for ref, result in zip(refs, results, strict=True):
+            self._results[self._open.pop(ref)] = result
 
     def _timed_out(self, ranks: list[int], waiting_s: float) -> WorkerTimeoutError:
         if time.monotonic() >= self._deadline:  # before that, only the caller's own `timeout_s` has passed
@@ -289,8 +293,8 @@ class RankProcesses:
         """
         name = f"{role}.{method}"
         self._refuse_if_unusable(name)
-        sent = transport.send(calls)
-        refs = [self.actors[rank].call.remote(role, method, call, timeout_s) for rank, call in enumerate(sent)]
+        sent = transport.send(role, method, calls)
+        refs = [self.actors[rank].call.remote(*arguments) for rank, arguments in enumerate(sent)]
         return PendingCalls(self, refs, name, timeout_s)
 
     def shutdown(self) -> None:

@@ -25,7 +25,7 @@ from hrl.report.console import Display
 from hrl.report.reporter import RunReporter
 from hrl.reward.actor import RewardLoop
 from hrl.single_controller.dispatch import BatchRows, RankCall
-from hrl.single_controller.transport import pack_batch, pack_result, unpack_batch, unpack_result
+from hrl.single_controller.packing import pack_batch, pack_result, unpack_batch
 from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs
 from hrl.single_controller.worker_group import WorkerGroup
 from hrl.trainer.kinds import KINDS
@@ -60,8 +60,7 @@ class InProcessGroup(WorkerGroup):
 
     def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> Done:
         call = calls[0].mapped(self._sent)
-        result = call.on(self._objects[role], method)
-        return Done([unpack_result(pack_result(result))])
+        return Done([pack_result(call.on(self._objects[role], method))])
 
     def _sent(self, arg: Any) -> Any:
         return unpack_batch(pack_batch(arg.batch, arg.columns), arg.rows) if isinstance(arg, BatchRows) else arg

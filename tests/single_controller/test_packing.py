@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hrl.protocol import DataProto
-from hrl.single_controller.transport import (
+from hrl.single_controller.packing import (
     RaggedColumn,
     pack_batch,
     pack_column,
@@ -72,7 +72,7 @@ def test_only_what_lies_between_the_margins_is_sent() -> None:
     assert isinstance(packed, RaggedColumn)
     assert packed.values.tolist() == [1, 2, 4, 0, 6, 7]
     assert packed.values.dtype == np.int8
-    assert (packed.starts.tolist(), packed.stops.tolist()) == ([2, 1, 4], [4, 5, 4])
+    assert packed.spans.tolist() == [[2, 1, 4], [4, 5, 4]]
 
 
 def test_of_a_mask_only_the_margins_travel() -> None:
