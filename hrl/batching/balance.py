@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 
 import numpy as np
 
@@ -41,7 +41,7 @@ def balance(costs: Sequence[float] | np.ndarray, k: int, equal_size: bool = Fals
         raise ValueError(f"item {wrong[0]} costs {cost[wrong[0]]}; a cost is finite and not negative")
     if k == 1:
         return [list(range(len(cost)))]
-    members = _deal_in_rounds(cost, k) if equal_size else _longest_first(cost, k)
+    members = _deal_in_rounds(cost, k) if equal_size else _as_rows(_longest_first(cost, k))
     return [row[row >= 0].tolist() for row in np.sort(_swap(cost, members, equal_size), axis=1)]
 
 
@@ -51,33 +51,34 @@ def longest_first(costs: Sequence[float] | np.ndarray, k: int) -> list[list[int]
     Returns:
         Per bin the positions of its items, the costliest first.
     """
-    rows = _longest_first(np.asarray(costs, dtype=np.float64), k)
-    return [row[row >= 0].tolist() for row in rows]
+    return _longest_first(np.asarray(costs, dtype=np.float64), k)
 
 
 def _descending(cost: np.ndarray) -> np.ndarray:
     return np.argsort(-cost, kind="stable")
 
 
-def _longest_first(cost: np.ndarray, k: int) -> np.ndarray:
-    """Give each item, the costliest first, to the lightest bin. Returns (k, width) items, -1 where there is none."""
+def _longest_first(cost: np.ndarray, k: int) -> list[list[int]]:
+    """Give each item, the costliest first, to the lightest bin."""
     bins: list[list[int]] = [[] for _ in range(k)]
     # The number of items breaks ties, so that items that cost nothing fill empty bins too.
     heap = [(0.0, 0, b) for b in range(k)]
-    heapify(heap)
     order = _descending(cost)
     for item, item_cost in zip(order.tolist(), cost[order].tolist(), strict=True):
         load, size, b = heap[0]
         bins[b].append(item)
         heapreplace(heap, (load + item_cost, size + 1, b))
-    members = np.full((k, max(map(len, bins))), -1, dtype=np.int64)
-    for b, items in enumerate(bins):
-        members[b, : len(items)] = items
-    return members
+    return bins
+
+
+def _as_rows(bins: list[list[int]]) -> np.ndarray:
+    """Return the bins as (k, width) items, -1 where there is none."""
+    width = max(map(len, bins))
+    return np.array([items + [-1] * (width - len(items)) for items in bins])
 
 
 def _deal_in_rounds(cost: np.ndarray, k: int) -> np.ndarray:
-    """Deal the items out in rounds of `k`, in each round the costliest to the lightest bin. Returns as above."""
+    """Deal the items out in rounds of `k`, in each round the costliest to the lightest bin. Returns as `_as_rows`."""
     order = _descending(cost)
     rounds = -(-len(cost) // k)
     members = np.full((k, rounds), -1, dtype=np.int64)

@@ -6,13 +6,15 @@ Ranks never negotiate. A plan is a function of its arguments, so a rerun plans t
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hrl.algos.groups import group_codes
 from hrl.batching.balance import balance, longest_first, pack
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 
@@ -131,7 +133,7 @@ class RowLengths:
         if not units:
             return np.zeros(0, dtype=of_prompt.dtype)
         rows = np.concatenate(units)
-        starts = np.cumsum([0, *(len(unit) for unit in units[:-1])])
+        starts = _starts(units)
         prompts = of_prompt[rows[starts]] if self.share_prefix else np.add.reduceat(of_prompt[rows], starts)
         return prompts + np.add.reduceat(of_response[rows], starts)
 
@@ -515,6 +517,8 @@ def _cut_groups(rows: RowLengths, groups: list[np.ndarray], parts: int, max_toke
     """Cut every group into at most `parts` units of about equal length, and into more where the budget asks for it."""
     units = groups if parts == 1 else [unit for group in groups for unit in _split_evenly(rows, group, parts)]
     fits = rows.tokens(units) <= max_tokens
+    if fits.all():
+        return units
     return [
         unit
         for whole, fit in zip(units, fits, strict=True)
@@ -535,18 +539,54 @@ def _split_to_fit(rows: RowLengths, group: np.ndarray, max_tokens: int) -> list[
 
 def _pack_ranks(rows: RowLengths, shares: list[list[np.ndarray]], max_tokens: int) -> _MicroBatches:
     """Pack each rank's units into the number of micro-batches that the fullest rank needs, evenly if they still fit."""
-    tokens = [rows.tokens(units) for units in shares]
-    packed = [pack(of_rank, max_tokens) for of_rank in tokens]
-    steps = max(map(len, packed))
-    ranks = []
-    for units, of_rank, bins in zip(shares, tokens, packed, strict=True):
-        cost = rows.cost(units)
-        if steps > 1:
-            even = [part for part in longest_first(cost, steps) if part]
-            bins = even if all(of_rank[part].sum() <= max_tokens for part in even) else bins
-        bins = sorted(bins, key=lambda part: -cost[part].sum())
-        ranks.append([np.sort(np.concatenate([units[u] for u in part])) for part in bins])
-    return ranks
+    tokens, costs = ([weigh(units) for units in shares] for weigh in (rows.tokens, rows.cost))
+    steps = max(1, *(-(-int(of_rank.sum()) // max_tokens) for of_rank in tokens))  # there can't be fewer
+    even = _dealt_evenly(costs, steps)
+    chosen = even
+    if not all(map(_fit, tokens, even, repeat(max_tokens))):
+        packed = [pack(of_rank, max_tokens) for of_rank in tokens]
+        needed = max(map(len, packed))
+        even = even if needed == steps else _dealt_evenly(costs, needed)
+        chosen = [
+            parts if _fit(of_rank, parts, max_tokens) else bins
+            for of_rank, parts, bins in zip(tokens, even, packed, strict=True)
+        ]
+    return [
+        _joined(units, [bins[b] for b in np.argsort(-_sums(cost, bins), kind="stable").tolist()])
+        for units, cost, bins in zip(shares, costs, chosen, strict=True)
+    ]
+
+
+def _dealt_evenly(costs: list[np.ndarray], steps: int) -> list[list[list[int]]]:
+    """Return per rank its units in at most `steps` parts of about equal cost, none of them empty."""
+    return [[part for part in longest_first(cost, steps) if part] for cost in costs]
+
+
+def _fit(tokens: np.ndarray, parts: list[list[int]], max_tokens: int) -> bool:
+    return bool((_sums(tokens, parts) <= max_tokens).all())
+
+
+def _joined(units: list[np.ndarray], parts: list[list[int]]) -> list[np.ndarray]:
+    """Return the rows of each part, ascending."""
+    if not units:
+        return []
+    rows = np.concatenate(units)
+    if len(rows) == len(units):  # each unit is one row
+        return [np.sort(rows[part]) for part in parts]
+    return [np.sort(np.concatenate([units[u] for u in part])) for part in parts]
+
+
+def _starts(parts: Sequence[Sized]) -> np.ndarray:
+    """Return where each part begins if all stand one after the other."""
+    lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+    return np.cumsum(lengths) - lengths
+
+
+def _sums(values: np.ndarray, parts: list[list[int]]) -> np.ndarray:
+    """Return the sum of the values of each part, none of which is empty."""
+    if not parts:
+        return values[:0]
+    return np.add.reduceat(values[np.fromiter(chain.from_iterable(parts), dtype=np.int64)], _starts(parts))
 
 
 def _share_by_count(rows: RowLengths, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
@@ -600,9 +640,7 @@ def _group_numbers(group_ids: Sequence[Hashable] | np.ndarray | None, num_rows: 
         return np.arange(num_rows)
     if len(group_ids) != num_rows:
         raise ValueError(f"group_ids has {len(group_ids)} entries, it needs one for each of {num_rows} rows")
-    numbers: dict[Hashable, int] = {}
-    ids = group_ids.tolist() if isinstance(group_ids, np.ndarray) else group_ids
-    return np.fromiter((numbers.setdefault(group, len(numbers)) for group in ids), dtype=np.int64, count=num_rows)
+    return group_codes(group_ids).numpy()
 
 
 def _mask(skip: Sequence[bool] | np.ndarray, num_rows: int) -> np.ndarray:
