@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import OFFLINE_KINDS
 from hrl.profiling import recorder, spans
 from hrl.profiling.operators import CLASSES
 from hrl.report.run_folder import read_jsonl
-from tests.runs.in_process import in_process, run_in_process
+from tests.runs.in_process import in_process, run_configured, run_in_process
 from tests.runs.runner import Runner
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -82,6 +84,24 @@ def test_only_the_profiled_step_is_and_the_others_pay_nothing(profiled: Path) ->
     assert "timing_s/profile" in second and "timing_s/profile" not in first
     assert recorder._running is None
     assert spans.span("a") is spans.span("b")  # one object that does nothing
+
+
+def test_a_run_that_learns_from_a_data_set_is_profiled_too(runner: Runner, tmp_path: Path) -> None:
+    arguments = [
+        "quickstart=sft",
+        f"model.path={runner.model}",
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.device=cpu",
+        "data.train_batch_size=4",
+        "trainer.total_training_steps=1",
+        "trainer.profile=1",
+    ]
+    with in_process():
+        run_configured("sft", compose_kind(OFFLINE_KINDS["sft"], arguments))
+    (process,) = json.loads((tmp_path / "profile" / "step_1.json").read_text())["processes"]
+    assert process["name"] == "actor"
+    assert {"matrix products", "optimizer"} <= {row["class"] for row in process["classes"]}
+    assert [row["phase"] for row in process["phases"] if row["busy"] > 0.01] == ["update_actor"]
 
 
 def test_a_step_that_the_run_does_not_reach_is_told(
