@@ -74,6 +74,16 @@ class RolloutCorrectionConfig(Section):
     """In bypass mode: the configured policy loss with its ratio to the sampler (ppo_clip), or REINFORCE weighted by
     that ratio."""
 
+    @property
+    def corrects(self) -> bool:
+        """Whether it asks for weights or for rejection."""
+        return self.rollout_is is not None or bool(self.rollout_rs)
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether the correction leaves weights in the batch; in bypass mode the update makes its own."""
+        return self.rollout_is is not None and not self.bypass_mode
+
 
 def _estimator(get: Get) -> str:
     # PPO's launch scripts set the critic and leave the estimator at verl's default, gae.

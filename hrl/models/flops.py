@@ -6,11 +6,13 @@ import re
 import time
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Dense bfloat16 FLOP/s, from the vendors' data sheets. Of several names in a card's name the longest counts.
 PEAK_FLOPS = {

@@ -9,18 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel
 
 from hrl.errors import HrlError
-from hrl.models.head import last_hidden_states
-from hrl.models.loading import ModelSource, decoder_layers, load_causal_lm
 from hrl.models.ops.layout import AttentionLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hrl.models.loading import ModelSource
 
 #: Tokens of that forward, enough to make what does not grow with their number negligible.
 _PROBE_TOKENS = 256
@@ -68,6 +70,8 @@ def footprint(source: ModelSource) -> Footprint:
     Raises:
         FootprintError: The model can't be built or run without its weights.
     """
+    from hrl.models.loading import decoder_layers, load_causal_lm  # imports transformers
+
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
         kept, streams = _bytes_of_layers(loaded, decoder_layers(loaded))
@@ -112,6 +116,8 @@ def _bytes_of_layers(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[l
     Returns:
         The bytes that autograd keeps in every layer, weights not counted, and the bytes that every layer hands on.
     """
+    from hrl.models.head import last_hidden_states  # imports transformers
+
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept, streams = [0] * len(layers), [0] * len(layers)
     running: list[int] = []

@@ -34,29 +34,8 @@ from hrl.models.source import ModelSourceError
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-
 #: Words in the names of config fields that are probabilities: of dropping a value, layer or token, of router noise.
 _CHANCES = ("drop", "jitter")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype that a configuration names.
-
-    Raises:
-        ValueError: Unknown name.
-    """
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hrl.cluster.machine import available_cores
 from hrl.errors import RefusedError
 from hrl.models.flops import PEAK_FLOPS, peak_flops
 from hrl.nearest import did_you_mean
-from hrl.preflight.memory_look import memory_here
 
 CPU = "cpu"
 
@@ -94,6 +92,9 @@ def hardware_named(name: str) -> Hardware:
 
 def this_machine() -> Hardware:
     """Return this machine's cores, with the rate of a product and that of a copy as measured now."""
+    from hrl.cluster.machine import available_cores  # imports ray
+    from hrl.preflight.memory_look import memory_here
+
     threads = torch.get_num_threads()
     torch.set_num_threads(available_cores())
     try:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import torch
-from transformers import PreTrainedModel
 
 from hrl.config.outline import NamedModel, Outline
 from hrl.errors import RefusedError, UnreachableError
+from hrl.models import flops
+from hrl.models import footprint as footprints
 from hrl.models.flops import ModelFlops
 from hrl.models.footprint import Footprint, footprint
-from hrl.models.loading import ModelSource, load_causal_lm
 from hrl.models.source import ModelSourceError, cache_root, find_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _CONFIG = "config.json"
 _FETCH_S = 10.0
@@ -78,15 +86,49 @@ def sizes_of(shapes: Mapping[str, ModelShape]) -> dict[str, Footprint]:
 
 
 def _shape_of(model: NamedModel, *, trust_remote_code: bool, max_model_len: int) -> ModelShape:
+    """Return the shape of a model, counted once for each `config.json`: transformers takes seconds to import."""
+    folder = _folder_of(model.path)
+    kept = cache_root() / "shapes" / f"{_identity(folder, model.override_config)}.json"
+    if kept.is_file():
+        return _read(kept)
+    shape = _counted(folder, model, trust_remote_code=trust_remote_code, max_model_len=max_model_len)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = kept.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(shape)), encoding="utf-8")
+    unfinished.replace(kept)
+    return shape
+
+
+def _identity(folder: Path, override_config: Mapping[str, Any]) -> str:
+    """Return a hash of everything that a shape follows from: the configuration, transformers, and what counts here."""
+    parts = [
+        (folder / _CONFIG).read_bytes(),
+        repr(sorted(override_config.items())).encode(),
+        version("transformers").encode(),
+        *(Path(file).read_bytes() for file in (flops.__file__, footprints.__file__, __file__)),
+    ]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+
+
+def _read(kept: Path) -> ModelShape:
+    values = json.loads(kept.read_text(encoding="utf-8"))
+    size, per_token = Footprint(**values.pop("size")), ModelFlops(**values.pop("flops"))
+    return ModelShape(size=size, flops=per_token, **values)
+
+
+def _counted(folder: Path, model: NamedModel, *, trust_remote_code: bool, max_model_len: int) -> ModelShape:
+    """Build the model without storage, and count."""
+    from hrl.models.loading import ModelSource, load_causal_lm  # imports transformers
+
     source = ModelSource.to_look_at(
-        _folder_of(model.path), model.override_config, trust_remote_code=trust_remote_code, max_model_len=max_model_len
+        folder, model.override_config, trust_remote_code=trust_remote_code, max_model_len=max_model_len
     )
     size = footprint(source)
     built = load_causal_lm(source, torch.bfloat16, meta=True).model
-    flops = ModelFlops.of(built)
-    if flops is None:
-        raise ShapeError(f"{model.key}: the FLOPs of {model.path} can't be counted from its config.json")
-    return ModelShape(size, flops, int(built.config.get_text_config().num_attention_heads), _tensors(built))
+    counted = ModelFlops.of(built)
+    if counted is None:
+        raise ShapeError(f"{model.key}: the FLOPs of {model.path} can't be counted from its {_CONFIG}")
+    return ModelShape(size, counted, int(built.config.get_text_config().num_attention_heads), _tensors(built))
 
 
 def _tensors(model: PreTrainedModel) -> int:

@@ -10,7 +10,7 @@ from hrl.config.arithmetic import step_sizes
 from hrl.config.model import ForwardShardingConfig, FsdpConfig
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.models.loading import dtype_of
+from hrl.models.dtypes import dtype_of
 from hrl.plan.assumptions import ON_CPU, ON_GPU, Assumptions
 from hrl.plan.cost import Phase
 from hrl.plan.hardware import Hardware

@@ -19,10 +19,10 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig, 
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.models.dtypes import dtype_of
 from hrl.models.footprint import Footprint
-from hrl.models.loading import dtype_of
 from hrl.models.ops.log_prob import default_chunk
-from hrl.workers.engine.sharding import keeps_cast_parameters
+from hrl.workers.engine.casts import keeps_cast_parameters
 
 GIB = 1 << 30
 #: AdamW's two moments of one weight, both float32.

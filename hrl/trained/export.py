@@ -116,7 +116,7 @@ def _cast(source: Path, own: str, dtype: str) -> dict[str, Tensor]:
     """Return all tensors; those of the model's dtype in the other one, since buffers may have one of their own."""
     from safetensors.torch import load_file
 
-    from hrl.models.loading import dtype_of
+    from hrl.models.dtypes import dtype_of
 
     before, after = dtype_of(own), dtype_of(dtype)
     return {
@@ -137,7 +137,8 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
     import torch
 
     from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
-    from hrl.models.loading import ModelSource, dtype_of, load_causal_lm, load_scalar_model
+    from hrl.models.dtypes import dtype_of
+    from hrl.models.loading import ModelSource, load_causal_lm, load_scalar_model
     from hrl.models.tokenizer import load_tokenizer, token_ids
     from hrl.preflight.model_look import padding_of_classifier
     from hrl.workers.engine.weights import PREFIX, copy_companions, describe_classifier, write_config

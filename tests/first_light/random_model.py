@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hrl.batching.plan import MiniBatchPlan
-from hrl.models.loading import Loaded, dtype_of, prepare
+from hrl.models.dtypes import dtype_of
+from hrl.models.loading import Loaded, prepare
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.packed_model import PackedCausalLM, TokenRows
 from hrl.workers.engine.engine import Engine

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from hrl.models import flops
+from hrl.models.dtypes import dtype_of
 from hrl.models.flops import ModelFlops, peak_flops, peak_flops_of_card
-from hrl.models.loading import dtype_of, load_causal_lm, load_scalar_model
+from hrl.models.loading import load_causal_lm, load_scalar_model
 from hrl.models.source import ModelSourceError
 from tests.models.tiny import SHAPE, model_config, save_llama
 

@@ -16,6 +16,11 @@ from hrl.plan.shapes import shapes_of
 from tests.plan.models import EXPERTS, SEVEN, folder_of
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("HRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def shape_of(config, place):
     line = [f"actor_rollout_ref.model.path={folder_of(config, place)}", "data.train_files=rows.jsonl"]
     return shapes_of(outline_of(compose_kind(PPO, line)))["actor"]
@@ -38,6 +43,15 @@ def test_a_mixture_visits_a_tenth_of_its_weights_and_many_tokens_visit_all(tmp_p
     assert shape.weights_read(1) == pytest.approx(2.7e9, rel=0.05)
     assert shape.weights_read(512) == pytest.approx(shape.size.parameters - shape.size.embedding, rel=1e-6)
     assert shape.tensors > 48 * 128 * 3
+
+
+def test_a_shape_is_counted_once_for_each_configuration(tmp_path, monkeypatch):
+    first = shape_of(SEVEN, tmp_path / "a")
+    monkeypatch.setattr("hrl.plan.shapes.footprint", lambda source: pytest.fail("it is known"))
+    assert shape_of(SEVEN, tmp_path / "b") == first
+    monkeypatch.undo()
+    other = shape_of(SEVEN | {"num_hidden_layers": 2}, tmp_path / "b")
+    assert other.size.num_layers == 2
 
 
 LINE = ["actor_rollout_ref.model.path=nobody/nothing", "data.train_files=rows.jsonl"]

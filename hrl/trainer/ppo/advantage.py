@@ -18,7 +18,6 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob
 from hrl.trainer.ppo.reward_parts import reward_columns
-from hrl.trainer.ppo.sampler_mismatch import weighs_tokens
 
 
 def apply_kl_penalty(
@@ -119,7 +118,7 @@ def advantage_columns(config: PPOTrainerConfig) -> list[str]:
     has = {
         "values": config.needs_critic,
         "old_log_probs": needs_old_log_prob(config),
-        "rollout_is_weights": weighs_tokens(config.algorithm.rollout_correction),
+        "rollout_is_weights": config.algorithm.rollout_correction.weighs_tokens,
     }
     needed = needed_columns(estimator_traits(config.algorithm.adv_estimator))
     return [*needed, *(name for name, is_there in has.items() if is_there and name not in needed)]

@@ -10,7 +10,6 @@ from hrl.algos.registry import estimator_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.batching.plan import BatchPlan
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.trainer.ppo.sampler_mismatch import corrects, weighs_tokens
 from hrl.workers.requests import OldLogProbs, PolicyUpdate
 
 
@@ -30,7 +29,7 @@ def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
         not is_on_policy(config)
         or algorithm.use_kl_in_reward
         or algorithm.rollout_correction.bypass_mode
-        or corrects(algorithm.rollout_correction)
+        or algorithm.rollout_correction.corrects
         or estimator_traits(algorithm.adv_estimator).needs_old_log_probs
         or config.actor_rollout_ref.actor.policy_loss.loss_mode in TOKEN_SELECTORS
     )
@@ -79,6 +78,6 @@ def policy_update(
         old_log_probs=old_log_probs_of(config, bypasses=bypasses),
         correction=correction if correction.bypass_mode else None,
         measures_mismatch=update_measures_mismatch(config, bypasses=bypasses),
-        is_weighted=weighs_tokens(correction),
+        is_weighted=correction.weighs_tokens,
         selects_tokens=actor.policy_loss.loss_mode in TOKEN_SELECTORS,
     )

@@ -51,7 +51,6 @@ from hrl.trainer.ppo.old_log_probs import needs_old_log_prob, policy_update, upd
 from hrl.trainer.ppo.sampler_mismatch import (
     DriftGate,
     correct_for_sampler,
-    corrects,
     sampler_drift,
     spot_check,
     with_sample_sizes,
@@ -366,7 +365,7 @@ class RayPPOTrainer(TrainingLoop):
         batch = batch.union(actor.compute_log_prob(batch, request))
         columns = batch.batch
         metrics.observe(sampler_drift(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]))
-        if corrects(correction) and not correction.bypass_mode:
+        if correction.corrects and not correction.bypass_mode:
             batch, counts = correct_for_sampler(batch, correction)
             metrics.observe(counts)
         return batch

@@ -59,16 +59,6 @@ def spot_check(batch: DataProto, compared: Collection[int]) -> np.ndarray:
     return others[np.arange(count) * len(others) // max(count, 1)]
 
 
-def corrects(settings: RolloutCorrectionConfig) -> bool:
-    """Return whether `algorithm.rollout_correction` asks for weights or for rejection."""
-    return settings.rollout_is is not None or bool(settings.rollout_rs)
-
-
-def weighs_tokens(settings: RolloutCorrectionConfig) -> bool:
-    """Return whether `correct_for_sampler` leaves weights in the batch; in bypass mode the update makes its own."""
-    return settings.rollout_is is not None and not settings.bypass_mode
-
-
 def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, Metric]]:
     """Weigh and reject by the ratio of trainer to sampler, once over the whole batch.
 

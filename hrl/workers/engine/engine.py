@@ -19,16 +19,18 @@ from hrl.algos.aggregation import Counts, aggregate
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.metrics import Meter, Metric
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.models.dtypes import dtype_of
 from hrl.models.flops import ModelFlops, peak_flops
-from hrl.models.loading import Loaded, dtype_of
+from hrl.models.loading import Loaded
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
 from hrl.profiling.spans import OPTIMIZER, span
+from hrl.workers.engine.casts import keeps_cast_parameters
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
-from hrl.workers.engine.sharding import build_mesh, build_sharded, keeps_cast_parameters
+from hrl.workers.engine.sharding import build_mesh, build_sharded
 from hrl.workers.engine.weights import PREFIX, ParamSpec, export_hf, iter_full_params, param_specs
 
 if TYPE_CHECKING:

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from hrl.models.loading import Loaded, decoder_layers, dtype_of
+from hrl.models.dtypes import dtype_of
+from hrl.models.loading import Loaded, decoder_layers
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
+from hrl.workers.engine.casts import keeps_cast_parameters
 
 if TYPE_CHECKING:
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
@@ -36,13 +38,6 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     if fsdp_size < 1 or world % fsdp_size:
         raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks of the pool")
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
-
-
-def keeps_cast_parameters(num_ranks: int, device: torch.device, reshard_after_forward: bool) -> bool:
-    """Return whether the parameters' copies in the compute dtype are kept from one forward to the next."""
-    # With several ranks, keeping them would mean holding the whole model. A single rank only casts. On a CPU that takes
-    # as long as reading the weights, and there is memory; a GPU casts in no time, and the copies are large.
-    return num_ranks == 1 and (device.type == "cpu" or not reshard_after_forward)
 
 
 def build_sharded(

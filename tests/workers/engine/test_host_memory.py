@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hrl.workers.engine.casts import keeps_cast_parameters
 from hrl.workers.engine.host_memory import HostCopies, host_zeros_like, local
-from hrl.workers.engine.sharding import keeps_cast_parameters
 from hrl.workers.policy import Policy
 from tests.models.tiny import make_batch, plan_rows
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
