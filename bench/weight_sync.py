@@ -142,7 +142,7 @@ def _sample(orders: Connection, shapes: Sequence[tuple[str, tuple[int, ...]]]) -
             return
         if what == "begin":
             manifest, handle, version = given
-            answer: Any = receiver.begin(Manifest.from_plain(manifest), handle, version)
+            answer: Any = receiver.begin(receiver.manifest_of(manifest), handle, version)
         elif what == "verl":
             verl_receiver = _verl().BucketedWeightReceiver(given[0], torch.device("cpu"), use_shm=True)
             answer = verl_receiver.receive_weights(lambda weights, is_last: model.write(weights))

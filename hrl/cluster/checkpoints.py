@@ -1,12 +1,12 @@
 """Where a checkpoint lies, when it counts as whole, and which one a run resumes from.
 
-A checkpoint is a folder `checkpoints/step_N`. It is written as `tmp.step_N` and renamed when everything in it is on
-disk, `state.json` last, so a folder with the final name is always whole:
+A checkpoint is a folder `checkpoints/step_N`. It is written as `tmp.step_N`, while the run goes on, and renamed when
+everything in it is on disk, `state.json` last, so a folder with the final name is always whole:
 
     step_N/
-      actor/      sharded model, optimizer and scheduler of the policy
+      actor/      sharded model, optimizer and scheduler of the policy, and of each rank a record of what it wrote
       critic/     the same of the critic, where there is one
-      hf/         config, weights and tokenizer: transformers and vLLM load it as it is
+      hf/         config, weights and tokenizer: transformers and vLLM load it as it is; `written-hf.json` is its record
       state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping;
                   what the checkpoint holds, and how good its validation was
 
@@ -86,9 +86,13 @@ class CheckpointStore:
         """Return whether a checkpoint is this run's own; another run's is only a starting point."""
         return path.resolve().is_relative_to(self.folder.resolve())
 
+    def temporary(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint as long as it is not whole."""
+        return self.folder / f"tmp.step_{step}"
+
     def begin(self, step: int) -> Path:
         """Return a fresh temporary folder for a step's checkpoint; what an interrupted save left there is removed."""
-        temporary = self.folder / f"tmp.step_{step}"
+        temporary = self.temporary(step)
         if temporary.exists():
             logger.warning("removing %s, left by an interrupted save", temporary)
             shutil.rmtree(temporary)
@@ -101,7 +105,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: There is a checkpoint of this step already.
         """
-        temporary, final = self.folder / f"tmp.step_{step}", self.path(step)
+        temporary, final = self.temporary(step), self.path(step)
         if final.exists():
             raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten")
         (temporary / STATE_FILE).write_text(_as_json(state))

@@ -283,12 +283,31 @@ class WorkerGroups:
             raise
         return senders[0] | _least_read_back([engine for engine in engines if engine])
 
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Write the state of every model that learns below `folder`, and a transformers folder `hf` where asked."""
+    def save(self, folder: Path, contents: Sequence[str]) -> list[Path]:
+        """Have the state of every model that learns written below `folder`, and a transformers folder `hf` where asked.
+
+        What is written is the state at this moment; training may go on meanwhile.
+
+        Returns:
+            The files that will be there when everything is, see `is_written`.
+        """
+        records: list[str] = []
         for role in self.learners:
-            self.groups[role].save_checkpoint(str(folder / _FOLDERS.get(role, role.value)))
+            records += self.groups[role].save_checkpoint(str(folder / _FOLDERS.get(role, role.value)))
         if "hf_model" in contents:
-            self.model.export_hf(str(folder / "hf"))
+            records.append(str(folder / "written-hf.json"))
+            self.model.export_hf(str(folder / "hf"), records[-1])
+        return [Path(record) for record in records]
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that transformers and vLLM load."""
+        self.model.export_hf(str(folder))
+        self.finish_save()
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Wait until all ranks have written what they are to write, or only look; raise what went wrong."""
+        for role in self.learners:
+            self.groups[role].finish_save(wait)
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote."""

@@ -274,7 +274,7 @@ def ledgers_of(
     else:
         pools = [_offline_pool(config, next(iter(sizes.values())), device)]
     if device == "cpu":
-        return [_machine(pools)]
+        return [_machine(pools, saves=config.trainer.save_freq > 0)]
     return [Ledger(pool.where, tuple(_card(pool, capacity_bytes))) for pool in pools]
 
 
@@ -458,8 +458,13 @@ def engine_too_small(engine_share_bytes: float, config: PPOTrainerConfig, size: 
     )
 
 
-def _machine(pools: list[_Pool]) -> Ledger:
-    """Return the ledger of a machine without a GPU: nothing is offloaded, and all processes share its memory."""
+def _machine(pools: list[_Pool], *, saves: bool) -> Ledger:
+    """Return the ledger of a machine without a GPU: nothing is offloaded, and all processes share its memory.
+
+    Args:
+        pools: Of the run.
+        saves: Whether it writes checkpoints: what is not written when the next update comes is copied.
+    """
     base = [Entry("driver and Ray", _DRIVER_BYTES, certain=False)]
     for pool in pools:
         base.append(Entry("ranks' libraries", pool.processes * _RANK_BYTES, certain=False))
@@ -476,6 +481,9 @@ def _machine(pools: list[_Pool]) -> Ledger:
             resident = {entry.label for entry in model.idle()}
             for name, work in model.phases():
                 added = [entry for entry in work if entry.label not in resident]
+                if saves and name == f"{model.name} update":
+                    copies = model.weights + model.moments
+                    added.append(Entry(f"{model.name} checkpoint being written", copies, certain=False))
                 scaled = [Entry(e.label, pool.processes * e.num_bytes, e.certain) for e in added]
                 phases.append(MemoryPhase(name, (*base, *scaled)))
     return Ledger("this machine", tuple(phases) or (MemoryPhase("generation", tuple(base)),))

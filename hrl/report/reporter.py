@@ -166,6 +166,10 @@ class RunReporter:
             yield
         self._timing[name] = self._timing.get(name, 0.0) + perf_counter() - started
 
+    def stood_still(self, name: str, seconds: float) -> None:
+        """Add time between two steps, as `timing_s/<name>`, to the record of the next one."""
+        self._timing[name] = self._timing.get(name, 0.0) + seconds
+
     # ------------------------------------------------------------------ when it is over
 
     def own_metrics(self, tokens: Tokens) -> dict[str, float]:

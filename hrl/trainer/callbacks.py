@@ -77,7 +77,15 @@ class Callback:
         """Called with the samples of each step, as in the folder `rollouts`; never in a run that samples nothing."""
 
     def on_checkpoint(self, run: RunState, folder: Path) -> None:
-        """Called after each checkpoint, with its folder."""
+        """Called after each checkpoint, with its folder, which is whole.
+
+        Checkpoints are written while the run goes on. A run with a callback that has this method waits for each.
+        """
+
+    @property
+    def look_at_checkpoints(self) -> bool:
+        """Whether `on_checkpoint` does anything."""
+        return type(self).on_checkpoint is not Callback.on_checkpoint
 
 
 class Callbacks(Callback):
@@ -103,6 +111,12 @@ class Callbacks(Callback):
 
     def on_checkpoint(self, run: RunState, folder: Path) -> None:
         self._call("on_checkpoint", run, lambda: folder)
+
+    @property
+    def look_at_checkpoints(self) -> bool:
+        """Whether one of them has `on_checkpoint`."""
+        own = (getattr(type(callback), "on_checkpoint", None) for callback in self._callbacks)
+        return any(method not in (None, Callback.on_checkpoint) for method in own)
 
     def _call(self, moment: str, run: RunState, given: Callable[[], Any]) -> None:
         for callback in self._callbacks:

@@ -5,9 +5,10 @@ A trainer defines a step (`train_step`), how it validates, and its state.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,17 +16,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
 from hrl.cluster.object_store import StoreWatch
+from hrl.cluster.pending_checkpoint import PendingCheckpoint
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared
 from hrl.cluster.worker_groups import WorkerGroups
 from hrl.config.outline import outline_of
 from hrl.data.order import Position, differences
+from hrl.errors import HrlError
 from hrl.metrics import StepMetrics
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
 from hrl.report.run_folder import writing_to
 from hrl.single_controller.worker import RayClassWithInitArgs
+from hrl.single_controller.worker_errors import WorkerDiedError
 from hrl.single_controller.worker_errors import phase as worker_phase
 from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.trainer.callbacks import Callback, CallbackError, RunState
@@ -37,6 +41,11 @@ if TYPE_CHECKING:
 
     from hrl.config.outline import RunConfiguration
     from hrl.report.reporter import RunReporter
+
+logger = logging.getLogger(__name__)
+
+#: How long a run that fails waits for a checkpoint that is being written.
+_RESCUE_S = 30.0
 
 
 class TrainingLoop(ABC):
@@ -93,6 +102,7 @@ class TrainingLoop(ABC):
             for name, each in config.micro_batches().items()
         }
         self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
+        self._pending: PendingCheckpoint | None = None
         self._workers: WorkerGroups | None = None
         self.global_steps = 0
         self.data_position = Position()
@@ -172,7 +182,7 @@ class TrainingLoop(ABC):
         self.prepare()
         self.run_state._advance(self.global_steps)
         self._tell_of_steps_without_profile()
-        with self.reporter.run(self.global_steps):
+        with self.reporter.run(self.global_steps), self._finishing_saves():
             self._fit()
 
     def _fit(self) -> None:
@@ -214,6 +224,7 @@ class TrainingLoop(ABC):
             if profiles is not None:
                 self.reporter.profile(self.global_steps, profiles, metrics)
             failed = self._tell_callbacks(batch, metrics)
+            self._look_after_save()
             if self.run_state.stop_reason is not None and not _is_validated(metrics):
                 metrics |= self._validate_the_end()
             # After the log, so that no checkpoint has a step that the log lacks.
@@ -224,6 +235,7 @@ class TrainingLoop(ABC):
             if failed is not None:
                 raise failed
             if self.run_state.stop_reason is not None and not _is_validated(metrics):  # when it was saved
+                self.finish_save()
                 self.checkpoints.set_score(self.global_steps, self.validation_score(self._validate_the_end()))
             if self._is_stopped():
                 return
@@ -334,37 +346,105 @@ class TrainingLoop(ABC):
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Write a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
+        """Begin a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
+
+        It is written while the run goes on, and counts as soon as all of it is on disk (`PendingCheckpoint`). The next
+        save and the end of the run wait for it. A run whose callbacks look at checkpoints waits for each at once.
 
         Args:
             metrics: Those of the step.
         """
-        # The time is shown and not logged: the step's record is written already, and it is no part of the next step.
         started = perf_counter()
         with self.reporter.stage(f"saving step {self.global_steps}"):
-            final = self._write_checkpoint(metrics or {})
-        took = f"{perf_counter() - started:.1f} s"
+            self.finish_save()
+            self._pending = self._begin_checkpoint(metrics or {})
+            if self.callbacks.look_at_checkpoints:
+                self.finish_save()
+        self.reporter.stood_still("save_checkpoint", perf_counter() - started)
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that was begun last, if it is still pending, and tell of it.
+
+        Raises:
+            CheckpointError: What a rank wrote is not there as the driver sees it.
+            RunFolderError: The driver can't write to the run folder.
+            WorkerError: A rank could not write its part.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            if not pending.is_over:
+                with worker_phase("save_checkpoint"):
+                    self.workers.finish_save()
+        finally:
+            final = pending.stop()
+        if final is None:
+            require_all_shards(pending.folder, self.workers.trained, self.reporter.folder.path)
+            final = pending.publish()
+        took = f"{pending.seconds:.1f} s"
         self.reporter.console.note(f"saved {final} in {took}, {self._sizes(final)}; {self._kept()}")
         self.callbacks.on_checkpoint(self.run_state, final)
 
-    def _write_checkpoint(self, metrics: Mapping[str, float]) -> Path:
-        run_folder = self.reporter.folder.path
+    def _begin_checkpoint(self, metrics: Mapping[str, float]) -> PendingCheckpoint:
+        run_folder, step = self.reporter.folder.path, self.global_steps
         with writing_to(run_folder):
-            folder = self.checkpoints.begin(self.global_steps)
+            folder = self.checkpoints.begin(step)
         with worker_phase("save_checkpoint"):
-            self.workers.save(folder, self.save_contents)
-            require_all_shards(folder, self.workers.trained, run_folder)
+            records = self.workers.save(folder, self.save_contents)
         position = {
-            "step": self.global_steps,
+            "step": step,
             "data_position": self.data_position.to_dict(),
             "data": self.train_dataset.fingerprint,
             "contents": list(self.save_contents),
             "score": self.validation_score(metrics),
         }
-        with writing_to(run_folder):
-            if "hf_model" in self.save_contents:
+        if "hf_model" in self.save_contents:
+            with writing_to(run_folder):  # at once, because a tokenizer serves one thread at a time
                 self.tokenizer.save_pretrained(folder / "hf")
-            return self.checkpoints.commit(self.global_steps, position | self.state())
+        return PendingCheckpoint(self.checkpoints, step, position | self.state(), records, run_folder)
+
+    def _look_after_save(self) -> None:
+        """Tell of a pending checkpoint that is whole by now; raise what went wrong in one that is not."""
+        pending = self._pending
+        if pending is None:
+            return
+        if pending.is_over:
+            self.finish_save()
+            return
+        try:
+            with worker_phase("save_checkpoint"):
+                self.workers.finish_save(wait=False)
+        except HrlError:
+            self._pending = None  # there is nothing to wait for
+            pending.stop()
+            raise
+
+    @contextmanager
+    def _finishing_saves(self) -> Iterator[None]:
+        """Wait for the pending checkpoint at the end of the block; for some time if it fails or is interrupted."""
+        try:
+            yield
+        except BaseException as error:
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                self._rescue(pending, 0.0 if isinstance(error, WorkerDiedError) else _RESCUE_S)
+            raise
+        self.finish_save()
+
+    def _rescue(self, pending: PendingCheckpoint, patience_s: float) -> None:
+        """Save what a failed run had begun to save, if that takes no longer; a second Ctrl-C ends the waiting."""
+        try:
+            with self.reporter.stage(f"saving step {pending.step}"):
+                final = pending.stop(patience_s)
+        except HrlError as error:  # the run's own error is the one to raise
+            final = None
+            logger.warning("step %d is not saved: %s", pending.step, error)
+        self.reporter.console.note(
+            f"step {pending.step} is not saved: the run ended before all of it was written"
+            if final is None
+            else f"saved {final} in {pending.seconds:.1f} s"
+        )
 
     @staticmethod
     def _sizes(checkpoint: Path) -> str:
@@ -382,7 +462,7 @@ class TrainingLoop(ABC):
         self.prepare()
         require_shared(folder.parent, self.workers.trained)
         with worker_phase("save_checkpoint"):
-            self.workers.model.export_hf(str(folder))
+            self.workers.export(folder)
         with writing_to(folder):
             self.tokenizer.save_pretrained(folder)
         return folder
@@ -446,7 +526,10 @@ class TrainingLoop(ABC):
     def shutdown(self) -> None:
         """End every process that `init_workers` started."""
         if self._workers is not None:
-            self._workers.shutdown()
+            try:
+                self.finish_save()
+            finally:
+                self._workers.shutdown()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase as `timing_s/<name>` and show it while it lasts."""

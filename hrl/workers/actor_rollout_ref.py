@@ -320,7 +320,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def _push_weights(self, version: int) -> SyncReport | None:
         """Do this rank's part of a sync. Every rank gathers all weights and keeps none of them."""
         dtype = getattr(torch, self.rollout.dtype)
-        weights, kept = self.engine.iter_full_params(dtype), self.engine.frozen_names()
+        weights, kept = self.engine.iter_full_params(dtype, cast_by_reader=True), self.engine.frozen_names()
         if self._host is not None:
             try:
                 self._host.wake(("weights",))
@@ -353,7 +353,7 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> dict[str, float]:
         """Broadcast the policy's weights; every trainer rank gathers, rank 0 sends."""
-        weights = self.engine.iter_full_params(getattr(torch, self.rollout.dtype))
+        weights = self.engine.iter_full_params(getattr(torch, self.rollout.dtype), cast_by_reader=True)
         if self._broadcast is None:
             deque(weights, maxlen=0)
             return {}

@@ -80,9 +80,15 @@ class ModelWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Write the sharded state to `folder`."""
-        self.engine.save(Path(folder), None if self.checkpoint is None else self.checkpoint.save_contents)
+    def save_checkpoint(self, folder: str) -> str:
+        """Have the sharded state written to `folder`; return the file that will be there when this rank's part is."""
+        contents = None if self.checkpoint is None else self.checkpoint.save_contents
+        return str(self.engine.begin_save(Path(folder), contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_save(self, wait: bool = True) -> None:
+        """Wait until all that this rank was to write is on disk, or only look; raise what went wrong."""
+        self.engine.finish_save(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
@@ -90,9 +96,9 @@ class ModelWorker(Worker):
         self.engine.load(Path(folder), None if self.checkpoint is None else self.checkpoint.load_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: str) -> None:
-        """Write weights for transformers and vLLM to `folder`."""
-        self.engine.export_hf(Path(folder))
+    def export_hf(self, folder: str, record: str | None = None) -> None:
+        """Have weights for transformers and vLLM written to `folder`; a file named will say when they are."""
+        self.engine.begin_export(Path(folder), None if record is None else Path(record))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def peak_memory(self) -> dict[str, Metric]:

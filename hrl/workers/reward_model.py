@@ -33,6 +33,7 @@ class RewardModelWorker(ScalarModelWorker):
         return self.value_model.update(batch, request)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: str) -> None:
-        """Write the classifier for transformers to `folder`."""
-        self.value_model.export_classifier(Path(folder), pad_token_id=self.runtime.tokens.pad)
+    def export_hf(self, folder: str, record: str | None = None) -> None:
+        """Have the classifier for transformers written to `folder`; see `ModelWorker.export_hf`."""
+        named = None if record is None else Path(record)
+        self.value_model.begin_export(Path(folder), named, pad_token_id=self.runtime.tokens.pad)

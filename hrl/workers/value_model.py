@@ -51,16 +51,17 @@ class ValueModel:
         load = partial(load_scalar_model, head_required=training is None)
         self.engine = Engine(load, PackedScalarModel, model, training, fsdp, device=device)
 
-    def export_classifier(self, folder: Path, *, pad_token_id: int) -> None:
-        """Write a folder that transformers loads as a sequence classifier with one label; every rank calls it.
+    def begin_export(self, folder: Path, record: Path | None, *, pad_token_id: int) -> None:
+        """Have a folder written that transformers loads as a sequence classifier with one label; see the engine's.
 
         Args:
             folder: Created if missing.
+            record: Says when it is written.
             pad_token_id: For transformers, which takes the last token that is not this one for the sequence's last. It
                 must not be a token that ends answers.
         """
         describe_classifier(self.engine.source_config, self.engine.module.model, pad_token_id)
-        self.engine.export_hf(folder)
+        self.engine.begin_export(folder, record)
 
     def compute_values(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
         """Compute `values (B, R)` float32: of the state *before* each trained response token, zero elsewhere.

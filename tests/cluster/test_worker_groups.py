@@ -209,7 +209,7 @@ class Saving(Group):
     """Notes what is saved and loaded where."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda folder: self.asked.append((self.roles[0], name, folder))
+        return lambda folder, *more: self.asked.append((self.roles[0], name, folder, *more)) or [f"{folder}/written"]
 
 
 @pytest.mark.parametrize(
@@ -226,11 +226,10 @@ def test_what_learns_is_saved_and_the_first_of_it_exported(placed: Any, learners
     for role, group in groups.groups.items():
         group.__dict__ |= {"roles": (role,)}
     Group.asked.clear()
-    groups.save(Path("/run"), ["model", "hf_model"])
-    assert [folder for _, name, folder in Group.asked if name == "save_checkpoint"] == [
-        f"/run/{role}" for role in saved
-    ]
-    assert Group.asked[-1] == (groups.learners[0], "export_hf", "/run/hf")
+    records = groups.save(Path("/run"), ["model", "hf_model"])
+    assert records == [*(Path(f"/run/{role}/written") for role in saved), Path("/run/written-hf.json")]
+    assert [asked[1:] for asked in Group.asked[:-1]] == [("save_checkpoint", f"/run/{role}") for role in saved]
+    assert Group.asked[-1] == (groups.learners[0], "export_hf", "/run/hf", "/run/written-hf.json")
     Group.asked.clear()
     groups.load(Path("/run"))
     assert [folder for _, name, folder in Group.asked if name == "load_checkpoint"] == [

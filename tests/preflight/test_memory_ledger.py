@@ -178,3 +178,15 @@ def test_what_is_only_an_estimate_is_no_reason_to_refuse():
         perhaps_too_large(ledger, 2 * GIB) == "each GPU has 2.0 GiB, and the phase 'a' may take 3.0 GiB: y 2.0, x 1.0"
     )
     assert perhaps_too_large(ledger, 0.5 * GIB) is None  # that is told as an error
+
+
+@pytest.mark.parametrize(("save_freq", "copies"), [(-1, 0), (5, 12 * SEVEN.parameters)])
+def test_an_update_may_find_a_checkpoint_that_is_not_written_yet(save_freq: int, copies: int) -> None:
+    given = compose_kind(
+        PPO, [f"trainer.save_freq={save_freq}", "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32"]
+    )
+    (machine,) = ledgers_of(with_dtypes(given, "cpu"), {"actor": SEVEN}, "cpu", None)
+    update = next(phase for phase in machine.phases if phase.name == "actor update")
+    found = [entry for entry in update.entries if entry.label == "actor checkpoint being written"]
+    assert sum(entry.num_bytes for entry in found) == copies
+    assert not any(entry.certain for entry in found)

@@ -141,7 +141,8 @@ def test_shards_of_a_reward_model_make_the_classifier_of_the_folder_beside_them(
             for parameter in critic.engine.module.parameters():
                 parameter.mul_(1.25).add_(0.01)  # the head began at zero
         critic.engine.save(folder / "state")
-        critic.export_classifier(folder / "hf", pad_token_id=tokenizer.pad_token_id)
+        critic.begin_export(folder / "hf", None, pad_token_id=tokenizer.pad_token_id)
+        critic.engine.finish_save()
 
     checkpoint = as_run(base, tmp_path, train, tokenizer)
     (checkpoint / "actor").rename(checkpoint / "rm")

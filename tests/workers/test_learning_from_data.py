@@ -239,7 +239,8 @@ def test_an_exported_classifier_scores_the_same_in_transformers_and_as_a_frozen_
     batch.batch["responses"][batch.batch["responses"] == pad] = 1  # the padding token is in no answer
     model = classifier_of(llama, 0.1)
     scores = model.scores(batch).batch["rm_scores"]
-    model.export_classifier(tmp_path / "hf", pad_token_id=pad)
+    model.begin_export(tmp_path / "hf", None, pad_token_id=pad)
+    model.engine.finish_save()
     frozen = Critic(model_config(tmp_path / "hf"), None, fsdp_config(), device=CPU, total_steps=None)
     torch.testing.assert_close(frozen.scores(batch).batch["rm_scores"], scores, **NORM_ERROR)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hrl.algos.aggregation import Counts, aggregate
@@ -19,6 +22,7 @@ from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.workers.engine.nonfinite import NonFiniteStepError
+from hrl.workers.engine.snapshot import Snapshot
 from hrl.workers.requests import OldLogProbs
 from tests.models.tiny import (
     actor_config,
@@ -343,6 +347,51 @@ def test_moments_come_with_the_optimizer_and_the_schedule_with_the_extras(llama,
         resumed.engine.load(tmp_path, contents)
         optimizer = resumed.engine.optimizer
         assert (set(optimizer.moment_steps.values()), optimizer.steps_taken) == ({steps[0]}, steps[1])
+
+
+def test_a_step_that_comes_before_a_slow_disk_is_done_is_not_in_the_checkpoint(llama, tmp_path, monkeypatch):
+    batch, disk = make_batch(), threading.Event()
+    read = Snapshot.read
+
+    def slowly(snapshot):
+        for number, chunk in enumerate(read(snapshot)):
+            assert number != 3 or disk.wait(60)
+            yield chunk
+
+    monkeypatch.setattr(Snapshot, "read", slowly)
+    saved = policy_of(llama)
+    saved.learn(batch, one_plan(batch))
+    then, moments = copy.deepcopy(parameters(saved)), saved.engine.optimizer.adamw.state.values()
+    moments = [moment.clone() for of_one in moments for moment in of_one.values()]
+    record = saved.engine.begin_save(tmp_path / "state")
+    saved.engine.begin_export(tmp_path / "hf", tmp_path / "written-hf.json")
+    saved.learn(batch, one_plan(batch))
+    saved.engine.finish_save(wait=False)
+    assert not record.exists(), "two steps were taken while the disk had three chunks"
+    saved.learn(batch, one_plan(batch))
+    disk.set()
+    saved.engine.finish_save()
+    assert record.exists()
+    assert not any(torch.equal(value, then[name]) for name, value in parameters(saved).items())
+
+    resumed = policy_of(llama)
+    resumed.engine.load(tmp_path / "state")
+    assert all(torch.equal(value, then[name]) for name, value in parameters(resumed).items())
+    loaded = [moment for of_one in resumed.engine.optimizer.adamw.state.values() for moment in of_one.values()]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded, moments, strict=True))
+    assert set(resumed.engine.optimizer.moment_steps.values()) == {1}
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(value, then[f"model.{name}"].to(value.dtype)) for name, value in exported.items())
+
+
+def test_a_disk_that_is_full_is_said_and_the_next_save_works(llama, tmp_path):
+    policy = policy_of(llama)
+    (tmp_path / "file").touch()
+    policy.engine.begin_save(tmp_path / "file" / "state")
+    with pytest.raises(NotADirectoryError, match=str(tmp_path)):
+        policy.engine.finish_save()
+    policy.engine.save(tmp_path / "state")
+    policy.engine.load(tmp_path / "state")
 
 
 def test_an_export_is_configured_as_the_model_that_was_trained(llama, tmp_path):

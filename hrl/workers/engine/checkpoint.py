@@ -1,11 +1,13 @@
-"""Sharded checkpoint state: torch's distributed checkpoint, stored as safetensors.
+"""Sharded checkpoint state: the format of torch's distributed checkpoint, stored as safetensors.
 
-torch's default storage keeps its metadata in a pickle. The safetensors storage uses the same planner, so a checkpoint
-of two ranks loads on three, and reading a folder from anywhere executes nothing.
+torch's default storage keeps its metadata in a pickle. Its safetensors storage does not: reading a folder from anywhere
+executes nothing, and torch's planner loads a checkpoint of two ranks on three. Files are written here and not by torch,
+which would first copy all of a rank's tensors into one string of bytes, and needs collectives to agree on a plan; what
+follows from the sharding needs none, so a rank can write alone, in the background.
 
-A folder holds `shard-*.safetensors` (every rank's parameters and moments), `rng-rank-*.safetensors` and `state.json`
-(names, shapes, the step count of each parameter's moments, world size). The caller writes to a temporary folder and
-renames it.
+A folder holds `shard-*.safetensors` (every rank's parameters and moments), `rng-rank-*.safetensors`, `state.json`
+(names, shapes, the step count of each parameter's moments, world size) and `written-rank-*.json`, which a rank writes
+when everything else of its part is on disk. The driver writes to a temporary folder and renames it when all ranks have.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.optim import MOMENTS, Optimizer
+from hrl.workers.engine.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -34,26 +41,31 @@ STATE_FILE = "state.json"
 FORMAT = 4
 #: The format with one step count for all moments, that of the first parameter.
 ONE_COUNT_FORMAT = 3
+#: safetensors' names of the dtypes of parameters and moments.
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
-def save_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> None:
-    """Write this rank's part of the state.
+class StateToSave:
+    """This rank's part of the state as it is now; no collective is needed to write it.
 
     Args:
-        folder: Created if missing; all ranks must see it.
         module: The sharded module.
         optimizer: Of its parameters.
         contents: Any of `model`, `optimizer` (moments and their step counts), `extra` (position in the learning rate's
             schedule, the global generators of Python, numpy and torch); other names are ignored.
+        kept: Host memory for `Snapshot`.
     """
-    tensors = _tensors(module, optimizer, contents)
-    folder.mkdir(parents=True, exist_ok=True)
-    if tensors:
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    if "extra" in contents:
-        save_file(_rng_state(), _rng_file(folder))
-    if dist.get_rank() == 0:
-        state = {
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, contents: Collection[str], kept: dict[str, Tensor]
+    ) -> None:
+        tensors = _tensors(module, optimizer, contents)
+        self._rank = dist.get_rank()
+        shards = {name: _Shard.of(tensor, self._rank) for name, tensor in tensors.items()}
+        self._shards = {name: shard for name, shard in shards.items() if shard is not None}
+        self.snapshot = Snapshot({name: local(tensors[name]) for name in self._shards}, kept)
+        self._rng = _rng_state() if "extra" in contents else None
+        self._state = {
             "format": FORMAT,
             "contents": [c for c in CONTENTS if c in contents],
             "world_size": dist.get_world_size(),
@@ -61,12 +73,83 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
             "moment_steps": optimizer.moment_steps,
             "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         }
-        (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
-    dist.barrier()
+
+    def write(self, folder: Path) -> Iterator[Path]:
+        """Write it to a folder, which is made if it is missing, and yield the files. May run in another thread."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._shards:
+            shards = folder / f"shard-{self._rank + 1:05d}-model-00001-of-00001.safetensors"
+            with open(shards, "wb") as file:
+                file.write(_header(self._shards))
+                for _, chunk in self.snapshot.read():
+                    file.write(chunk)
+            yield shards
+        if self._rng is not None:
+            rng = _rng_file(folder, self._rank)
+            save_file(self._rng, rng)
+            yield rng
+        if self._rank == 0:
+            (folder / STATE_FILE).write_text(json.dumps(self._state, indent=1, sort_keys=True) + "\n")
+            yield folder / STATE_FILE
+
+
+def record_of(folder: Path) -> Path:
+    """Return the file in a checkpoint's folder that says that all of this rank's part is there."""
+    return folder / f"written-rank-{dist.get_rank():05d}.json"
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What this rank writes of a tensor.
+
+    Attributes:
+        dtype: In safetensors' spelling.
+        shape: Of this part.
+        offset: Of its first element in the whole tensor.
+        nbytes: Of this part.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, rank: int) -> _Shard | None:
+        """Return the rank's part of a tensor; None if there is none, or another rank writes it."""
+        mine = local(tensor)
+        offset: tuple[int, ...] = (0,) * tensor.dim()
+        if isinstance(tensor, DTensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            position = mesh.get_coordinate()
+            assert position is not None, "a rank saves what it holds"
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+            is_copy = any(place.is_replicate() and at for place, at in zip(placements, position, strict=True))
+            is_empty = mine.numel() == 0 and rank > 0
+        else:
+            is_copy = is_empty = rank > 0
+        if is_copy or is_empty:
+            return None
+        return cls(_DTYPES[mine.dtype], tuple(mine.shape), tuple(offset), mine.nbytes)
+
+
+def _header(shards: Mapping[str, _Shard]) -> bytes:
+    """Return what a safetensors file begins with, with the offsets of shards as torch's reader looks for them."""
+    offsets = {name: {"saved_offsets": shard.offset} for name, shard in shards.items()}
+    about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    header: dict[str, Any] = {"__metadata__": about}
+    start = 0
+    for name, shard in shards.items():
+        end = start + shard.nbytes
+        header[name] = {"dtype": shard.dtype, "shape": shard.shape, "data_offsets": (start, end)}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> None:
-    """Load what `save_state` wrote, on any number of ranks; names and shapes must be the same.
+    """Load what `StateToSave` wrote, on any number of ranks; names and shapes must be the same.
 
     The generators are restored if the number of ranks is the same; otherwise they are left alone, which is logged.
 
@@ -96,7 +179,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
     if "extra" in wanted:
         optimizer.steps_taken = state["schedule_steps"]
         if state["world_size"] == dist.get_world_size():
-            _set_rng_state(load_file(_rng_file(folder)))
+            _set_rng_state(load_file(_rng_file(folder, dist.get_rank())))
         else:
             logger.warning(
                 "checkpoint of %d ranks loaded on %d: weights and moments resharded, RNG states not restored",
@@ -145,8 +228,8 @@ def _compare(folder: Path, saved: dict[str, tuple[int, ...]], mine: dict[str, Te
         )
 
 
-def _rng_file(folder: Path) -> Path:
-    return folder / f"rng-rank-{dist.get_rank():05d}.safetensors"
+def _rng_file(folder: Path, rank: int) -> Path:
+    return folder / f"rng-rank-{rank:05d}.safetensors"
 
 
 def _rng_state() -> dict[str, Tensor]:
@@ -173,7 +256,7 @@ def _set_rng_state(state: dict[str, Tensor]) -> None:
 def _json_tensor(state: Any) -> Tensor:
     """Return numbers, exactly, as a tensor, because safetensors stores nothing else."""
     text = json.dumps(state, default=lambda array: array.tolist())
-    return torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
 
 
 def _from_json_tensor(stored: Tensor) -> Any:

@@ -25,13 +25,15 @@ from hrl.models.loading import Loaded
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
 from hrl.profiling.spans import OPTIMIZER, span
+from hrl.workers.engine.background import BackgroundWriter
 from hrl.workers.engine.casts import keeps_cast_parameters
-from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
+from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, load_state, record_of
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 from hrl.workers.engine.sharding import build_mesh, build_sharded
-from hrl.workers.engine.weights import PREFIX, ParamSpec, export_hf, iter_full_params, param_specs
+from hrl.workers.engine.snapshot import Snapshot
+from hrl.workers.engine.weights import PREFIX, ExportToWrite, ParamSpec, iter_full_params, param_specs
 
 if TYPE_CHECKING:
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
@@ -175,6 +177,9 @@ class Engine:
         self.host_copies = HostCopies(self.module, device) if movable and fsdp.param_offload else None
         self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
         self._is_changed = False
+        self._writer = BackgroundWriter()
+        self._snapshot: Snapshot | None = None
+        self._snapshot_memory: dict[str, Tensor] = {}
         self._frees_memory = self.host_copies is not None or (
             self.optimizer is not None and self.optimizer.adamw.offload
         )
@@ -316,6 +321,9 @@ class Engine:
                     loss.backward()
             losses.append(loss.detach())
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        if self._snapshot is not None:  # of which something may not be written yet
+            self._snapshot.detach()
+            self._snapshot = None
         with span(OPTIMIZER):
             report = optimizer.step(total, fill_missing=last < 0)
         self._is_changed |= report.applied
@@ -386,32 +394,74 @@ class Engine:
 
     # Saved and loaded where it lies: next to an engine that is awake there is no room on the device.
 
+    def begin_save(self, folder: Path, contents: Collection[str] | None = None) -> Path:
+        """Have the sharded state as it is now, or the named parts of it, written in the background.
+
+        Every rank calls it, after `finish_save` if it began a save before. Training may go on at once.
+
+        Returns:
+            The file that will be there when this rank's part is on disk, see `write_record`.
+        """
+        state = StateToSave(self.module, self._trained[0], contents or CONTENTS, self._snapshot_memory)
+        self._snapshot = state.snapshot
+        record = record_of(folder)
+        self._writer.begin(partial(state.write, folder), record)
+        return record
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Wait until everything of this rank is on disk, or only look; raise what went wrong."""
+        self._writer.finish(wait=wait)
+
     def save(self, folder: Path, contents: Collection[str] | None = None) -> None:
-        """Write the sharded state, or the named parts of it; every rank calls it."""
-        save_state(folder, self.module, self._trained[0], contents or CONTENTS)
+        """Write the sharded state, or the named parts of it, and return when all ranks have; every rank calls it."""
+        self.begin_save(folder, contents)
+        self.finish_save()
+        dist.barrier()
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
         """Load what `save` wrote, on any number of ranks; every rank calls it."""
+        self.finish_save()
         load_state(folder, self.module, self._trained[0], contents or CONTENTS)
         self._is_changed = True
 
-    def export_hf(self, folder: Path) -> None:
-        """Write a folder that transformers and vLLM load, in the dtype of the folder that was loaded."""
+    def begin_export(self, folder: Path, record: Path | None = None) -> None:
+        """Have a folder that transformers and vLLM load written in the background, in the dtype of the folder loaded.
+
+        Every rank takes part in gathering, which is done at once; rank 0 writes.
+
+        Args:
+            folder: Created if missing.
+            record: The file that will be there when all of it is on disk, see `write_record`.
+        """
         own = self.source_config.dtype or torch.bfloat16
         dtype = dtype_of(own) if isinstance(own, str) else own
         everything = iter_full_params(self.module, self.form, dtype, self.device)
-        export_hf(everything, self.source_config, folder, dtype)
+        export = ExportToWrite.gather(everything, self.module, self.source_config, dtype)
+        if export is not None:
+            self._writer.begin(partial(export.write, folder), record)
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a folder that transformers and vLLM load, and return when it is there; every rank calls it."""
+        self.begin_export(folder)
+        self.finish_save()
+        dist.barrier()
 
     def param_specs(self, dtype: torch.dtype) -> list[ParamSpec]:
         """Return name, dtype and shape of everything that `iter_full_params` yields, in its order."""
         return param_specs(self.module, self.form, dtype, skip=self.frozen)
 
-    def iter_full_params(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def iter_full_params(self, dtype: torch.dtype, *, cast_by_reader: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, full tensor)` as the checkpoint has them, gathered on the device, in a fixed order.
 
         Parameters that were frozen at load are left out; `frozen_names` has their names.
+
+        Args:
+            dtype: Of floating-point parameters.
+            cast_by_reader: See `hrl.workers.engine.weights.iter_full_params`.
         """
-        return iter_full_params(self.module, self.form, dtype, self.device, skip=self.frozen)
+        return iter_full_params(
+            self.module, self.form, dtype, self.device, skip=self.frozen, cast_by_reader=cast_by_reader
+        )
 
     def frozen_names(self) -> list[str]:
         """Return the names in the checkpoint of the parameters that no update moves."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.workers.engine.host_memory import local
 
 #: The wrapper's attribute that holds the transformers model.
 PREFIX = "model."
@@ -49,7 +51,13 @@ def param_specs(
 
 
 def iter_full_params(
-    module: nn.Module, form: CheckpointForm, dtype: torch.dtype, device: torch.device, *, skip: Collection[str] = ()
+    module: nn.Module,
+    form: CheckpointForm,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    skip: Collection[str] = (),
+    cast_by_reader: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(name, full tensor)` in the checkpoint's form, in the same order on every rank; tied parameters once.
 
@@ -62,12 +70,16 @@ def iter_full_params(
         dtype: Of floating-point parameters; buffers keep their dtype, which the model chose for a reason.
         device: Where tensors are gathered.
         skip: Names in memory of what is left out.
+        cast_by_reader: Tensors that need no gathering may come in the dtype that they are stored in, because the caller
+            copies them to memory of the other dtype: casting to fresh memory before takes longer than both together.
     """
     for name, tensor in saved_tensors(module):
         if name in skip:
             continue
         # Cast first and gathered second, so that half the bytes travel.
-        shard = tensor.detach().to(device=device, dtype=_outgoing_dtype(tensor, dtype))
+        is_whole = not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1
+        outgoing = tensor.dtype if cast_by_reader and is_whole else _outgoing_dtype(tensor, dtype)
+        shard = tensor.detach().to(device=device, dtype=outgoing)
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard
         yield from form.split(name.removeprefix(PREFIX), full)
         del shard, full  # before the next one is gathered
@@ -77,31 +89,52 @@ def _outgoing_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
 
 
-def export_hf(
-    tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, folder: Path, dtype: torch.dtype
-) -> None:
-    """Write a folder that transformers and vLLM load: `config.json`, its companions and safetensors of at most 5 GB.
+@dataclass(frozen=True)
+class ExportToWrite:
+    """A whole model in host memory, to be written as a folder that transformers and vLLM load.
 
-    Every rank takes part in gathering; rank 0 keeps the tensors and writes. Tokenizer files are left to the caller.
-
-    Args:
-        tensors: From `iter_full_params`.
+    Attributes:
+        tensors: Copies, by name in the checkpoint.
         config: Of the transformers model, with `override_config` applied.
-        folder: Created if missing.
         dtype: Of the tensors, for `config.json`.
     """
-    writes = dist.get_rank() == 0
-    kept = {}
-    for name, tensor in tensors:
-        if writes:
-            kept[name] = tensor.to("cpu", copy=True)
-        del tensor  # before the next one is gathered
-    if writes:
+
+    tensors: dict[str, Tensor]
+    config: PretrainedConfig
+    dtype: torch.dtype
+
+    @classmethod
+    def gather(
+        cls, tensors: Iterable[tuple[str, Tensor]], live: nn.Module, config: PretrainedConfig, dtype: torch.dtype
+    ) -> ExportToWrite | None:
+        """Return rank 0's copies of the tensors of `iter_full_params`; None on others, which help to gather.
+
+        Args:
+            tensors: What to keep.
+            live: The module, whose memory goes on to change.
+            config: See above.
+            dtype: See above.
+        """
+        writes = dist.get_rank() == 0
+        changing = {local(tensor).untyped_storage().data_ptr() for _, tensor in saved_tensors(live)}
+        kept = {}
+        for name, tensor in tensors:
+            if writes:
+                storage = tensor.untyped_storage()
+                is_own = tensor.is_cpu and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in changing
+                kept[name] = tensor if is_own else tensor.to("cpu", copy=True)
+            del tensor  # before the next one is gathered
+        return cls(kept, config, dtype) if writes else None
+
+    def write(self, folder: Path) -> Iterator[Path]:
+        """Write the folder, without tokenizer, and yield the files; safetensors have at most 5 GB each."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(config, dtype, folder)
-        copy_companions(Path(config.name_or_path), folder, has_code=bool(getattr(config, "auto_map", None)))
-        save_torch_state_dict(kept, folder)
-    dist.barrier()
+        source, has_code = Path(self.config.name_or_path), bool(getattr(self.config, "auto_map", None))
+        yield write_config(self.config, self.dtype, folder)
+        yield from copy_companions(source, folder, has_code=has_code)
+        save_torch_state_dict(self.tensors, folder)
+        self.tensors.clear()
+        yield from folder.glob("model*.safetensors*")
 
 
 def describe_classifier(config: PretrainedConfig, model: nn.Module, pad_token_id: int) -> None:
@@ -111,19 +144,20 @@ def describe_classifier(config: PretrainedConfig, model: nn.Module, pad_token_id
     config.pad_token_id = pad_token_id
 
 
-def write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
-    """Write `config.json`, even one that transformers would refuse to write."""
+def write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> Path:
+    """Write `config.json`, even one that transformers would refuse to write, and return the file."""
     # `save_pretrained` is stricter than `from_pretrained`. It refuses, for instance, a `config.json` that sets a
     # temperature, as many published ones do.
     config.dtype = dtype
     fields = json.loads(config.to_json_string())
     fields.pop("transformers_weights", None)  # names the file that was loaded; the export has other files
-    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    file = folder / "config.json"
+    file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    return file
 
 
-def copy_companions(source: Path, folder: Path, *, has_code: bool) -> None:
+def copy_companions(source: Path, folder: Path, *, has_code: bool) -> list[Path]:
     """Copy the companions byte for byte: transformers would refuse to write what some published ones contain."""
     code = sorted(file.name for file in source.glob("*.py")) if has_code else []
-    for name in (*COMPANIONS, *code):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    there = [name for name in (*COMPANIONS, *code) if (source / name).is_file()]
+    return [Path(shutil.copyfile(source / name, folder / name)) for name in there]

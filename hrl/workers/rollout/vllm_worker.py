@@ -31,7 +31,7 @@ from hrl.profiling.recorder import start_profile, stop_profile
 from hrl.profiling.spans import phase_span
 from hrl.workers.rollout.drawing import draw
 from hrl.workers.weight_sync.receiver import WeightReceiver
-from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
+from hrl.workers.weight_sync.wire import WeightSyncError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -293,7 +293,8 @@ class RolloutWorkerExtension:
 
     def hrl_weights_begin(self, manifest: Mapping[str, Any], handle: Mapping[str, Any], version: int) -> dict[str, Any]:
         """Announce a sync. See `WeightReceiver.begin`."""
-        return _answer(self._hrl_receiver.begin, Manifest.from_plain(manifest), handle, version)
+        receiver = self._hrl_receiver
+        return _answer(receiver.begin, receiver.manifest_of(manifest), handle, version)
 
     def hrl_weights_load(self, index: int) -> dict[str, Any]:
         """Take a bucket. See `WeightReceiver.load`."""

@@ -158,7 +158,7 @@ class BroadcastReader:
     def __init__(self, manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -> None:
         self._manifest = manifest
         self._timeout_s: float = handle["timeout_s"]
-        self.staged = handle["backend"] == "gloo"
+        self.staged = self.stays = handle["backend"] == "gloo"
         self._device = torch.device("cpu") if self.staged else torch.device("cuda", torch.cuda.current_device())
         self._data: Tensor | None = None
         self._rank: int = handle["first_rank"] + rank_in_engine

@@ -115,7 +115,7 @@ class CudaIpcSender(SenderTransport):
 class CudaIpcReader:
     """The receiver's end: the buffers on its own GPU."""
 
-    staged = False
+    staged = stays = False
 
     def __init__(self, manifest: Manifest, handle: Mapping[str, Any]) -> None:
         self._manifest = manifest

@@ -14,12 +14,11 @@ from torch import Tensor
 from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_memory
 from hrl.workers.weight_sync.wire import (
     Assembler,
-    Bucket,
     Manifest,
     ReceiverReport,
     WeightSyncError,
     open_sealed,
-    tensor_checksum,
+    tensor_checksums,
 )
 
 logger = logging.getLogger(__name__)
@@ -60,6 +59,8 @@ class BucketReader(Protocol):
 
     staged: bool
     """Buckets stay readable until the commit, so that nothing is written before all of it is verified."""
+    stays: bool
+    """Each bucket has the same memory in every sync."""
 
     def bucket(self, index: int) -> Tensor:
         """Return the bytes of a published bucket, `(bucket.nbytes,) uint8`."""
@@ -90,12 +91,17 @@ class WeightReceiver:
         self._name = f"{name} (pid {os.getpid()})"
         self._rank_in_engine = rank_in_engine
         self._reader: BucketReader | None = None
+        self._views: dict[int, list[tuple[str, Tensor]]] = {}  # what buckets hold, where the reader's memory stays
         self._attached: tuple[str, str] | None = None
         self._known_good: Manifest | None = None
         self._sync: _Incoming | None = None
         self._said_nothing_reads_back = False
         self.served_version = 0
         self.intact = True
+
+    def manifest_of(self, plain: Mapping[str, Any]) -> Manifest:
+        """Return a manifest that came as plain data; that of the last good sync, if it is the same."""
+        return Manifest.from_plain(plain, self._known_good)
 
     def begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
         """Attach to the sender.
@@ -106,7 +112,7 @@ class WeightReceiver:
         if self._sync is not None:
             raise WeightSyncError(f"{self._name}: a sync to version {self._sync.version} is already under way")
         good = self._known_good
-        if good is not None and manifest == good:
+        if good is not None and manifest.fingerprint == good.fingerprint:
             manifest = good  # which has worked out its buckets and its fingerprint
         elif good is not None and (found := good.difference(manifest)):
             raise WeightSyncError(
@@ -115,6 +121,7 @@ class WeightReceiver:
         key = (manifest.fingerprint, repr(sorted(handle.items())))
         if self._reader is None or self._attached != key:
             self._end_sync()
+            self._views.clear()
             self._reader = None  # before the next one opens memory of its own
             self._reader = attach(manifest, handle, self._rank_in_engine)
             self._attached = key
@@ -131,10 +138,11 @@ class WeightReceiver:
             raise WeightSyncError(f"{self._name}: expected bucket {sync.taken}, was told to load {index}")
         data, bucket = sync.reader.bucket(index), sync.manifest.buckets[index]
         sync.checksums += open_sealed(data, bucket, index, sync.version)
+        sync.device = data.device
         if sync.reader.staged:
-            sync.pending.append((bucket, data))
+            sync.pending.append((index, data))
         else:
-            self._write(sync, bucket, data)
+            self._write(sync, index, data)
             if data.is_cuda:  # copies are still under way, and the sender writes there again once this returns
                 torch.cuda.synchronize(data.device)
         sync.taken += 1
@@ -149,8 +157,8 @@ class WeightReceiver:
         manifest = sync.manifest
         if sync.taken != len(manifest.buckets):
             raise WeightSyncError(f"{self._name}: {sync.taken} of {len(manifest.buckets)} buckets have arrived")
-        for bucket, data in sync.pending:
-            self._write(sync, bucket, data)
+        for index, data in sync.pending:
+            self._write(sync, index, data)
         self._writer.finish(manifest.kept)
         read_back = self._read_back(sync)
         self._known_good, self.served_version, self.intact = manifest, sync.version, True
@@ -175,11 +183,14 @@ class WeightReceiver:
             raise WeightSyncError(f"{self._name}: no sync is under way")
         return self._sync
 
-    def _write(self, sync: _Incoming, bucket: Bucket, data: Tensor) -> None:
+    def _write(self, sync: _Incoming, index: int, data: Tensor) -> None:
         if not sync.writing:
             sync.writing = True
             self._writer.begin()
-        weights = list(sync.assembler.join(bucket, data))
+        bucket = sync.manifest.buckets[index]
+        weights = self._views.get(index) or list(sync.assembler.join(bucket, data))
+        if sync.reader.stays and all(piece.is_whole for piece in bucket.pieces):
+            self._views[index] = weights
         if weights:
             self._writer.write(weights)
 
@@ -190,8 +201,8 @@ class WeightReceiver:
             written, sent = self._writer.read_back(piece.name), piece.tensor
             if written is not None and (written.dtype, tuple(written.shape)) == (sent.torch_dtype, sent.shape):
                 part = written if piece.is_whole else written.reshape(-1)[piece.elements]
-                compared.append((piece.name, checksum, tensor_checksum(part)))
-        found = torch.stack([checksum for *_, checksum in compared]).tolist() if compared else []
+                compared.append((piece.name, checksum, part))
+        found = tensor_checksums([part for *_, part in compared], sync.device)
         for (name, checksum, _), got in zip(compared, found, strict=True):
             if got != checksum:
                 raise WeightSyncError(f"{self._name}: {name!r} reads back differently from what was sent")
@@ -210,8 +221,9 @@ class _Incoming:
         version: Policy version of the weights.
         reader: The receiver's end of the transport.
         taken: Buckets that have come and are verified.
-        pending: Those of a staged transport, which are written at the commit.
+        pending: Numbers and bytes of those of a staged transport, which are written at the commit.
         checksums: Of all pieces that have come, for the commit, when a buffer holds another bucket.
+        device: Of the buckets.
         assembler: Holds the tensor of which some pieces have come.
         writing: The model is being written.
     """
@@ -220,8 +232,9 @@ class _Incoming:
     version: int
     reader: BucketReader
     taken: int = 0
-    pending: list[tuple[Bucket, Tensor]] = field(default_factory=list)
+    pending: list[tuple[int, Tensor]] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     assembler: Assembler = field(default_factory=Assembler)
     writing: bool = False
 

@@ -10,13 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from hrl.workers.weight_sync.wire import Deadline, Manifest, ReceiverReport, TensorSpec, WeightSyncError, seal
+from hrl.workers.weight_sync.wire import Bucket, Deadline, Manifest, ReceiverReport, TensorSpec, WeightSyncError, seal
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +46,8 @@ class SenderTransport(ABC):
 
     depth: int
     """How many buckets can be under way at once; a bucket's buffer is used again `depth` buckets later."""
+    stays: bool = False
+    """Each bucket has the same memory in every sync, so that views of it are made once."""
     deadline: Deadline
     """Of the sync under way; `buffer` and `flush` wait no longer than that."""
 
@@ -111,6 +111,7 @@ class WeightSync:
         self._transport = transport
         self._target = target
         self._timeout_s = timeout_s
+        self._views: dict[int, list[Tensor]] = {}
 
     def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Send one version and have it served.
@@ -143,6 +144,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Give the transport's buffers back."""
+        self._views.clear()
         self._transport.close()
 
     def _send(self, version: int, source: Iterator[tuple[str, Tensor]], deadline: Deadline) -> list[ReceiverReport]:
@@ -156,8 +158,8 @@ class WeightSync:
             if target is not None and index >= transport.depth:
                 self._wait_loaded(loads, index - transport.depth, deadline)
             data = transport.buffer(index)
-            for piece in bucket.pieces:
-                piece.view(data).copy_(next(contents))
+            for place in self._places(index, bucket, data):
+                place.copy_(next(contents))
             seal(data, bucket, index, version)
             deadline.remaining_s(f"bucket {index} of {len(buckets)}")
             transport.publish(index)
@@ -174,6 +176,14 @@ class WeightSync:
         for report in reports:
             self._check(report, version)
         return reports
+
+    def _places(self, index: int, bucket: Bucket, data: Tensor) -> Sequence[Tensor]:
+        """Return where the pieces of a bucket lie in its memory."""
+        if not self._transport.stays:
+            return [piece.view(data) for piece in bucket.pieces]
+        if index not in self._views:
+            self._views[index] = [piece.view(data) for piece in bucket.pieces]
+        return self._views[index]
 
     def _wait_loaded(self, loads: Sequence[Future[None]], index: int, deadline: Deadline) -> None:
         deadline.wait(loads[index], f"loading bucket {index} of {len(self.manifest.buckets)}")
@@ -203,7 +213,7 @@ def _contents(manifest: Manifest, source: Iterator[tuple[str, Tensor]]) -> Itera
     Raises:
         WeightSyncError: The tensors of `source` are not the manifest's; names the first that is not.
     """
-    for spec, pieces in groupby(manifest.pieces, attrgetter("tensor")):
+    for spec, pieces in manifest.by_tensor:
         tensor = _take(source, spec)
         flat = None
         for piece in pieces:

@@ -27,6 +27,8 @@ class SharedMemorySender(SenderTransport):
     The pages are kept from sync to sync: touching fresh ones costs several times as much as the copy.
     """
 
+    stays = True
+
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._fd = os.memfd_create("hrl-weights", os.MFD_CLOEXEC)
@@ -54,7 +56,7 @@ class SharedMemorySender(SenderTransport):
 class SharedMemoryReader:
     """The receiver's mapping of a sender's memory."""
 
-    staged = True
+    staged = stays = True
 
     def __init__(self, manifest: Manifest, handle: Mapping[str, Any]) -> None:
         self._manifest = manifest

@@ -8,7 +8,9 @@ A piece is a whole tensor, unless the tensor is larger than a bucket. Such a ten
 of their own, so that no buffer is larger than a bucket; `Assembler` joins them again.
 
 The seal travels with the data. So a receiver can tell, whatever the transport, that the bucket is the right one, of the
-right version, and that each tensor arrived as it was written.
+right version, and that each tensor arrived as it was written. Every tensor of every sync is checked, because a fault
+has to be found at its own sync. In host memory the checksums are XXH3, which reads faster than a copy does and takes
+half a microsecond for a small tensor; on a GPU they are sums of words.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from hrl.errors import HrlError
 
@@ -111,13 +117,13 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         """The dtype that `dtype` names."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the full tensor."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
@@ -260,12 +266,17 @@ class Manifest:
             end = _round_up(end + buckets[-1].nbytes, ALIGNMENT_BYTES)
         return tuple(buckets)
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[TensorPiece, ...]:
         """All pieces in order."""
         return tuple(piece for bucket in self.buckets for piece in bucket.pieces)
 
-    @property
+    @cached_property
+    def by_tensor(self) -> tuple[tuple[TensorSpec, tuple[TensorPiece, ...]], ...]:
+        """Each tensor with its pieces, in order."""
+        return tuple((tensor, tuple(pieces)) for tensor, pieces in groupby(self.pieces, attrgetter("tensor")))
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensors, without padding and seals."""
         return sum(spec.nbytes for spec in self.tensors)
@@ -283,16 +294,22 @@ class Manifest:
     @cached_property
     def fingerprint(self) -> str:
         """A digest, equal for equal manifests."""
-        return hashlib.sha256(json.dumps(self.to_plain(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self._plain, sort_keys=True).encode()).hexdigest()
 
     def to_plain(self) -> dict[str, Any]:
         """Return the manifest as lists, strings and integers; `from_plain` is the inverse."""
+        return self._plain | {"fingerprint": self.fingerprint}
+
+    @cached_property
+    def _plain(self) -> dict[str, Any]:
         tensors = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
         return {"tensors": tensors, "limit_bytes": self.limit_bytes, "kept": list(self.kept)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Manifest:
-        """Undo `to_plain`."""
+    def from_plain(cls, plain: Mapping[str, Any], known: Manifest | None = None) -> Manifest:
+        """Undo `to_plain`; `known` is returned if it has the same fingerprint."""
+        if known is not None and plain["fingerprint"] == known.fingerprint:
+            return known
         tensors = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in plain["tensors"])
         return cls(tuple(tensors), plain["limit_bytes"], tuple(plain["kept"]))
 
@@ -318,20 +335,21 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
         index: Its number in the manifest.
         version: Policy version of the weights.
     """
-    for piece in bucket.pieces:  # padding may hold what another bucket left; it must not enter the checksum
-        data[piece.offset + piece.nbytes : piece.offset + _round_up(piece.nbytes, _WORD_BYTES)] = 0
+    if data.is_cuda:
+        for piece in bucket.pieces:  # padding may hold what another bucket left; it must not enter the checksum
+            data[piece.offset + piece.nbytes : piece.offset + _round_up(piece.nbytes, _WORD_BYTES)] = 0
     words = _seal_words(data, bucket)
     words[:_SEAL_WORDS] = torch.tensor([_SEAL_MAGIC, version, index])
-    words[_SEAL_WORDS:] = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
+    words[_SEAL_WORDS:] = _checksums(data, bucket)
 
 
 def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[int]:
-    """Check a bucket's seal and return the checksums of its pieces, comparable with `tensor_checksum`.
+    """Check a bucket's seal and return the checksums of its pieces, comparable with `tensor_checksums`.
 
     Raises:
         WeightSyncError: Another bucket, another version, or bytes that changed on the way; names the tensors.
     """
-    found = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
+    found = _checksums(data, bucket)
     # Fetched together, because on a GPU every fetch waits for all that was queued before it.
     words = torch.cat([_seal_words(data, bucket), found]).tolist()
     sealed, checksums = words[_SEAL_WORDS : -len(found)], words[-len(found) :]
@@ -371,8 +389,33 @@ class Assembler:
                 yield piece.name, finished
 
 
+def tensor_checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
+    """Return the checksums of tensors, or of runs of their elements, as those of buckets on a device are."""
+    if device.type != "cuda":
+        return _signed([xxh3_64_intdigest(_host_bytes(tensor)) for tensor in tensors]).tolist()
+    return torch.stack([tensor_checksum(tensor) for tensor in tensors]).tolist() if tensors else []
+
+
+def _checksums(data: Tensor, bucket: Bucket) -> Tensor:
+    """Return the checksum of each of a bucket's pieces, `(pieces,)` int64 on the device of the data."""
+    if data.is_cuda:
+        return torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
+    raw = memoryview(data.numpy())
+    pieces = ((piece.offset, piece.offset + piece.nbytes) for piece in bucket.pieces)
+    return torch.from_numpy(_signed([xxh3_64_intdigest(raw[start:end]) for start, end in pieces]))
+
+
+def _signed(digests: Sequence[int]) -> np.ndarray:
+    return np.array(digests, dtype=np.uint64).view(np.int64)
+
+
+def _host_bytes(tensor: Tensor) -> memoryview:
+    host = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous()
+    return memoryview(host.detach().view(-1).view(torch.uint8).numpy())
+
+
 def checksum(words: Tensor) -> Tensor:
-    """Return a checksum of int64 words `(N,)` as a 0-dim int64 tensor, at the speed of memory on CPU and GPU.
+    """Return a checksum of int64 words `(N,)` as a 0-dim int64 tensor, at the speed of a GPU's memory.
 
     The words form a matrix. Each is multiplied by the sum of a weight of its column and a weight of its row; the
     checksum is the total modulo 2**64. Column weights are odd and row weights even, so each factor is odd and thus
@@ -383,7 +426,7 @@ def checksum(words: Tensor) -> Tensor:
     row_weights = _row_weights(whole + 1, words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     matrix = words[: whole * _ROW_WORDS].view(whole, _ROW_WORDS)
-    # On a CPU the two sums share one pass over memory: the second finds its rows in the cache.
+    # On a CPU, where only tests come, the two sums share one pass over memory.
     step = max(whole, 1) if words.is_cuda else _ROWS_AT_ONCE
     for start in range(0, whole, step):
         block = matrix[start : start + step]

@@ -37,7 +37,7 @@ class Asked(DPOTrainer):
 
     def init_workers(self) -> None:
         self._workers = SimpleNamespace(
-            load=self.take, save=lambda folder, contents: None, peak_memory=list, trained=[]
+            load=self.take, save=lambda *_: [], finish_save=list, peak_memory=list, trained=[]
         )
 
     def take(self, folder: Path) -> None:
@@ -69,6 +69,7 @@ def trainer(folder: Path, total: int, validate: bool = False) -> Asked:
         phase=lambda name: nullcontext(),
         stage=in_silence,
         console=SimpleNamespace(note=lambda line: None),
+        stood_still=lambda name, seconds: None,
     )
     made = Asked(
         config,
@@ -108,6 +109,7 @@ def test_a_resumed_run_has_the_reference_of_one_that_was_never_interrupted(tmp_p
     first = trainer(tmp_path / "run", stop)  # not even the number of steps changes what was asked
     assert first.make_steps(stop) == straight[:stop]
     first.save()
+    first.finish_save()
     resumed = trainer(tmp_path / "run", total)
     assert (resumed.global_steps, resumed.loaded) == (stop, True)
     assert resumed.make_steps(total - stop) == straight[stop:]
@@ -117,6 +119,7 @@ def test_a_resumed_run_asks_only_for_what_is_left(tmp_path: Path) -> None:
     first = trainer(tmp_path, total=3)
     first.make_steps(2)
     first.save()
+    first.finish_save()
     epoch = first.train_dataset.order.epoch(0).tolist()
     assert trainer(tmp_path, total=3).passes == [epoch[6:9]]
     assert trainer(tmp_path, total=2).passes == []

@@ -22,6 +22,7 @@ from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
 from hrl.reward.combine import CombinedScores, RewardShaping, combine_scores
 from hrl.trainer.kinds import KINDS
+from hrl.workers.engine.background import write_record
 from tests.reward.settings import reward
 
 FUNCTION_SCORES = [1.0, None, 0.0]
@@ -137,8 +138,13 @@ class Workers:
         count = int(batch.batch["response_mask"][rows_of_first_step(request.plan)].sum())
         return [{"rollout/logprob_diff_mean": Metric.mean(count * abs(self.trainer - self.sampler), count)}]
 
-    def save(self, folder: Path, contents: list[str]) -> None:
+    def save(self, folder: Path, contents: list[str]) -> list[Path]:
         (folder / "weights").write_text("w")
+        write_record(folder / "written.json", [folder / "weights"])
+        return [folder / "written.json"]
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        pass
 
     def load(self, folder: Path) -> None:
         self.done.append("load")

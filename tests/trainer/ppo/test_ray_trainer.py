@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Timer
+from time import monotonic
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +19,10 @@ from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.run_folder import read_jsonl
 from hrl.reward.combine import CombinedScores
+from hrl.single_controller.worker_errors import WorkerDiedError, WorkerError
 from hrl.trainer.callbacks import Callback, Callbacks, RunState
 from hrl.workers.requests import SamplingParams
-from tests.trainer.ppo.driver import Driver, Prompts, Rewards
+from tests.trainer.ppo.driver import Driver, Prompts, Rewards, Workers
 
 MODEL_ONLY = (
     "reward.reward_model.enable=true",
@@ -256,14 +260,106 @@ def test_rows_without_advantage_are_spared_only_where_the_loss_allows_it(
     assert run == ({0, 2} if declared else {0, 1, 2})
 
 
-def test_saving_is_told_and_is_no_part_of_a_steps_record(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, "trainer.save_freq=1", "trainer.test_freq=-1")
+def test_how_long_the_run_stood_still_for_a_checkpoint_is_in_the_next_record(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=4)
     driver.fit()
     records = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [0, 1, 2]
-    assert not any("timing_s/save_checkpoint" in record for record in records)
-    for step in (1, 2):
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in records if "timing_s/save_checkpoint" in record] == [3]
+    for step in (2, 4):
         assert f"saved {tmp_path}/checkpoints/step_{step} in " in driver.shown
+
+
+class SlowDisk(Workers):
+    """Ranks that have written their part when `update_actor` is called for the `after`-th time, or never.
+
+    Attributes:
+        error: What a rank has to say of its writing.
+    """
+
+    def __init__(self, after: int = 0, error: str | None = None) -> None:
+        super().__init__()
+        self.after, self.error = after, error
+        self.open: list[Path] = []
+
+    def save(self, folder: Path, contents: list[str]) -> list[Path]:
+        self.open.append(folder)
+        return [folder / "written.json"]
+
+    def update_actor(self, batch: DataProto, request: Any) -> list[dict[str, Metric]]:
+        metrics = super().update_actor(batch, request)
+        if self.done.count("update") == self.after:
+            self.write()
+        return metrics
+
+    def write(self) -> None:
+        while self.open:
+            super().save(self.open.pop(), [])
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        if self.error is not None:
+            raise WorkerError(0, "actor.finish_save", "save_checkpoint", self.error)
+        if wait:
+            self.write()
+
+
+def test_a_run_goes_on_while_a_checkpoint_is_written_and_it_counts_when_it_is_whole(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=4, workers=SlowDisk(after=4))
+    there: list[list[int]] = []
+    driver.trainer.on_step_end = lambda *_: there.append(driver.trainer.checkpoints.steps())
+    driver.fit()
+    assert there[:3] == [[], [], []]
+    assert driver.trainer.checkpoints.steps() == [2, 4], "the end of the run waits for the last"
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, "trainer.save_freq=1", "trainer.test_freq=-1", steps=3, workers=SlowDisk())
+    begun: list[list[int]] = []
+    save = driver.workers.save
+    driver.workers.save = lambda *given: begun.append(driver.trainer.checkpoints.steps()) or save(*given)
+    driver.fit()
+    assert begun == [[], [1], [1, 2]]
+
+
+def test_what_goes_wrong_while_a_checkpoint_is_written_ends_the_run_after_the_next_step(tmp_path: Path) -> None:
+    full = SlowDisk(error=f"OSError: [Errno 28] No space left on device: '{tmp_path}'")
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=9, workers=full)
+    with pytest.raises(WorkerError, match=rf"save_checkpoint\) raised OSError: .*No space left.*{tmp_path}"):
+        driver.fit()
+    assert driver.trainer.global_steps == 3
+    assert driver.trainer.checkpoints.steps() == []
+    assert [path.name for path in driver.trainer.checkpoints.interrupted()] == ["tmp.step_2"]
+
+
+@pytest.mark.parametrize("ended_by", [KeyboardInterrupt, RuntimeError])
+def test_a_run_that_ends_early_still_saves_what_it_had_begun_to(tmp_path: Path, ended_by: type[BaseException]) -> None:
+    class EndsInStep3(SlowDisk):
+        def update_actor(self, batch: DataProto, request: Any) -> list[dict[str, Metric]]:
+            if self.done.count("update") == 2:
+                Timer(0.2, self.write).start()
+                raise ended_by
+            return super().update_actor(batch, request)
+
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=9, workers=EndsInStep3())
+    with pytest.raises(ended_by):
+        driver.fit()
+    assert driver.trainer.checkpoints.steps() == [2]
+
+
+def test_a_rank_that_died_is_not_waited_for(tmp_path: Path) -> None:
+    class Dies(SlowDisk):
+        def update_actor(self, batch: DataProto, request: Any) -> list[dict[str, Metric]]:
+            if self.done.count("update") == 2:
+                raise WorkerDiedError(0, "actor.update_actor", "update_actor", 1, "killed")
+            return super().update_actor(batch, request)
+
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=9, workers=Dies())
+    started = monotonic()
+    with pytest.raises(WorkerDiedError):
+        driver.fit()
+    assert monotonic() - started < 20, "less than the patience with ranks that live"
+    assert driver.trainer.checkpoints.steps() == []
+    assert "step 2 is not saved" in " ".join(driver.shown.split())
 
 
 def test_prompts_are_answered_only_if_each_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

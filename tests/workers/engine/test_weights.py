@@ -47,6 +47,16 @@ def test_a_full_tensor_is_gone_before_the_next_one_is_gathered(tmp_path: Path, m
     assert len(alive) == len(given) > 5 and not any(alive)
 
 
+def test_who_copies_may_cast_and_gets_the_same_numbers(tmp_path: Path) -> None:
+    engine = policy_of(save_llama(tmp_path / "source")).engine
+    cast = dict(engine.iter_full_params(torch.bfloat16))
+    stored = dict(engine.iter_full_params(torch.bfloat16, cast_by_reader=True))
+    assert cast.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert (tensor.dtype, cast[name].dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(torch.empty_like(cast[name]).copy_(tensor), cast[name])
+
+
 def test_a_generation_config_that_transformers_would_not_write_is_copied_byte_for_byte(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "source")
     (source / "generation_config.json").write_bytes(SAMPLING_WITHOUT_DO_SAMPLE)

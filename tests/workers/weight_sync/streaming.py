@@ -58,7 +58,7 @@ class StreamingSender(SenderTransport):
 class StreamingReader(BucketReader):
     """The receiver's end."""
 
-    staged = False
+    staged = stays = False
 
     def __init__(self, handle: dict[str, Any]) -> None:
         self._sender = StreamingSender.senders[handle["id"]]

@@ -18,6 +18,7 @@ from hrl.workers.weight_sync.wire import (
     open_sealed,
     seal,
     tensor_checksum,
+    tensor_checksums,
 )
 
 SPECS = [
@@ -110,7 +111,9 @@ def test_a_sealed_bucket_gives_back_exactly_what_was_written():
         opened += assembler.join(bucket, raw)
 
     flat = [weights[piece.name].reshape(-1)[piece.elements] for piece in manifest.pieces]
-    assert checksums == [int(tensor_checksum(piece)) for piece in flat]
+    assert checksums == tensor_checksums(flat, torch.device("cpu"))
+    on_a_gpu = [checksum(p.words(data[i])) for i, bucket in enumerate(manifest.buckets) for p in bucket.pieces]
+    assert on_a_gpu == [tensor_checksum(piece) for piece in flat]
     assert len(manifest.buckets) > 1 and len(manifest.pieces) > len(SPECS)
     assert [name for name, _ in opened] == [name for name, _, _ in SPECS]
     for name, tensor in opened:

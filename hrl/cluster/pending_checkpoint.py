@@ -1,0 +1,91 @@
+"""A checkpoint that the ranks are still writing, and the thread that publishes it as soon as they have."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hrl.cluster.checkpoints import CheckpointStore
+from hrl.errors import HrlError
+from hrl.report.run_folder import writing_to
+from hrl.workers.engine.background import is_written
+
+_POLL_S = 0.05
+
+
+class PendingCheckpoint:
+    """Publishes a checkpoint when every record of it is there, see `hrl.workers.engine.background.write_record`.
+
+    Publishing is `CheckpointStore.commit`, which also removes older checkpoints; neither holds up the run.
+
+    Args:
+        store: The checkpoints of the run, in which `begin` was called for the step.
+        step: Whose weights they are.
+        state: The driver's state after this step.
+        records: Files that ranks write when everything else of theirs is on disk.
+        run_folder: Of the run, for errors.
+    """
+
+    def __init__(
+        self, store: CheckpointStore, step: int, state: Mapping[str, Any], records: Iterable[Path], run_folder: Path
+    ) -> None:
+        self.step = step
+        self.folder = store.temporary(step)
+        self._store, self._state, self._run_folder = store, dict(state), run_folder
+        self._records = list(records)
+        self._began = time.perf_counter()
+        self._final: Path | None = None
+        self._error: HrlError | None = None
+        self._give_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="publishing a checkpoint", daemon=True)
+        self._thread.start()
+
+    #: Seconds from its beginning until it was whole, once it is.
+    seconds = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is published, or publishing has failed."""
+        return not self._thread.is_alive()
+
+    def stop(self, patience_s: float = 0.0) -> Path | None:
+        """End the thread, and return the published checkpoint; None if it lacks something.
+
+        Args:
+            patience_s: How long to wait for what it lacks.
+
+        Raises:
+            HrlError: It could not be published.
+        """
+        try:
+            self._thread.join(patience_s)
+        finally:  # also on Ctrl-C
+            self._give_up.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._final
+
+    def publish(self) -> Path:
+        """Publish it now; its thread has stopped."""
+        with writing_to(self._run_folder):
+            final = self._store.commit(self.step, self._state)
+        self.seconds = time.perf_counter() - self._began
+        return final
+
+    def _run(self) -> None:
+        try:
+            while not self._is_whole():
+                if self._give_up.wait(_POLL_S) and not self._is_whole():
+                    return
+            self._final = self.publish()
+        except HrlError as error:
+            self._error = error
+
+    def _is_whole(self) -> bool:
+        with writing_to(self._run_folder):
+            self._records = [record for record in self._records if not is_written(record)]
+        return not self._records

@@ -1,0 +1,77 @@
+"""Files that a rank writes in the background, and the record that tells when they are on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+
+class BackgroundWriter:
+    """Writes in one thread, one job after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._jobs: list[Future[None]] = []
+
+    def begin(self, write: Callable[[], Iterable[Path]], record: Path | None = None) -> None:
+        """Write files, make them durable, and then write a record of them.
+
+        Args:
+            write: Writes files and returns them.
+            record: See `write_record`.
+        """
+        self._jobs.append(self._thread.submit(_run, write, record))
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Wait for all jobs, or look at those that have ended; raise what went wrong in one, once."""
+        while self._jobs and (wait or self._jobs[0].done()):
+            job = self._jobs[0]
+            try:
+                job.result()
+            finally:
+                if job.done():  # and not Ctrl-C
+                    self._jobs.pop(0)
+
+
+def _run(write: Callable[[], Iterable[Path]], record: Path | None) -> None:
+    files = list(write())
+    for file in files:
+        _fsync(file)
+    for folder in {file.parent for file in files}:
+        _fsync(folder)
+    if record is not None:
+        write_record(record, files)
+
+
+def write_record(record: Path, files: Iterable[Path]) -> None:
+    """Say that files are on disk.
+
+    Args:
+        record: The file that says it; it appears as a whole.
+        files: Below the record's folder.
+    """
+    sizes = {str(file.relative_to(record.parent)): file.stat().st_size for file in files}
+    partial = record.with_name(f".{record.name}.partial")
+    partial.write_text(json.dumps({"files": sizes}, indent=1, sort_keys=True) + "\n")
+    _fsync(partial)
+    partial.replace(record)
+
+
+def is_written(record: Path) -> bool:
+    """Return whether the record is there, and the files that it names have their sizes as seen from here."""
+    try:
+        sizes = json.loads(record.read_text())["files"]
+        return all((record.parent / name).stat().st_size == size for name, size in sizes.items())
+    except FileNotFoundError:
+        return False
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,57 @@
+"""The record of what a rank wrote appears after all of it, and an error is not lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hrl.workers.engine.background import BackgroundWriter, is_written, write_record
+
+
+def test_the_record_comes_after_the_last_file(tmp_path: Path) -> None:
+    writer, gate = BackgroundWriter(), threading.Event()
+    record, first, second = (tmp_path / name for name in ("written.json", "first", "second"))
+
+    def write() -> Iterator[Path]:
+        first.write_bytes(b"12345")
+        yield first
+        assert gate.wait(30)
+        second.write_bytes(b"123")
+        yield second
+
+    writer.begin(write, record)
+    writer.finish(wait=False)
+    assert not record.exists() and not is_written(record)
+    gate.set()
+    writer.finish()
+    assert json.loads(record.read_text()) == {"files": {"first": 5, "second": 3}}
+    assert is_written(record)
+    second.write_bytes(b"12")
+    assert not is_written(record), "as on a disk that shows only a part of it"
+
+
+def test_jobs_come_one_after_the_other_and_an_error_is_raised_once(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+
+    def full() -> Iterator[Path]:
+        raise OSError(28, "No space left on device", str(tmp_path))
+        yield tmp_path
+
+    writer.begin(full, tmp_path / "written.json")
+    writer.begin(list, tmp_path / "later.json")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+        writer.finish()
+    assert not (tmp_path / "written.json").exists()
+    writer.finish()
+    assert is_written(tmp_path / "later.json")
+
+
+def test_a_record_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Path, "replace", lambda *_: None)
+    write_record(tmp_path / "written.json", [tmp_path / "file"])
+    assert not is_written(tmp_path / "written.json")
