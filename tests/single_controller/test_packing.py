@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from hrl.columns import object_column
 from hrl.protocol import DataProto
 from hrl.single_controller.packing import (
     RaggedColumn,
+    join_batches,
     pack_batch,
     pack_column,
     pack_result,
@@ -157,3 +159,45 @@ def test_batches_inside_plain_results_are_packed_too() -> None:
     result = unpack_result(pack_result({"batch": batch, "pair": (1, [batch])}))
     assert torch.equal(result["batch"].batch["a"], torch.ones(2, 1))
     assert result["pair"][0] == 1 and torch.equal(result["pair"][1][0].batch["a"], torch.ones(2, 1))
+
+
+def parts_of_a_batch() -> tuple[DataProto, list[np.ndarray]]:
+    """A batch, and the rows of it that each of three ranks has: one of them with equal numbers alone."""
+    mask = (torch.arange(6) < torch.tensor([[3], [0], [6], [2], [1]])).long()
+    ids = torch.arange(30).view(5, 6) * 1000 * mask
+    tensors = {"ids": ids, "mask": mask, "scores": torch.randn(5, 6).bfloat16(), "value": torch.arange(5.0)}
+    objects = {"uid": list("abcde"), "lists": object_column([[n] * n for n in range(5)])}
+    return DataProto.from_dict(tensors, objects, {"metrics": {}}), [np.array(r) for r in ([3, 0], [1], [4, 2])]
+
+
+def assert_same_batch(actual: DataProto, expected: DataProto) -> None:
+    assert set(actual.batch.keys()) == set(expected.batch.keys())
+    for name, column in expected.batch.items():
+        assert_identical(actual.batch[name], column)
+    assert set(actual.non_tensor_batch) == set(expected.non_tensor_batch)
+    for name, array in expected.non_tensor_batch.items():
+        assert actual.non_tensor_batch[name].tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_parts_are_joined_in_their_places(packed: bool) -> None:
+    batch, rows = parts_of_a_batch()
+    parts = [batch.select_idxs(of_part) for of_part in rows]
+    joined = join_batches([pack_batch(part) if packed else part for part in parts], rows)
+    assert_same_batch(joined, batch)
+    joined.batch["ids"].add_(1)  # it is a copy
+
+
+def test_parts_with_other_kinds_of_columns_are_joined_too() -> None:
+    batch, rows = parts_of_a_batch()
+    batch.non_tensor_batch["grid"] = np.arange(10).reshape(5, 2)
+    joined = join_batches([pack_batch(batch.select_idxs(of_part)) for of_part in rows], rows)
+    assert_same_batch(joined, batch)
+
+
+def test_parts_with_different_columns_are_refused() -> None:
+    batch, rows = parts_of_a_batch()
+    parts = [batch.select_idxs(of_part) for of_part in rows]
+    parts[1].batch["more"] = torch.ones(1)
+    with pytest.raises(ValueError, match="more"):
+        join_batches([pack_batch(part) for part in parts], rows)
