@@ -208,7 +208,7 @@ class _LogProb(torch.autograd.Function):
                 new_top = torch.maximum(top, logits.amax(1))
                 shrink = torch.exp(top - new_top)
                 if with_entropy:
-                    exponentials = torch.exp(logits - new_top[:, None])
+                    exponentials = (logits - new_top[:, None]).exp_()
                     first_moment.mul_(shrink).add_(torch.linalg.vecdot(exponentials, logits))
                 else:
                     exponentials = logits.sub_(new_top[:, None]).exp_()
@@ -216,6 +216,7 @@ class _LogProb(torch.autograd.Function):
                 if with_sum_pi_squared:
                     squared_mass.mul_(shrink.square()).add_(torch.linalg.vecdot(exponentials, exponentials))
                 top = new_top
+                del logits, exponentials  # before the next tile's are made
             normaliser[rows] = top + mass.log()
             if mean_logit is not None:
                 mean_logit[rows] = first_moment / mass
@@ -264,10 +265,13 @@ class _LogProb(torch.autograd.Function):
                 grad_logits = grad_logits.to(hidden.dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] += torch.mm(grad_logits, weight[columns])
-                if grad_weight is not None:
+                if grad_weight is not None and len(row_tiles) == 1 and hidden.dtype == weight.dtype:
+                    torch.mm(grad_logits.t(), hidden[rows], out=grad_weight[columns])
+                elif grad_weight is not None:
                     part = torch.mm(grad_logits.t(), hidden[rows])
-                    # Usually there is one row tile; several are summed in the accumulation dtype.
+                    # Several row tiles are summed in the accumulation dtype.
                     grad_columns = part if grad_columns is None else grad_columns.to(dtype).add_(part)
+                del logits, grad_logits  # before the next tile's are made
             if grad_weight is not None and grad_columns is not None:
                 grad_weight[columns] = grad_columns
         return (
