@@ -15,7 +15,7 @@ from hrl.commands.argument_types import at_least_one, positive, share
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the hardware and what is known of the rows."""
     parser.add_argument("--gpus", type=at_least_one, metavar="N", help="number of devices; otherwise the line's own")
-    parser.add_argument("--gpu", metavar="NAME", help="a100, h100, h200, b200, or cpu for this machine, measured now")
+    parser.add_argument("--gpu", metavar="NAME", help="a100, a800, h100, h800, h20, h200, b200, or cpu: this machine")
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="mean length of a prompt; half the longest")
     parser.add_argument("--response-tokens", type=positive, metavar="N", help="the same of a response")
     parser.add_argument("--teaching", type=share, default=1.0, metavar="SHARE", help="groups whose rewards differ; 1")

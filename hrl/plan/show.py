@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hrl.config.arithmetic import count
 from hrl.plan.plan import Plan
 from hrl.plan.step import StepCost
 from hrl.preflight.memory_ledger import GIB, gib
@@ -29,10 +30,10 @@ _PHASES = {
 def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
     model, best = plan.model, plan.best
-    work, devices = model.work, f"{plan.cost.devices} × {model.hardware.name}"
-    console.print(Text(f"{work.prompts:,} prompts × {work.samples} samples on {devices}", style="bold"))
-    console.print(f"  assumed: prompts of {work.prompt:,.0f} tokens, responses of {work.response:,.0f} and at most "
-                  f"{work.longest_response:,}; --prompt-tokens and --response-tokens set the means")  # fmt: skip
+    work = model.work
+    console.print(Text(f"{work.prompts:,} prompts × {work.samples} samples on {_devices(plan)}", style="bold"))
+    lengths = f"prompts of {work.prompt:,.0f} tokens, responses of {work.response:,.0f}, at most"
+    console.print(f"  lengths: {lengths} {work.longest_response:,} (--prompt-tokens, --response-tokens)")
     if plan.misfit is None:
         _show_cost("As given", plan.cost, console, model.hardware.memory)
     else:
@@ -50,9 +51,18 @@ def show(plan: Plan, console: Console) -> None:
         console.print("\nComputed, not measured: hrl has not run on a GPU. docs/scaling.md has the assumptions.")
 
 
+def _devices(plan: Plan) -> str:
+    """Return the number of devices, or what was measured of this machine."""
+    hardware, number = plan.model.hardware, plan.cost.devices
+    if not hardware.is_cpu:
+        return f"{number:,} × {hardware.name}"
+    rates = f"{hardware.flops / 1e9:,.0f} GFLOP/s, copies {hardware.memory_rate / 1e9:.1f} GB/s"
+    return f"{count(number, 'process', 'processes')} of this machine (products {rates})"
+
+
 def _show_cost(title: str, cost: StepCost, console: Console, memory: float) -> None:
     rate = f"{cost.tokens_per_second:,.0f} tokens/s"
-    each = f", {cost.tokens_per_second / cost.devices:,.0f} a device" if cost.devices > 1 else ""
+    each = f", {cost.tokens_per_second / cost.devices:,.0f} for each device" if cost.devices > 1 else ""
     console.print()
     console.print(Text(f"{title}: {cost.seconds:,.1f} s a step, {rate}{each}", style="bold"))
     table = Table.grid(padding=(0, 2))

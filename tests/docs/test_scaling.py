@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+from pathlib import Path
 
 import pytest
 
+from hrl.cluster.precision import with_dtypes
+from hrl.config.compose import compose_kind, to_yaml
+from hrl.config.outline import outline_of
+from hrl.config.run_kind import PPO
+from hrl.plan.shapes import shapes_of
+from hrl.plan.step import CostModel
+from hrl.plan.workload import Workload
+from tests.plan.recorded import TWO_CORES
 from tests.runs.runner import ROOT
 
 FOLDER = ROOT / "docs" / "scaling"
@@ -31,6 +41,20 @@ def test_the_table_of_published_steps_is_up_to_date() -> None:
 @pytest.mark.parametrize(("model", "devices"), [("Qwen2.5-7B", 64), ("Llama-3.1-70B", 8), ("Qwen3-30B-A3B", 16)])
 def test_a_predicted_row_is_up_to_date(model: str, devices: int) -> None:
     assert TABLES["row"](model, devices) in block(model)
+
+
+def test_a_run_is_compared_with_the_model(tmp_path: Path) -> None:
+    compare = runpy.run_path(str(FOLDER / "compare.py"), run_name="compare")
+    config = compose_kind(PPO, ["trainer.device=cpu"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    config = with_dtypes(config, "cpu")
+    cost = CostModel(config, shapes_of(outline_of(config)), TWO_CORES, Workload.of(config, 45, 20, 0.5)).cost()
+    step = {f"timing_s/{phase.name}": phase.seconds for phase in cost.phases} | {"timing_s/step": 2 * cost.seconds}
+    step |= {"prompt_length/mean": 45, "response_length/mean": 20, "actor/rows_run": 32}
+    lines = [step | {"step": number} for number in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    said = {line.split()[0]: line.split()[-1] for line in compare["compared"](tmp_path, TWO_CORES)[1:]}
+    assert said == {"gen": "+0%", "update_actor": "+0%", "weight_sync": "+0%", "step": "-50%"}
 
 
 def test_the_picture_is_shown() -> None:
