@@ -30,7 +30,7 @@ _NAMES = {
     PRODUCTS: """
         mm addmm bmm baddbmm addbmm mv addmv dot linear mkldnn_linear linear_pointwise einsum conv1d convolution
         _scaled_mm _grouped_mm _scaled_grouped_mm _int_mm onednn_mm onednn_scaled_mm cutlass_scaled_mm cpu_gemm_wna16
-        weight_packed_linear
+        weight_packed_linear wide_mm
     """,
     COPIES: """
         copy to _to_copy clone contiguous cat _chunk_cat stack split_with_sizes_copy _foreach_copy fill zero zeros

@@ -84,35 +84,43 @@ class PackedWeight:
 
         A row of the result does not depend on the other rows, bit for bit.
         """
-        count, width = hidden.shape
-        states = _whole(hidden, ROW_STEP)
-        num_blocks = len(self.blocks)
-        result = torch.empty(len(states), num_blocks * BLOCK)
+        return torch.ops.hrl.wide_mm(_whole(hidden, ROW_STEP), self.blocks)[: len(hidden), : self.rows]
 
-        # Threads take one part after the other, so that one which the system holds up does not hold up the rest.
-        num_threads = torch.get_num_threads()
-        step = max(1, num_blocks // (PARTS * num_threads))
-        parts = iter(range(0, num_blocks, step))
 
-        def multiply() -> None:
-            kernel = wide_product()
-            assert kernel is not None, "there is a kernel where a weight was packed"
-            stride = result.shape[1]
-            for first in parts:
-                for block in range(first, min(first + step, num_blocks)):
-                    right = self.blocks.data_ptr() + block * width * BLOCK * 2
-                    out = result.data_ptr() + block * BLOCK * 4
-                    for row in range(0, len(states), MAX_ROWS):
-                        rows = min(MAX_ROWS, len(states) - row)
-                        left, to = states.data_ptr() + row * width * 2, out + row * stride * 4
-                        kernel(rows, BLOCK, width, width, BLOCK, stride, False, left, right, to, True)
+def _wide_mm(states: Tensor, blocks: Tensor) -> Tensor:
+    """Return the products of `states (T, H)` and the `blocks` of a weight, `(T, N * BLOCK)` float32."""
+    kernel = wide_product()
+    assert kernel is not None, "there is a kernel where a weight was packed"
+    (count, width), num_blocks = states.shape, len(blocks)
+    stride = num_blocks * BLOCK
+    result = torch.empty(count, stride)
+    # Threads take one part after the other, so that one which the system holds up does not hold up the rest.
+    num_threads = torch.get_num_threads()
+    step = max(1, num_blocks // (PARTS * num_threads))
+    parts = iter(range(0, num_blocks, step))
 
-        # Calls release the interpreter's lock.
-        others = [_pool(os.getpid()).submit(multiply) for _ in range(num_threads - 1)]
-        multiply()
-        for other in others:
-            other.result()
-        return result[:count, : self.rows]
+    def multiply() -> None:
+        for first in parts:
+            for block in range(first, min(first + step, num_blocks)):
+                right = blocks.data_ptr() + block * width * BLOCK * 2
+                out = result.data_ptr() + block * BLOCK * 4
+                for row in range(0, count, MAX_ROWS):
+                    rows = min(MAX_ROWS, count - row)
+                    left, to = states.data_ptr() + row * width * 2, out + row * stride * 4
+                    kernel(rows, BLOCK, width, width, BLOCK, stride, False, left, right, to, True)
+
+    # Calls release the interpreter's lock.
+    others = [_pool(os.getpid()).submit(multiply) for _ in range(num_threads - 1)]
+    multiply()
+    for other in others:
+        other.result()
+    return result
+
+
+# As an operator of torch it has a name on the traces of a profiler.
+_OPERATORS = torch.library.Library("hrl", "FRAGMENT")
+_OPERATORS.define("wide_mm(Tensor states, Tensor blocks) -> Tensor")
+_OPERATORS.impl("wide_mm", _wide_mm, "CPU")
 
 
 def _whole(matrix: Tensor, step: int) -> Tensor:
