@@ -9,7 +9,7 @@ rows of many batches in one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,10 @@ class Column(ABC):
     def write(self, rows: np.ndarray | slice, out: np.ndarray, places: np.ndarray) -> None:
         """Copy the given rows to `places` of `out`."""
 
+    @abstractmethod
+    def pick(self, rows: np.ndarray) -> Column:
+        """Return the given rows as a packed column."""
+
     def take(self, rows: np.ndarray) -> torch.Tensor:
         """Return a copy of the given rows."""
         tensor, out = _empty((len(rows), *self.row_shape), self.dtype)
@@ -71,6 +75,10 @@ class DenseColumn(Column):
     def write(self, rows: np.ndarray | slice, out: np.ndarray, places: np.ndarray) -> None:
         """Copy the given rows to `places` of `out`."""
         out[places] = self.values[rows]
+
+    def pick(self, rows: np.ndarray) -> DenseColumn:
+        """Return the given rows as a packed column."""
+        return DenseColumn(self.values[rows], self.dtype)
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,16 @@ class RaggedColumn(Column):
             row[:start] = left
             row[start:stop] = values[offset : offset + stop - start]
             row[stop:] = right
+
+    def pick(self, rows: np.ndarray) -> RaggedColumn:
+        """Return the given rows as a packed column."""
+        lengths = self.spans[1] - self.spans[0]
+        values = self.values
+        if len(values) > 1:
+            ends = np.cumsum(lengths, dtype=np.int64)
+            places = zip((ends - lengths)[rows].tolist(), ends[rows].tolist(), strict=True)
+            values = np.concatenate([values[:0], *(values[start:end] for start, end in places)])
+        return RaggedColumn(values, self.spans[:, rows], self.margins, self.num_columns, self.dtype)
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -202,14 +220,23 @@ class PackedBatch:
     def __len__(self) -> int:
         return self.num_rows
 
+    def pick(self, rows: np.ndarray) -> PackedBatch:
+        """Return the given rows (indices, repeats allowed), packed."""
+        tensors = {name: column.pick(rows) for name, column in self.tensors.items()}
+        objects = {name: [values[row] for row in rows] for name, values in self.objects.items()}
+        others = self.others.select_idxs(rows) if self.others is not None and len(self.others) else self.others
+        return PackedBatch(len(rows), tensors, objects, others, self.meta_info)
+
     @property
     def layout(self) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], set[str]]:
         """Shape of a row and dtype of every packed column, and the names of object columns."""
         return {name: (column.row_shape, column.dtype) for name, column in self.tensors.items()}, set(self.objects)
 
 
-def pack_batch(batch: DataProto, columns: Sequence[str] | None = None) -> PackedBatch:
-    """Pack the batch, or those of the named columns that it has."""
+def pack_batch(
+    batch: DataProto, columns: Sequence[str] | None = None, pack: Callable[[torch.Tensor], Column] = pack_column
+) -> PackedBatch:
+    """Pack the batch, or those of the named columns that it has, each by `pack`."""
     wanted = None if columns is None else frozenset(columns)
     tensor_names = [n for n in ([] if batch.batch is None else batch.batch.keys()) if wanted is None or n in wanted]
     arrays = {name: column for name, column in batch.non_tensor_batch.items() if wanted is None or name in wanted}
@@ -223,7 +250,7 @@ def pack_batch(batch: DataProto, columns: Sequence[str] | None = None) -> Packed
         others = batch.select(other_tensors, other_arrays, [])
         if others.batch is not None and others.batch.device is not None:
             others = others.to("cpu")
-    tensors = {name: pack_column(column) for name, column in dense.items()}
+    tensors = {name: pack(column) for name, column in dense.items()}
     return PackedBatch(len(batch), tensors, objects, others, batch.meta_info)
 
 

@@ -293,7 +293,8 @@ class RankProcesses:
         """
         name = f"{role}.{method}"
         self._refuse_if_unusable(name)
-        sent = transport.send(role, method, calls)
+        nodes = [info.node_id for info in self.infos[: len(calls)]] or [""] * len(calls)
+        sent = transport.send(role, method, calls, nodes)
         refs = [self.actors[rank].call.remote(*arguments) for rank, arguments in enumerate(sent)]
         return PendingCalls(self, refs, name, timeout_s)
 
