@@ -17,8 +17,9 @@ from hrl.single_controller.worker import RankEnv
 ROOT = Path(__file__).parents[2]
 
 TWO_NODES = """
-import json, ray
+import json, ray, torch
 from ray.cluster_utils import Cluster
+from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import Dispatch, register
 from hrl.single_controller.worker_errors import PlacementError
 from hrl.single_controller.worker import Worker
@@ -32,6 +33,10 @@ class Place(Worker):
     def place(self):
         return ray.get_runtime_context().get_node_id(), self.rank_env.as_environ()
 
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def doubled(self, batch):
+        return DataProto.from_dict({"number": 2 * batch.batch["number"]})
+
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 try:
     cluster.add_node(num_cpus=1)
@@ -44,6 +49,8 @@ try:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Place))
         slots = [[slot.node_ip, slot.node_id] for slot in pool.slots()]
         print("placed", json.dumps([slots, group.place()]), flush=True)
+        answer = group.doubled(DataProto.from_dict({"number": torch.arange(5)}))
+        print("doubled", json.dumps(answer.batch["number"].tolist()), flush=True)
         group.shutdown()
 finally:
     cluster.shutdown()
@@ -59,7 +66,9 @@ def test_a_pool_over_two_nodes_has_one_placement_group_on_each(tmp_path: Path) -
         [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("refused", "placed")))
+    shown = ("refused", "placed", "doubled")
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(shown))
+    assert json.loads(lines["doubled"]) == [0, 2, 4, 6, 8], "each node has an object with its own ranks' rows"
     assert "one node must have 2 CPU and the best of 2 node(s) has 1" in lines["refused"]
     slots, places = json.loads(lines["placed"])
     assert [node for node, _ in places] == [node for _, node in slots], "rank i runs in slot i"
