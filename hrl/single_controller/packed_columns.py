@@ -33,7 +33,8 @@ class PackedColumns:
 
     def pack(self, tensor: torch.Tensor) -> Column:
         """Return the tensor's column, as `pack_column` packs it."""
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or type(tensor) is not torch.Tensor:
+        is_plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not is_plain or tensor.is_conj() or tensor.is_neg():
             return pack_column(tensor)
         key, mark = id(tensor), fingerprint(tensor)
         kept = self._kept.get(key)

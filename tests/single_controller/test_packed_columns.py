@@ -74,11 +74,19 @@ def test_a_column_goes_with_its_tensor() -> None:
     assert len(columns) == 0
 
 
-def test_a_view_with_gaps_is_packed_and_not_kept(packed: list[torch.Tensor]) -> None:
-    columns, tensor = PackedColumns(), columns_of(8, 8)
-    view = tensor[:, ::2]
+@pytest.mark.parametrize(
+    "view",
+    [columns_of(8, 8)[:, ::2], torch.nn.Parameter(torch.randn(8, 3)), torch.randn(8, 3, dtype=torch.complex64).conj()],
+    ids=["with gaps", "parameter", "conjugated"],
+)
+def test_what_has_no_plain_memory_of_its_own_is_packed_and_not_kept(view: torch.Tensor) -> None:
+    columns = PackedColumns()
     assert torch.equal(columns.pack(view).take(np.arange(8)), view)
     assert len(columns) == 0
+
+
+def test_an_empty_column_is_one_too() -> None:
+    assert PackedColumns().pack(torch.zeros(0, 6)).take(np.arange(0)).shape == (0, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int8])
