@@ -499,7 +499,9 @@ def _share_by_cost(rows: RowLengths, positions: np.ndarray, world_size: int, max
     are cut into 2, 4, ... parts, as long as the heaviest rank gets lighter by it.
     """
     groups = rows.runs(positions) if rows.share_prefix else list(positions[:, None])
-    largest = max((len(group) for group in groups), default=0)
+    if world_size == 1:
+        return [_cut_groups(rows, groups, 1, max_tokens)]
+    largest = max(map(len, groups), default=0)
     parts, lightest, shares = 1, np.inf, []
     while True:
         units = _cut_groups(rows, groups, parts, max_tokens)
