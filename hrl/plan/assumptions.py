@@ -94,16 +94,16 @@ ON_GPU = Assumptions(
     sync_bytes=18,  # counted: cast 4 and 2, checksum 2, into the bucket 4, load 4, read-back 2
     sleep_s=3.0,  # vLLM's log: 1.5 s to fall asleep (trl #4086); as much is taken for waking up
 )
-# Figures of two cores with AVX512-BF16 (docs/status.md, "Speed") and what each has fixed, with products at 340 GFLOP/s
+# Figures of two cores with AVX512-BF16 (tests/plan/recorded.py) and what each has fixed, with products at 340 GFLOP/s
 # and copies at 13.5 GB/s.
 ON_CPU = Assumptions(
     prefill_share=0.70,  # as decoding
-    decode_share=0.70,  # products are 64 % of a decode step of 128 requests
+    decode_share=0.70,  # of 240 ms for 128 requests, 64 % were products
     memory_share=0.70,  # as on a GPU
     engine_step_s=0.025,  # a decode step of one request: 54 ms
     engine_row_s=0.0,  # part of the sampler's
-    wave_s=0.7,  # sampling 64 responses of 8.7 tokens, the longest of 10: 2.25 s
-    sampler_passes=37,  # a decode step of 128 requests: 240 ms
+    wave_s=0.3,  # sampling 64 responses of 12.3 tokens: 2.50 s
+    sampler_passes=7,  # sampling 128 responses of 20.6 tokens: 4.99 s
     expert_share=0.50,  # as on a GPU
     allreduce_s=1e-3,  # a guess
     collective_share=0.50,  # a guess
@@ -118,6 +118,6 @@ ON_CPU = Assumptions(
     advantage_token_s=_ADVANTAGE_TOKEN_S,  # GAE of 1,024 × 4,096 tokens: 64 ms
     sync_s=0.1,  # as on a GPU
     sync_tensor_s=2e-4,  # as on a GPU
-    sync_bytes=20,  # a sync of 269 MB in 272 tensors: 0.44 s
+    sync_bytes=9.5,  # a sync of 269 MB in 272 tensors: 0.289 s
     sleep_s=0.0,  # engines do not sleep
 )

@@ -21,7 +21,7 @@ def test_the_bare_command_plans_the_quickstart_here(capsys):
     assert text.startswith(
         "8 prompts × 8 samples on 1 process of this machine (products 340 GFLOP/s, copies 13.5 GB/s)\n"
     )
-    assert "As given: 10." in text
+    assert "As given: 9." in text
     assert "bottleneck: policy's update, products" in text
     assert "hrl has not run on a GPU" not in text
 

@@ -1,7 +1,7 @@
 """Steps that were measured on two cores with AVX512-BF16, in bfloat16, with the bundled model.
 
-Lengths and rows are the run's own metrics. The first lines are docs/status.md's; the others are single steps of runs
-whose machine had light work beside.
+Each is one step of a run, with the run's own lengths and rows, and with nothing or little beside it on the machine.
+`docs/scaling/compare.py` compares whole runs.
 """
 
 from __future__ import annotations
@@ -47,27 +47,26 @@ class Recorded(NamedTuple):
 
 
 SIXTEEN = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-PPO = ("recipe=ppo", "data.max_response_length=16")
-CHAIN = ("quickstart=ppo", "actor_rollout_ref.actor.use_kl_loss=true", "data.max_prompt_length=256",
-         "data.max_response_length=24")  # fmt: skip
+PPO = ("recipe=ppo",)
 
 STEPS = [
-    Recorded("16 × 8", SIXTEEN, 45, 22, 1.0, {"gen": 7.3, "update_actor": 10.9, "weight_sync": 0.44},
-             ("update_actor", "weight_sync")),
-    Recorded("8 × 8, all rows", (), 45, 15.33, 1.0, {"update_actor": 4.92}),
-    Recorded("8 × 8, 48 rows", (), 45, 14.03, 0.75, {"update_actor": 3.575, "gen": 3.79}),
-    Recorded("8 × 8, 24 rows", (), 45, 11.77, 0.375, {"update_actor": 2.12}),
-    Recorded("8 × 8, 40 rows", (), 45, 10.66, 0.625, {"update_actor": 2.83}),
-    Recorded("8 × 8, longest responses", (), 45, 24.78, 0.875, {"gen": 4.64}),
-    Recorded("8 × 8, long responses", (), 45, 21.55, 1.0, {"gen": 4.22, "weight_sync": 0.416}),
-    Recorded("PPO, short responses", PPO, 45, 8.64, 1.0,
-             {"gen": 2.77, "old_log_prob": 1.08, "ref": 1.03, "values": 0.88, "update_critic": 3.48,
-              "update_actor": 3.98}),
-    Recorded("PPO, shorter responses", PPO, 45, 8.23, 1.0,
-             {"gen": 2.68, "old_log_prob": 1.03, "ref": 0.99, "values": 0.84, "update_critic": 3.38,
-              "update_actor": 3.45}),
+    Recorded("16 × 8, step 4", SIXTEEN, 45, 20.578, 104 / 128,
+             {"gen": 4.99, "update_actor": 8.43, "weight_sync": 0.289}, ("gen", "update_actor", "weight_sync")),
+    Recorded("16 × 8, step 2", SIXTEEN, 45, 23.711, 120 / 128, {"gen": 5.47, "update_actor": 11.33}),
+    Recorded("16 × 8, step 6", SIXTEEN, 45, 19.539, 120 / 128, {"gen": 5.32, "update_actor": 9.14}),
+    Recorded("8 × 8, step 12", (), 45, 12.312, 56 / 64, {"gen": 2.50, "update_actor": 3.62}, ("gen",)),
+    Recorded("8 × 8, step 2", (), 45, 21.609, 56 / 64, {"gen": 3.51, "update_actor": 6.06}),
+    Recorded("8 × 8, step 4", (), 45, 19.609, 1.0, {"gen": 3.07, "update_actor": 5.54}),
+    Recorded("8 × 8, step 9", (), 45, 15.922, 1.0, {"gen": 2.71, "update_actor": 4.74}),
+    Recorded("8 × 8, step 14", (), 45, 12.297, 40 / 64, {"gen": 2.72, "update_actor": 3.12}),
+    Recorded("PPO, step 2", PPO, 45, 19.141, 1.0,
+             {"gen": 2.87, "old_log_prob": 1.64, "ref": 1.67, "values": 1.31, "update_critic": 5.00,
+              "update_actor": 5.54}),
+    Recorded("PPO, step 3", PPO, 45, 21.828, 1.0,
+             {"gen": 3.07, "old_log_prob": 1.75, "ref": 1.75, "values": 1.40, "update_critic": 5.38,
+              "update_actor": 6.08}),
 ]  # fmt: skip
-"""Whole steps."""
+"""Steps of three runs; the weight sync is `bench/RESULTS.md`'s."""
 
-DECODING = {1: (0.054, True), 64: (0.147, False), 128: (0.244, True)}
+DECODING = {1: (0.054, True)}
 """Running requests → seconds of an iteration, and whether a constant comes from it."""
