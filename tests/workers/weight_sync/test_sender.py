@@ -80,6 +80,20 @@ def test_every_sync_delivers_all_tensors_cast_to_their_wire_dtype(sender):
     assert len(MANIFEST.buckets) > 3
 
 
+def test_large_tensors_of_the_same_and_of_another_dtype_arrive_whole_and_in_pieces():
+    given = {"same": torch.randn(300, 301).bfloat16(), "cast": torch.randn(300, 301), "turned": torch.randn(300, 301)}
+    given["turned"] = given["turned"].bfloat16().t()
+    for limit in (1 << 30, 100_000):  # bytes of a bucket; each tensor has 180,600
+        manifest = Manifest.build([(name, torch.bfloat16, each.shape) for name, each in given.items()], limit)
+        target, transport = Target(), SharedMemorySender(manifest)
+        sync = WeightSync(manifest, transport, target, timeout_s=10)
+        for version in (1, 2):
+            assert sync.push(version, iter(given.items())).receivers[0].read_back == len(given)
+            for name, sent in given.items():
+                assert torch.equal(target.writer.weights[name], sent.bfloat16()), name
+        sync.close()
+
+
 def test_a_missing_an_extra_and_a_renamed_tensor_are_named_and_the_old_version_stays_when_staged():
     target = Target()
     sync = WeightSync(MANIFEST, SharedMemorySender(MANIFEST), target, timeout_s=10)
