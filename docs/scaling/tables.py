@@ -12,6 +12,7 @@ from typing import Any
 
 import vl_convert
 
+from hrl.config.arithmetic import count
 from hrl.plan import assumptions
 from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine, PlanError
@@ -133,7 +134,7 @@ def measured() -> list[str]:
     lines = ["| step | phase | measured s | model s | off by |", "| --- | --- | --- | --- | --- |"]
     for requests, (seconds, fixes) in DECODING.items():
         model = sum(model_of(STEPS[0]).engines().iteration(requests, 60).values())
-        lines.append(_compared("a decode step", f"{requests} requests", seconds, model, fixes=fixes))
+        lines.append(_compared("a decode step", count(requests, "request"), seconds, model, fixes=fixes))
     for step in STEPS:
         said = {phase.name: phase.seconds for phase in model_of(step).cost().phases}
         for number, (phase, seconds) in enumerate(step.seconds.items()):
