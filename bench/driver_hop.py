@@ -3,10 +3,8 @@
 The driver has 1,024 rows (prompts of up to 512 tokens, responses of up to 1,024, and what the data set says of each)
 and wants old log-probs and entropies: it cuts the batch, stores the parts, calls every rank, takes the answers and
 joins them. hrl's is `WorkerGroup.compute_log_prob` with the plan made; verl's is `_compute_old_log_prob` of its
-trainer with its worker group: of the classic one, which sends the batch, and of V1, where the rows lie in
-TransferQueue before the clock starts and the trainer fetches log-probs and entropies from there and puts them back.
-No rank runs: every call goes to one actor that drops it, and the answers lie ready in Ray, so that what is timed is
-the driver; between rounds that actor comes to rest.
+classic trainer, which sends the batch, with its worker group. No rank runs: every call goes to one actor that drops
+it, and the answers lie ready in Ray, so that what is timed is the driver; between rounds that actor comes to rest.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -41,7 +38,6 @@ from hrl.workers.requests import LogProbRequest
 
 AXIS = "ranks"
 THREADS = 1
-TRANSFER_QUEUE = "verl 0.9.1 with TransferQueue 0.1.11"
 _ROWS, _PROMPT, _RESPONSE, _SAMPLES = 1024, 512, 1024, 8
 _STORE_BYTES = 2 << 30
 _RANKS = {8: (30.0, 7), 64: (None, 7), 512: (50.0, 3), 1024: (None, 1)}  # floor and rounds; the last takes 20 s each
@@ -50,11 +46,11 @@ Columns = tuple[Tensor, Tensor]
 
 
 def cases() -> Iterator[Case]:
-    """Yield growth in the number of ranks against the classic trainer, then V1's."""
-    # TransferQueue has processes of its own.
+    """Yield growth in the number of ranks."""
+    # The actor that takes the calls unpickles verl's batches.
     in_workers = {"worker_process_setup_hook": importable}
     with ray_cluster(num_cpus=4, object_store_bytes=_STORE_BYTES, runtime_env=in_workers):
-        classic, queued, worker = _verl()
+        classic, worker = _verl()
         tensors, objects = _columns()
         scores = _scores(tensors)
         batch = DataProto.from_dict(tensors=dict(tensors), non_tensors=dict(objects))
@@ -71,12 +67,6 @@ def cases() -> Iterator[Case]:
             others = partial(_besides, hops, peer, ranks)
             case = Case(f"{ranks} ranks", VERL, hops[ranks], peer, _equal, floor, ranks, VERL, rounds, others)
             yield replace(case, settle=settle)
-        with _queue(tensors, scores) as put:
-            for ranks in (8, 512):
-                peer = _QueuedHop(queued, worker, put, ranks, sink)
-                label = f"{ranks} ranks, TransferQueue"
-                case = Case(label, TRANSFER_QUEUE, hops[ranks], peer, _equal, 5.0, ranks, TRANSFER_QUEUE)
-                yield replace(case, settle=settle)
 
 
 # ---- the batch -------------------------------------------------------------------------------------------------
@@ -129,9 +119,9 @@ def _scores(tensors: dict[str, Tensor]) -> Columns:
     return -log_prob, entropy
 
 
-def _equal(ours: Columns, theirs: Columns | Callable[[], Columns]) -> None:
+def _equal(ours: Columns, theirs: Columns) -> None:
     """Check that both columns came back, bit for bit."""
-    for one, other in zip(ours, theirs() if callable(theirs) else theirs, strict=True):
+    for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
 
 
@@ -251,32 +241,6 @@ class _ClassicHop:
         return result.batch["old_log_probs"], result.batch["entropys"]
 
 
-class _QueuedHop:
-    """verl's V1 trainer: called, it sends what TransferQueue knows of the rows, and fetches the answers from there."""
-
-    def __init__(self, trainer: type, worker: type, put: Any, ranks: int, sink: Any) -> None:
-        from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
-
-        self.batch = put
-        answers = kv_batch_meta2batch_meta(put).chunk(ranks)
-        for answer in answers:
-            answer.extra_info = {"metrics": {"mfu": 0.4, "loss": 0.0}}
-        self.config = _verl_config()
-        self.actor_rollout_wg = _verl_group(worker, [_Rank(sink, answer) for answer in _ready(sink, answers)])
-        self.trainer = trainer
-
-    def __call__(self) -> Callable[[], Columns]:
-        self.trainer._compute_old_log_prob(self, self.batch, {})
-        return self._fetch
-
-    def _fetch(self) -> Columns:
-        import transfer_queue as tq
-
-        found = tq.kv_batch_get(self.batch.keys, self.batch.partition_id, ["old_log_probs", "entropy"])
-        padded = (found[name].to_padded_tensor(0.0, (_ROWS, _RESPONSE)) for name in ("old_log_probs", "entropy"))
-        return tuple(padded)  # type: ignore[return-value]
-
-
 def _verl_config() -> Any:
     from omegaconf import OmegaConf
 
@@ -306,51 +270,19 @@ def _of_whole_rows(tensors: dict[str, Tensor], column: Tensor, rows: np.ndarray)
     return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 
-@contextmanager
-def _queue(tensors: dict[str, Tensor], scores: Columns) -> Iterator[Any]:
-    """Yield the rows' handle in a TransferQueue that holds them, with log-probs and entropies as the ranks put them."""
-    import transfer_queue as tq
-    from tensordict import TensorDict
-
-    in_prompt, in_response = tensors["attention_mask"].bool().split([_PROMPT, _RESPONSE], 1)
-    wholly = torch.cat([in_prompt, in_response], 1)
-    masks = {"prompts": in_prompt, "input_ids": wholly, "position_ids": wholly}
-
-    def unpadded(name: str) -> Tensor:
-        mask = masks.get(name, in_response)
-        rows = [row[kept] for row, kept in zip(tensors[name], mask, strict=True)]
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-    names = ("prompts", "responses", "input_ids", "position_ids", "response_mask", "rollout_log_probs")
-    fields = {name: unpadded(name) for name in names}
-    every = np.arange(_ROWS)
-    fields |= {
-        name: _of_whole_rows(tensors, column, every)
-        for name, column in zip(("log_probs", "entropy"), scores, strict=True)
-    }
-    tq.init()
-    try:
-        keys = [f"{row // _SAMPLES:08x}-7a11-4c1e-9d55-0123456789ab_0_{row % _SAMPLES}" for row in range(_ROWS)]
-        tags = [{"status": "success", "seq_len": 1, "global_steps": 1} for _ in keys]
-        yield tq.kv_batch_put(keys, "train", TensorDict(fields, batch_size=_ROWS), tags)
-    finally:
-        tq.close()
-
-
-def _verl() -> tuple[type, type, type]:
-    """Return verl's classic trainer, its V1 trainer, and its worker."""
+def _verl() -> tuple[type, type]:
+    """Return verl's classic trainer and its worker."""
     # Their modules import two packages that nothing here calls.
     names = ("torchdata", "torchdata.stateful_dataloader", "peft", "peft.utils", "peft.utils.save_and_load")
     for name in names:
         sys.modules[name] = _Empty(name)
     try:
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
         from verl.workers.engine_workers import ActorRolloutRefWorker as VerlWorker
     finally:
         for name in names:
             del sys.modules[name]
-    return RayPPOTrainer, PPOTrainer, VerlWorker
+    return RayPPOTrainer, VerlWorker
 
 
 class _Empty(ModuleType):
