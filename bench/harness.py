@@ -3,8 +3,8 @@
 A benchmark is a module of this folder with a function `cases`, which makes the inputs, outside of what is timed. The
 first line of its docstring is its title in the results, the rest says what is compared and why; `AXIS` names the axis
 of its growth curve, and `THREADS` is the number of its threads. A case has two callables, ours and the peer's. Their
-results are compared first; then they run in turns, A/B/A/B, so that whatever else the machine does meets both, and
-medians are compared. What a number means on another machine is the ratio, not the seconds.
+results are compared first; then they run in turns of at least 20 ms, A/B/A/B, so that whatever else the machine does
+meets both, and medians are compared. What a number means on another machine is the ratio, not the seconds.
 
 A callable may start processes; their CPU time counts once they have ended. It may also start a whole program, from
 whose result is read what each of its steps took.
@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROUNDS = 7
+#: The shortest turn. A shorter call is made again until this has passed, and the mean counts: the first would mostly
+#: pay for code and data that the other side's turn has put out of the caches.
+LEAST_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,13 @@ class _Rounds:
 
     def run(self, function: Callable[[], Any]) -> Any:
         gc.collect()
-        wall, cpu = time.perf_counter(), _cpu_seconds()
-        result = function()
-        self.cpu_s.append(_cpu_seconds() - cpu)
-        taken = time.perf_counter() - wall
+        is_one_call = self.seconds is not None or self.settle is not None
+        wall, cpu, calls = time.perf_counter(), _cpu_seconds(), 0
+        while calls == 0 or (not is_one_call and time.perf_counter() - wall < LEAST_S):
+            result = function()
+            calls += 1
+        self.cpu_s.append((_cpu_seconds() - cpu) / calls)
+        taken = (time.perf_counter() - wall) / calls
         self.wall_s.extend([taken] if self.seconds is None else self.seconds(result))
         if self.settle is not None:
             self.settle()
