@@ -8,28 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hrl.algos.numbering import number_groups
 from hrl.algos.registry import Registry, Traits
 
 
 def group_codes(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Tensor:
     """Number the groups 0, 1, 2, ... in order of appearance. `(B,) -> (B,)` int64."""
-    if isinstance(uids, Tensor):
-        uids = uids.numpy(force=True)
-    elif not isinstance(uids, np.ndarray):
-        uids = np.fromiter(uids, dtype=object, count=len(uids))
-    # Rows of a group are mostly neighbours, so that only the first of each run is looked up.
-    begins = np.ones(len(uids), dtype=bool)
-    begins[1:] = uids[1:] != uids[:-1]
-    first_run: dict[Hashable, int] = {}
-    of_run = np.fromiter(map(first_run.setdefault, uids[begins].tolist(), count()), dtype=np.int64)
-    codes = (of_run == np.arange(len(of_run))).cumsum() - 1
-    return torch.from_numpy(codes[of_run].take(begins.cumsum() - 1))
+    return torch.from_numpy(number_groups(uids.numpy(force=True) if isinstance(uids, Tensor) else uids))
 
 
 @dataclass(frozen=True)

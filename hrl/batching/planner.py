@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hrl.algos.groups import group_codes
+from hrl.algos.numbering import number_groups
 from hrl.batching.balance import balance, longest_first, pack
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 
@@ -642,7 +642,7 @@ def _group_numbers(group_ids: Sequence[Hashable] | np.ndarray | None, num_rows: 
         return np.arange(num_rows)
     if len(group_ids) != num_rows:
         raise ValueError(f"group_ids has {len(group_ids)} entries, it needs one for each of {num_rows} rows")
-    return group_codes(group_ids).numpy()
+    return number_groups(group_ids)
 
 
 def _mask(skip: Sequence[bool] | np.ndarray, num_rows: int) -> np.ndarray:

@@ -366,8 +366,7 @@ class TrainingLoop(ABC):
         """Wait for the checkpoint that was begun last, if it is still pending, and tell of it.
 
         Raises:
-            CheckpointError: What a rank wrote is not there as the driver sees it.
-            RunFolderError: The driver can't write to the run folder.
+            HrlError: What a rank wrote is not there as the driver sees it, or the run folder can't be written to.
             WorkerError: A rank could not write its part.
         """
         pending, self._pending = self._pending, None

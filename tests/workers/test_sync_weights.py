@@ -23,7 +23,9 @@ class Engine:
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def iter_full_params(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_full_params(
+        self, dtype: torch.dtype, *, cast_by_reader: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name in NAMES:
             self._events.append(f"gather {name}")
             yield name, torch.zeros(1, dtype=dtype)

@@ -121,6 +121,9 @@ def _wide_mm(states: Tensor, blocks: Tensor) -> Tensor:
 _OPERATORS = torch.library.Library("hrl", "FRAGMENT")
 _OPERATORS.define("wide_mm(Tensor states, Tensor blocks) -> Tensor")
 _OPERATORS.impl("wide_mm", _wide_mm, "CPU")
+_OPERATORS.impl(
+    "wide_mm", lambda states, blocks: states.new_empty(len(states), len(blocks) * BLOCK, dtype=torch.float32), "Meta"
+)
 
 
 def _whole(matrix: Tensor, step: int) -> Tensor:
