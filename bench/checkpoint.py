@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,23 @@ _WIDTH = 1024  # of layers whose weight is 4 MiB, and 12 with its moments
 
 def cases() -> Iterator[Case]:
     """Yield growth in bytes."""
+    with one_rank() as folder:
+        for mib in (100, 200, 400):
+            state = State(layers=round(mib / 12))
+            ours, theirs = _Hrl(state, folder / f"hrl_{mib}"), _TorchSave(state, folder / f"torch_{mib}")
+            others, floor = None, None
+            if mib == 400:
+                others, floor = partial(_others, state, ours, theirs, folder / "dcp"), 8.0
+            yield Case(f"{mib} MiB", _TORCH, ours, theirs, _equal, floor, mib, settle=ours.publish, others=others)
+
+
+@contextmanager
+def one_rank() -> Iterator[Path]:
+    """Be the only rank of a process group in the block, and have a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="hrl-bench-") as name:
-        folder = Path(name)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        dist.init_process_group("gloo", init_method=f"file://{name}/rendezvous", rank=0, world_size=1)
         try:
-            for mib in (100, 200, 400):
-                state = State(layers=round(mib / 12))
-                ours, theirs = _Hrl(state, folder / f"hrl_{mib}"), _TorchSave(state, folder / f"torch_{mib}")
-                others, floor = None, None
-                if mib == 400:
-                    others, floor = partial(_others, state, ours, theirs, folder / "dcp"), 8.0
-                yield Case(f"{mib} MiB", _TORCH, ours, theirs, _equal, floor, mib, settle=ours.publish, others=others)
+            yield Path(name)
         finally:
             dist.destroy_process_group()
 

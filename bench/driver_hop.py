@@ -23,6 +23,7 @@ import ray
 import torch
 from torch import Tensor
 
+from bench.data_plane import pickled
 from bench.harness import ROUNDS, Case, Comparison
 from bench.peers import VERL, importable
 from hrl.batching.planner import MicroBatchLimits, Planner
@@ -316,22 +317,7 @@ def _seconds(hop: _Hop) -> float:
 
 
 def _pickled_mib(hop: Callable[[], Any]) -> float:
-    context = ray._private.worker.global_worker.get_serialization_context()
-    pickle, unpickle = context.serialize, context.deserialize_objects
     found: list[int] = []
-
-    def serialize(value: Any) -> Any:
-        pickled = pickle(value)
-        found.append(pickled.total_bytes)
-        return pickled
-
-    def deserialize_objects(pickled: Any, *rest: Any) -> Any:
-        found.extend(one.data.size for one in pickled if one.data is not None)
-        return unpickle(pickled, *rest)
-
-    context.serialize, context.deserialize_objects = serialize, deserialize_objects
-    try:
+    with pickled(found):
         hop()
-    finally:
-        del context.serialize, context.deserialize_objects
     return sum(found) / 2**20

@@ -9,15 +9,13 @@ cache, so it is not the disk that is compared.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bench.checkpoint import State
+from bench.checkpoint import State, one_rank
 from bench.harness import Case
 from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, load_state
 
@@ -28,17 +26,13 @@ _TORCH = "torch.load"
 
 def cases() -> Iterator[Case]:
     """Yield growth in bytes."""
-    with tempfile.TemporaryDirectory(prefix="hrl-bench-") as name:
-        folder = Path(name)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        try:
-            for mib in (100, 200, 400):
-                saved, layers = State(layers=round(mib / 12)), round(mib / 12)
-                ours, theirs = folder / f"hrl_{mib}", folder / f"torch_{mib}"
-                list(StateToSave(saved.module, saved.optimizer, CONTENTS, {}).write(ours))
-                yield Case(f"{mib} MiB", _TORCH, _Hrl(ours, layers), _Torch(theirs, saved), _equal, None, mib)
-        finally:
-            dist.destroy_process_group()
+    with one_rank() as folder:
+        for mib in (100, 200, 400):
+            layers = round(mib / 12)
+            saved = State(layers)
+            ours, theirs = folder / f"hrl_{mib}", folder / f"torch_{mib}"
+            list(StateToSave(saved.module, saved.optimizer, CONTENTS, {}).write(ours))
+            yield Case(f"{mib} MiB", _TORCH, _Hrl(ours, layers), _Torch(theirs, saved), _equal, None, mib)
 
 
 class _Hrl:
