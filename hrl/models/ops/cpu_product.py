@@ -3,7 +3,7 @@
 Logits need them: a bfloat16 result rounds them by 0.03 of a logit of 16, and a float32 product of the same numbers
 takes twice the time, because oneDNN converts both sides at every call. oneDNN's micro-kernel has them, and torch's
 attention on a CPU runs on it: `at::native::cpublas::brgemm` of ATen/native/CPUBlas.h. It has no name in Python, so it
-is called by its symbol, which torch 2.11 to 2.13 export.
+is called by its symbol, which torch 2.13 exports. A torch without it makes float32 products.
 """
 
 from __future__ import annotations

@@ -54,9 +54,8 @@ class EarlyProcess(SpawnProcess):
             OSError: The process has ended.
         """
         assert self._handed_over is not None, "work is given before the start"
-        self._work.send(
-            (*self._handed_over, dict(os.environ))
-        )  # vLLM sets variables for it while it reads its arguments
+        # vLLM sets variables for it while it reads its own arguments.
+        self._work.send((*self._handed_over, dict(os.environ)))
         self.drop()
 
     def drop(self) -> None:
