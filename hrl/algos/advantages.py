@@ -90,7 +90,8 @@ class AdvantageInput:
         # torch adds float32 up in float64 only one by one; converted first, and in the cache, it takes a quarter.
         rows = max(TOKENS_AT_ONCE // max(self.response_mask.shape[1], 1), 1)
         pieces = zip(self.token_level_rewards.split(rows), self.response_mask.split(rows), strict=True)
-        return torch.cat([keep(rewards, mask).double().sum(dim=-1) for rewards, mask in pieces])
+        scores = [keep(rewards, mask).double().sum(dim=-1) for rewards, mask in pieces]
+        return scores[0] if len(scores) == 1 else torch.cat(scores)
 
     def spread(self, row_values: Tensor) -> Tensor:
         """Give every trained token its row's value. `(B,) -> (B, R)`."""

@@ -28,6 +28,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_compiled
+def end_of(trained: Bools) -> int:
+    """Return where the padding of a row `(R,)` begins."""
+    end = 0
+    for t in range(len(trained)):  # several tokens at once, which a loop that stops at the first cannot do
+        end = t + 1 if trained[t] else end
+    return end
+
+
+@_compiled
 def scan_rows(
     rewards: Floats,
     values: Floats,
@@ -47,21 +56,19 @@ def scan_rows(
     decay = gamma * lam
     total, mean, squares = 0, 0.0, 0.0
     for row in range(rewards.shape[0]):
-        end = rewards.shape[1]
-        while end > 0 and not trained[row, end - 1]:
-            end -= 1
-        ends[row] = end
+        end = ends[row] = end_of(trained[row])
         following, advantage, count = 0.0, 0.0, 0
         shifted, shifted_squares = 0.0, 0.0
-        for t in range(end - 1, -1, -1):
+        for place in range(end - 1, -1, -1):
+            t = np.uint64(place)  # numba looks at every signed index whether it counts from the end
             if not trained[row, t]:
                 continue
             value = np.float64(values[row, t])
             advantage = rewards[row, t] - value + gamma * following + decay * advantage
             following = value
-            advantages[row, t] = advantage
+            stored = np.float64(advantages.dtype.type(advantage))  # what is whitened: equal entries have to become 0
+            advantages[row, t] = stored
             returns[row, t] = advantage + value
-            stored = np.float64(advantages[row, t])  # what is whitened: equal entries have to become 0
             if total + count == 0:
                 mean = stored
             count += 1

@@ -16,8 +16,11 @@ def number_groups(uids: Sequence[Hashable] | np.ndarray) -> NDArray[np.int64]:
     # Rows of a group are mostly neighbours, so that only the first of each run is looked up.
     begins = np.ones(len(uids), dtype=bool)
     begins[1:] = uids[1:] != uids[:-1]
+    runs = uids[begins].tolist()
+    numbers: NDArray[np.int64] = begins.cumsum() - 1
+    if len(set(runs)) == len(runs):
+        return numbers
     first_run: dict[Hashable, int] = {}
-    of_run = np.fromiter(map(first_run.setdefault, uids[begins].tolist(), count()), dtype=np.int64)
+    of_run = np.fromiter(map(first_run.setdefault, runs, count()), dtype=np.int64)
     codes = (of_run == np.arange(len(of_run))).cumsum() - 1
-    numbers: NDArray[np.int64] = codes[of_run].take(begins.cumsum() - 1)
-    return numbers
+    return codes[of_run].take(numbers)
