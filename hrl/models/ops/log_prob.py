@@ -12,13 +12,18 @@ A head makes logits `z = scale * (hidden W^T + bias)`, and some models cap them:
 - `d H / d z = -p (log p + H)`
 
 The collision probability `sum(p^2)` is a number for advantage estimators and has no gradient.
+
+What is done to a tile between its products takes one kernel on a GPU (`log_prob_kernels`), and torch's operators, which
+pass over it several times, elsewhere: on a CPU a tile stays in the cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +167,16 @@ def allow_bf16_matmul() -> None:
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
+def _has_kernels(logits: Tensor) -> bool:
+    """Return whether a tile is passed over by `log_prob_kernels`; torch brings Triton where it has CUDA."""
+    return logits.is_cuda and logits.dtype == torch.float32 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @contextlib.contextmanager
 def _bf16_matmul() -> Iterator[None]:
     before = torch.backends.mkldnn.matmul.fp32_precision
@@ -202,6 +217,22 @@ class _LogProb(torch.autograd.Function):
             squared_mass = torch.zeros_like(top)  # sum of exp(z - top)^2
             for columns in vocab_tiles:
                 logits = _logits(hidden[rows], weight[columns], _part(bias, columns), form, dtype)
+                if _has_kernels(logits):
+                    from hrl.models.ops.log_prob_kernels import fold_tile
+
+                    fold_tile(
+                        logits,
+                        labels[rows],
+                        columns.start,
+                        temperature,
+                        top,
+                        mass,
+                        first_moment if with_entropy else None,
+                        squared_mass if with_sum_pi_squared else None,
+                        label_logit[rows],
+                    )
+                    del logits  # before the next tile's are made
+                    continue
                 if temperature != 1.0:
                     logits.div_(temperature)
                 _pick_labels(logits, labels[rows], columns, label_logit[rows])
@@ -244,10 +275,7 @@ class _LogProb(torch.autograd.Function):
             grad_columns: Tensor | None = None
             for rows in row_tiles:
                 logits = _logits(hidden[rows], weight[columns], _part(bias, columns), form, dtype)
-                slope = None if form.softcap is None else 1.0 - (logits / form.softcap).square_()
-                if ctx.temperature != 1.0:
-                    logits.div_(ctx.temperature)
-                grad_logits = _grad_of_logits(
+                grad_logits = _grad_of_products(
                     logits,
                     normaliser[rows],
                     entropy[rows],
@@ -255,14 +283,13 @@ class _LogProb(torch.autograd.Function):
                     columns,
                     None if grad_log_prob is None else grad_log_prob[rows],
                     None if grad_entropy is None else grad_entropy[rows],
+                    form,
+                    ctx.temperature,
+                    hidden.dtype if grad_bias is None else dtype,
                 )
-                if slope is not None:
-                    grad_logits.mul_(slope)
-                if form.scale != ctx.temperature:
-                    grad_logits.mul_(form.scale / ctx.temperature)
                 if grad_bias is not None:
                     grad_bias[columns] += grad_logits.sum(0)
-                grad_logits = grad_logits.to(hidden.dtype)
+                    grad_logits = grad_logits.to(hidden.dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] += torch.mm(grad_logits, weight[columns])
                 if grad_weight is not None and len(row_tiles) == 1 and hidden.dtype == weight.dtype:
@@ -292,6 +319,36 @@ def _pick_labels(logits: Tensor, labels: Tensor, columns: slice, out: Tensor) ->
     inside = (local >= 0) & (local < logits.shape[1])
     picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     torch.where(inside, picked, out, out=out)
+
+
+def _grad_of_products(
+    logits: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    labels: Tensor,
+    columns: slice,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    form: LogitForm,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of the products behind one tile's logits, `(t, v)` in `dtype`; may overwrite `logits`."""
+    if _has_kernels(logits):
+        from hrl.models.ops.log_prob_kernels import grad_of_tile
+
+        factor, first = form.scale / temperature, columns.start
+        ends = (normaliser, entropy, grad_log_prob, grad_entropy)
+        return grad_of_tile(logits, labels, first, temperature, factor, form.softcap, *ends, dtype)
+    slope = None if form.softcap is None else 1.0 - (logits / form.softcap).square_()
+    if temperature != 1.0:
+        logits.div_(temperature)
+    grad_logits = _grad_of_logits(logits, normaliser, entropy, labels, columns, grad_log_prob, grad_entropy)
+    if slope is not None:
+        grad_logits.mul_(slope)
+    if form.scale != temperature:
+        grad_logits.mul_(form.scale / temperature)
+    return grad_logits.to(dtype)
 
 
 def _grad_of_logits(

@@ -1,7 +1,8 @@
 """RMSNorm in one differentiable operator.
 
 transformers' forward is six tensor operations, which keep float32 copies of their input for the backward; on a CPU the
-norms of a small model then cost as much as its attention. Here the input and one number per token are kept.
+norms of a small model then cost as much as its attention. Here the input and one number per token are kept. On a GPU
+torch has one kernel for the forward and one for the backward of the part before the weight.
 
 The order of roundings is that of transformers and vLLM: normalise in float32, round to the weight's dtype, then scale.
 So the result has the weight's dtype, even if the residual stream that comes in is wider.
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hrl.models.ops.layout import accumulation_dtype
 
@@ -31,7 +33,15 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         `(..., H)` in the dtype of `weight`.
     """
-    return _RmsNorm.apply(hidden, weight, eps)
+    return by_torch(hidden, weight, eps) if hidden.is_cuda else _RmsNorm.apply(hidden, weight, eps)
+
+
+def by_torch(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Do as `rms_norm`, by the operator that is one kernel on a GPU.
+
+    It is given no weight: it would round once, after the weight, and not before as well.
+    """
+    return functional.rms_norm(hidden, hidden.shape[-1:], None, eps).to(weight.dtype) * weight
 
 
 class _RmsNorm(torch.autograd.Function):

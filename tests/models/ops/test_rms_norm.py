@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from hrl.models.ops import rms_norm as module
-from hrl.models.ops.rms_norm import rms_norm, use_fused_rms_norms
+from hrl.models.ops.rms_norm import by_torch, rms_norm, use_fused_rms_norms
 
 
 @pytest.mark.parametrize("rows_at_once", [2, 512])
@@ -44,3 +45,38 @@ def test_only_norms_with_the_same_numbers_are_replaced():
     hidden = torch.randn(2, 8)
     want = hidden / (hidden.square().mean(-1, keepdim=True) + other.eps).sqrt() * (1 + other.weight)
     torch.testing.assert_close(other(hidden), want)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float32,) * 2, (torch.float32, torch.bfloat16)])
+def test_what_a_gpu_runs_has_the_same_numbers(dtypes):
+    hidden = torch.randn(700, 64).to(dtypes[0]).requires_grad_()
+    weight = torch.randn(64).to(dtypes[1]).requires_grad_()
+    got, want = by_torch(hidden, weight, 1e-5), rms_norm(hidden, weight, 1e-5)
+    assert got.dtype == want.dtype == dtypes[1]
+    torch.testing.assert_close(got, want, rtol=1e-6 if dtypes[1] == torch.float32 else 0.0, atol=0.0)
+    grad = torch.randn(700, 64).to(dtypes[1])
+    gradients = [torch.autograd.grad(out, (hidden, weight), grad) for out in (got, want)]
+    for mine, theirs in zip(*gradients, strict=True):
+        error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error < (1e-6 if torch.bfloat16 not in dtypes else 1e-2), float(error)
+
+
+@pytest.mark.gpu
+def test_a_gpu_normalises_in_one_kernel_each_way():
+    hidden, weight = (torch.randn(*shape).bfloat16().cuda().requires_grad_() for shape in ((300, 896), (896,)))
+    grad, seen = torch.randn(300, 896).bfloat16().cuda(), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        out = rms_norm(hidden, weight, 1e-6)
+        got = torch.autograd.grad(out, (hidden, weight), grad)
+    assert seen.count("_fused_rms_norm") == seen.count("_fused_rms_norm_backward") == 1 and "rsqrt" not in seen
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    want_out = exact[1] * exact[0] * torch.rsqrt(exact[0].square().mean(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(out.double(), want_out, rtol=1e-2, atol=1e-4)
+    for mine, theirs in zip(got, torch.autograd.grad(want_out, exact, grad.double()), strict=True):
+        assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
