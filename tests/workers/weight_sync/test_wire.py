@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -184,6 +185,50 @@ def test_the_checksum_changes_with_any_single_bit(size, position, bit, seed):
     assert int(checksum(words)) != before
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    count=st.integers(1, 40_000),
+    every=st.integers(1, 5),
+    first=st.integers(0, 4),
+    rows=st.sampled_from([1, 2, 7]),
+    constant=st.booleans(),
+)
+def test_the_checksum_sees_flipped_signs_however_many(dtype, count, every, first, rows, constant):
+    row = torch.ones(count) if constant else torch.randn(count, generator=torch.Generator().manual_seed(count))
+    weight = row.to(dtype).repeat(rows, 1)
+    negated = weight.clone()
+    negated[:, first % count :: every] *= -1
+
+    assert int(tensor_checksum(negated)) != int(tensor_checksum(weight))
+    assert int(tensor_checksum(weight)) == int(tensor_checksum(weight.clone()))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    word=st.integers(0, 2**64 - 1),
+    flipped=st.one_of(st.integers(0, 63).map(lambda bit: 1 << bit), st.integers(1, 2**64 - 1), st.just(2**64 - 1)),
+    tall=st.integers(1, 5),
+    wide=st.integers(1, 8191),
+    place=st.integers(0, 8192 * 6 - 1),
+)
+def test_the_checksum_sees_changes_that_add_up_to_nothing_in_rows_and_columns(word, flipped, tall, wide, place):
+    top, left = place // 8192 % (6 - tall), place % (8192 - wide)
+    corners = [top, top, top + tall, top + tall], [left, left + wide] * 2
+    one, other = torch.from_numpy(np.array([word, word ^ flipped], dtype=np.uint64).view(np.int64))
+    patterns = [[0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0] * 4, [1] * 4]
+    if 2 * (other - one) != 0:  # a difference in the top bit alone is its own opposite
+        patterns.append([1, -1, -1, 1])
+
+    found = set()
+    for pattern in patterns:
+        matrix = torch.full((6, 8192), int(one))
+        matrix[corners] += (other - one) * torch.tensor(pattern)  # modulo 2**64
+        found.add(int(checksum(matrix.view(-1))))
+
+    assert len(found) == len(patterns)
+
+
 def test_the_checksum_sees_swapped_words_rows_and_a_transposed_matrix():
     words = torch.arange(8192 * 6, dtype=torch.int64) ** 3
     matrix = words.view(6, 8192)
@@ -195,3 +240,11 @@ def test_the_checksum_sees_swapped_words_rows_and_a_transposed_matrix():
     assert int(checksum(swapped)) != original
     assert int(checksum(matrix.flip(0).contiguous().view(-1))) != original
     assert int(checksum(matrix.t().contiguous().view(-1))) != original
+
+
+@pytest.mark.gpu
+def test_a_checksum_is_the_same_on_every_device():
+    for size in (1, 8191, 8192 * 300 + 5):
+        words = torch.randint(-(2**63), 2**63 - 1, (size,), generator=torch.Generator().manual_seed(size))
+
+        assert int(checksum(words.cuda())) == int(checksum(words))
