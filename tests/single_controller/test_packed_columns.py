@@ -50,6 +50,30 @@ def test_what_was_written_to_is_packed_anew(shape: tuple[int, ...], write, packe
     assert len(packed) == 2
 
 
+def masks(rows: int, width: int) -> torch.Tensor:
+    """Rows of 0 and 1 with the same sum."""
+    return torch.rand(rows, width, generator=torch.Generator().manual_seed(0)).argsort(1) // (width // 2)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "write"),
+    [
+        (torch.randn(8, 1024, dtype=torch.float64), torch.Tensor.neg_),
+        (torch.randn(8, 1024), torch.Tensor.neg_),
+        (torch.randn(8, 1024).bfloat16(), torch.Tensor.neg_),
+        (masks(6, 1024), lambda mask: mask.copy_(mask.flip(0))),
+        (masks(6, 1024).double(), lambda mask: mask.mul_(-1)),
+        (torch.zeros(6, 1024, dtype=torch.bool), lambda mask: mask[2:4, 7:9].logical_not_()),
+        (torch.eye(1024, dtype=torch.int64), lambda square: square[:2, :2].copy_(square[:2, :2].flip(0))),
+    ],
+)
+def test_writes_that_leave_sums_as_they_are_are_noticed(tensor: torch.Tensor, write) -> None:
+    columns = PackedColumns()
+    columns.pack(tensor)
+    write(tensor)
+    assert torch.equal(columns.pack(tensor).take(np.arange(len(tensor))), tensor)
+
+
 def test_elements_that_change_places_are_noticed() -> None:
     tensor = torch.arange(64 * 2048).reshape(64, 2048)
     before = fingerprint(tensor)
