@@ -172,15 +172,17 @@ def pack(sizes: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     if len(outside):
         raise ValueError(f"item {outside[0]} of size {size[outside[0]]} does not fit a capacity of {capacity}")
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free capacity, bin), ascending: the first that is large enough fits best
+    # Ascending, free capacity times n plus bin, one number each: the first that is large enough fits best.
+    room: list[int] = []
+    unit = len(size)
     order = np.argsort(-size, kind="stable")
     for item, item_size in zip(order.tolist(), size[order].tolist(), strict=True):
-        at = bisect_left(room, (item_size, 0))
+        at = bisect_left(room, item_size * unit)
         if at < len(room):
-            free, b = room.pop(at)
+            free = room.pop(at)
         else:
-            free, b = capacity, len(bins)
+            free = capacity * unit + len(bins)
             bins.append([])
-        bins[b].append(item)
-        insort(room, (free - item_size, b))
+        bins[free % unit].append(item)
+        insort(room, free - item_size * unit)
     return bins

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Hashable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain, count, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,7 @@ EQUAL_COST_TOKENS = 24576
 # Heaviest rank over the mean at which groups are not cut further: each cut computes a prompt again.
 _CLOSE_ENOUGH = 1.02
 
+_Units = Sequence[np.ndarray] | np.ndarray  # rows of one group that stay together; (n, 1) where each is one row
 _MicroBatches = list[list[np.ndarray]]  # per rank, per micro-batch: positions, ascending
 
 
@@ -112,11 +113,11 @@ class RowLengths:
     def __len__(self) -> int:
         return len(self.index)
 
-    def tokens(self, units: Sequence[np.ndarray]) -> np.ndarray:
+    def tokens(self, units: _Units) -> np.ndarray:
         """Return the tokens that each unit (rows of one group) runs."""
         return self._sum(units, self.prompt, self.response)
 
-    def cost(self, units: Sequence[np.ndarray]) -> np.ndarray:
+    def cost(self, units: _Units) -> np.ndarray:
         """Return what each unit (rows of one group) costs, in tokens of a short row: L + L² / 24576.
 
         A shared prompt is paid once; each response attends to it, hence (P + R)² - P² for the response's part.
@@ -129,10 +130,10 @@ class RowLengths:
         of_prompt = prompt + prompt**2 / EQUAL_COST_TOKENS
         return of_prompt, total + total**2 / EQUAL_COST_TOKENS - of_prompt
 
-    def _sum(self, units: Sequence[np.ndarray], of_prompt: np.ndarray, of_response: np.ndarray) -> np.ndarray:
-        if not units:
-            return np.zeros(0, dtype=of_prompt.dtype)
-        rows = np.concatenate(units)
+    def _sum(self, units: _Units, of_prompt: np.ndarray, of_response: np.ndarray) -> np.ndarray:
+        rows = _flat(units)
+        if len(rows) == len(units):  # each unit is one row
+            return of_prompt[rows] + of_response[rows]
         starts = _starts(units)
         prompts = of_prompt[rows[starts]] if self.share_prefix else np.add.reduceat(of_prompt[rows], starts)
         return prompts + np.add.reduceat(of_response[rows], starts)
@@ -359,7 +360,7 @@ def _plan_step(
         ranks=_cut_micro_batches(rows, run, world_size, limits),
         num_tokens=int(trained[positions].sum()),
         num_sequences=len(with_tokens),
-        num_groups=len(np.unique(rows.group[with_tokens])),
+        num_groups=int(np.count_nonzero(np.bincount(rows.group[with_tokens]))),
     )
 
 
@@ -390,13 +391,12 @@ def _assemble(rows: RowLengths, steps: list[_Step], world_size: int, repeats: in
     """Give every rank the rows that its micro-batches name, in the order of their first use."""
     held, plans = [], []
     for rank in range(world_size):
-        place: dict[int, int] = {}
+        used = rows.index[_flat([micro_batch for step in steps for micro_batch in step.ranks[rank]])].tolist()
+        place = dict(zip(dict.fromkeys(used), count()))
+        places = map(place.__getitem__, used)
         mini_batches = tuple(
             MiniBatchPlan(
-                micro_batches=tuple(
-                    tuple(place.setdefault(row, len(place)) for row in rows.index[micro_batch].tolist())
-                    for micro_batch in step.ranks[rank]
-                ),
+                micro_batches=tuple(tuple(islice(places, len(micro_batch))) for micro_batch in step.ranks[rank]),
                 num_tokens=step.num_tokens,
                 num_sequences=step.num_sequences,
                 num_groups=step.num_groups,
@@ -492,30 +492,30 @@ def _cut_micro_batches(
     return [share + [nothing] * (steps - len(share)) for share in ranks]
 
 
-def _share_by_cost(rows: RowLengths, positions: np.ndarray, world_size: int, max_tokens: int) -> list[list[np.ndarray]]:
-    """Give every rank units (rows of one group that stay together) of about the same cost.
+def _share_by_cost(rows: RowLengths, positions: np.ndarray, world_size: int, max_tokens: int) -> list[_Units]:
+    """Give every rank units of about the same cost.
 
     Whole groups are cheapest, as each computes its prompt once; where they are too few or too uneven to balance, they
     are cut into 2, 4, ... parts, as long as the heaviest rank gets lighter by it.
     """
-    groups = rows.runs(positions) if rows.share_prefix else list(positions[:, None])
+    groups = rows.runs(positions) if rows.share_prefix else positions[:, None]
     if world_size == 1:
         return [_cut_groups(rows, groups, 1, max_tokens)]
     largest = max(map(len, groups), default=0)
-    parts, lightest, shares = 1, np.inf, []
+    parts, lightest, shares = 1, np.inf, list[_Units]()
     while True:
         units = _cut_groups(rows, groups, parts, max_tokens)
         cost = rows.cost(units)
         bins = balance(cost, world_size)
         heaviest = max(float(cost[units_of_rank].sum()) for units_of_rank in bins)
         if heaviest < lightest:
-            lightest, shares = heaviest, [[units[u] for u in units_of_rank] for units_of_rank in bins]
+            lightest, shares = heaviest, [_pick(units, units_of_rank) for units_of_rank in bins]
         if parts >= largest or heaviest <= _CLOSE_ENOUGH * cost.sum() / world_size:
             return shares
         parts *= 2
 
 
-def _cut_groups(rows: RowLengths, groups: list[np.ndarray], parts: int, max_tokens: int) -> list[np.ndarray]:
+def _cut_groups(rows: RowLengths, groups: _Units, parts: int, max_tokens: int) -> _Units:
     """Cut every group into at most `parts` units of about equal length, and into more where the budget asks for it."""
     units = groups if parts == 1 else [unit for group in groups for unit in _split_evenly(rows, group, parts)]
     fits = rows.tokens(units) <= max_tokens
@@ -539,20 +539,19 @@ def _split_to_fit(rows: RowLengths, group: np.ndarray, max_tokens: int) -> list[
     return [np.sort(group[part]) for part in pack(rows.response[group], room)]
 
 
-def _pack_ranks(rows: RowLengths, shares: list[list[np.ndarray]], max_tokens: int) -> _MicroBatches:
+def _pack_ranks(rows: RowLengths, shares: list[_Units], max_tokens: int) -> _MicroBatches:
     """Pack each rank's units into the number of micro-batches that the fullest rank needs, evenly if they still fit."""
     tokens, costs = ([weigh(units) for units in shares] for weigh in (rows.tokens, rows.cost))
     steps = max(1, *(-(-int(of_rank.sum()) // max_tokens) for of_rank in tokens))  # there can't be fewer
-    even = _dealt_evenly(costs, steps)
-    chosen = even
-    if not all(map(_fit, tokens, even, repeat(max_tokens))):
+    chosen = _dealt_evenly(costs, steps)
+    fit = _fit(tokens, chosen, max_tokens)
+    if not all(fit):
         packed = [pack(of_rank, max_tokens) for of_rank in tokens]
         needed = max(map(len, packed))
-        even = even if needed == steps else _dealt_evenly(costs, needed)
-        chosen = [
-            parts if _fit(of_rank, parts, max_tokens) else bins
-            for of_rank, parts, bins in zip(tokens, even, packed, strict=True)
-        ]
+        if needed > steps:
+            chosen = _dealt_evenly(costs, needed)
+            fit = _fit(tokens, chosen, max_tokens)
+        chosen = [even if fits else bins for even, fits, bins in zip(chosen, fit, packed, strict=True)]
     return [
         _joined(units, [bins[b] for b in np.argsort(-_sums(cost, bins), kind="stable").tolist()])
         for units, cost, bins in zip(shares, costs, chosen, strict=True)
@@ -564,21 +563,38 @@ def _dealt_evenly(costs: list[np.ndarray], steps: int) -> list[list[list[int]]]:
     return [[part for part in longest_first(cost, steps) if part] for cost in costs]
 
 
-def _fit(tokens: np.ndarray, parts: list[list[int]], max_tokens: int) -> bool:
-    return bool((_sums(tokens, parts) <= max_tokens).all())
+def _fit(tokens: list[np.ndarray], parts: list[list[list[int]]], max_tokens: int) -> list[bool]:
+    """Return per rank whether each of its parts is within the budget."""
+    return [bool((_sums(*of_rank) <= max_tokens).all()) for of_rank in zip(tokens, parts, strict=True)]
 
 
-def _joined(units: list[np.ndarray], parts: list[list[int]]) -> list[np.ndarray]:
-    """Return the rows of each part, ascending."""
-    if not units:
-        return []
-    rows = np.concatenate(units)
-    if len(rows) == len(units):  # each unit is one row
-        return [np.sort(rows[part]) for part in parts]
-    return [np.sort(np.concatenate([units[u] for u in part])) for part in parts]
+def _joined(units: _Units, parts: list[list[int]]) -> list[np.ndarray]:
+    """Return the rows of each part, ascending; each unit is in one part."""
+    rows = _flat(units)
+    part = np.empty(len(units), dtype=np.int64)
+    for number, chosen in enumerate(parts):
+        part[chosen] = number
+    if len(rows) > len(units):
+        part = part.repeat([len(unit) for unit in units])
+    # One sort for all parts: by part, then by row.
+    bound = rows.max(initial=0) + 1
+    ascending = np.sort(part * bound + rows) % bound
+    ends = np.bincount(part, minlength=len(parts)).cumsum().tolist()
+    return [ascending[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _starts(parts: Sequence[Sized]) -> np.ndarray:
+def _flat(units: _Units) -> np.ndarray:
+    """Return the rows of all units, one after another."""
+    if isinstance(units, np.ndarray):
+        return units.reshape(-1)
+    return np.concatenate(units) if units else np.zeros(0, dtype=np.int64)
+
+
+def _pick(units: _Units, chosen: list[int]) -> _Units:
+    return units[chosen] if isinstance(units, np.ndarray) else [units[u] for u in chosen]
+
+
+def _starts(parts: Sequence[Sized] | np.ndarray) -> np.ndarray:
     """Return where each part begins if all stand one after the other."""
     lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
     return np.cumsum(lengths) - lengths
@@ -593,11 +609,11 @@ def _sums(values: np.ndarray, parts: list[list[int]]) -> np.ndarray:
 
 def _share_by_count(rows: RowLengths, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
     """Give every rank the same number of rows, give or take one, of about equal cost; whole groups if they divide."""
-    units = rows.runs(positions) if rows.share_prefix else []
+    units: _Units = rows.runs(positions) if rows.share_prefix else []
     if len(units) % world_size or len({len(unit) for unit in units}) != 1:
-        units = list(positions[:, None])
+        units = positions[:, None]
     bins = balance(rows.cost(units), world_size, equal_size=True)
-    return [np.sort(np.concatenate([units[u] for u in share])) if share else positions[:0] for share in bins]
+    return [np.sort(_flat(_pick(units, share))) for share in bins]
 
 
 def _in_order(rows: RowLengths, share: np.ndarray, max_rows: int, max_tokens: int) -> Iterator[np.ndarray]:
