@@ -2,17 +2,23 @@
 
 The driver has 1,024 rows (prompts of up to 512 tokens, responses of up to 1,024, and what the data set says of each)
 and wants old log-probs and entropies: it cuts the batch, stores the parts, calls every rank, takes the answers and
-joins them. hrl's is `WorkerGroup.compute_log_prob` with the plan made; verl's is `_compute_old_log_prob` of its
-classic trainer, which sends the batch, with its worker group. No rank runs: every call goes to one actor that drops
-it, and the answers lie ready in Ray, so that what is timed is the driver; between rounds that actor comes to rest.
+joins them. hrl's is `WorkerGroup.compute_log_prob` with the plan made; verl's is `_compute_old_log_prob` with its
+worker group, of two trainers. The classic one sends the batch, as hrl does. V1's sends where in TransferQueue the rows
+are; it gets the answers from there, cuts them to the responses and puts them back, and waits for TransferQueue's
+processes to do their part. Its rows have been put there before the clock starts. No rank runs: every call goes to one
+actor that drops it, and the answers lie ready in Ray or TransferQueue, so that what is timed is the driver; between
+rounds that actor comes to rest, and the rows are new. With 512 ranks and more verl takes 7 to 20 s a call: there are
+three rounds or one, and the first call counts, for both.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -39,35 +45,50 @@ from hrl.workers.requests import LogProbRequest
 
 AXIS = "ranks"
 THREADS = 1
+TRANSFER_QUEUE = "verl 0.9.1 with TransferQueue 0.1.11"
 _ROWS, _PROMPT, _RESPONSE, _SAMPLES = 1024, 512, 1024, 8
 _STORE_BYTES = 2 << 30
-_RANKS = {8: (30.0, 7), 64: (None, 7), 512: (50.0, 3), 1024: (None, 1)}  # floor and rounds; the last takes 20 s each
+_RANKS = {8: (30.0, 7), 64: (None, 7), 512: (50.0, 3), 1024: (None, 1)}  # floor and rounds
+_QUEUED_RANKS, _PARTITION = {8: (5.0, 7), 512: (None, 1)}, "train"
 
 Columns = tuple[Tensor, Tensor]
 
 
 def cases() -> Iterator[Case]:
-    """Yield growth in the number of ranks."""
-    # The actor that takes the calls unpickles verl's batches.
+    """Yield growth in the number of ranks against the classic trainer, then against V1's."""
+    # As few threads as everything else here has: it would take up to 8, and warns where there are fewer cores.
+    os.environ["TQ_NUM_THREADS"] = str(THREADS)
+    # TransferQueue has processes of its own, and the actor that takes the calls unpickles verl's batches.
     in_workers = {"worker_process_setup_hook": importable}
     with ray_cluster(num_cpus=4, object_store_bytes=_STORE_BYTES, runtime_env=in_workers):
-        classic, worker = _verl()
+        classic, queued, worker = _verl()
         tensors, objects = _columns()
         scores = _scores(tensors)
         batch = DataProto.from_dict(tensors=dict(tensors), non_tensors=dict(objects))
         sink = _Sink.remote()
-
-        def settle() -> None:
-            ray.get(sink.answer.remote(None))
-            for each in hops.values():
-                each.renew()
-
         hops = {ranks: _Hop(batch, scores, ranks, sink) for ranks in _RANKS}
+
+        def settle(*used: _Hop | _QueuedHop) -> None:
+            ray.get(sink.answer.remote(None))
+            for hop in used:
+                hop.renew()
+
         for ranks, (floor, rounds) in _RANKS.items():
+            ours = hops[ranks]
             peer = _ClassicHop(classic, worker, tensors, objects, scores, ranks, sink)
             others = partial(_besides, hops, peer, ranks)
-            case = Case(f"{ranks} ranks", VERL, hops[ranks], peer, _equal, floor, ranks, VERL, rounds, others)
-            yield replace(case, settle=settle)
+            case = Case(f"{ranks} ranks", VERL, ours, peer, _equal, floor, ranks, VERL, rounds, others)
+            yield replace(case, settle=partial(settle, ours), warms_up=rounds == ROUNDS)
+        with _queue():
+            for ranks, (floor, rounds) in _QUEUED_RANKS.items():
+                ours = hops[ranks]
+                queue = _QueuedHop(queued, worker, tensors, objects, scores, ranks, sink)
+                label = f"{ranks} ranks, TransferQueue"
+                case = Case(label, TRANSFER_QUEUE, ours, queue, _equal, floor, ranks, TRANSFER_QUEUE, rounds)
+                if rounds == ROUNDS:
+                    yield replace(case, settle=partial(settle, ours, queue))
+                else:  # Nothing is put anew after the only round: its results are compared then.
+                    yield replace(case, settle=partial(settle, ours), warms_up=False)
 
 
 # ---- the batch -------------------------------------------------------------------------------------------------
@@ -120,9 +141,9 @@ def _scores(tensors: dict[str, Tensor]) -> Columns:
     return -log_prob, entropy
 
 
-def _equal(ours: Columns, theirs: Columns) -> None:
+def _equal(ours: Columns, theirs: Columns | Callable[[], Columns]) -> None:
     """Check that both columns came back, bit for bit."""
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(ours, theirs() if callable(theirs) else theirs, strict=True):
         assert torch.equal(one, other)
 
 
@@ -187,6 +208,7 @@ class _Hop:
 
     def __init__(self, batch: DataProto, scores: Columns, ranks: int, sink: Any) -> None:
         self.batch = batch
+        self.bytes: list[int] = []
         plan = Planner(share_prefix=True).forward(batch, ranks, MicroBatchLimits(16384, None, "budget"))
         self.request = LogProbRequest(plan=plan, temperature=1.0, with_entropy=True)
         names = ("old_log_probs", "entropys")
@@ -202,7 +224,9 @@ class _Hop:
         self.batch = DataProto.from_dict(tensors=tensors, non_tensors=self.batch.non_tensor_batch)
 
     def __call__(self) -> Columns:
-        result = self.group.compute_log_prob(self.batch, self.request).batch
+        self.bytes = []
+        with pickled(self.bytes):
+            result = self.group.compute_log_prob(self.batch, self.request).batch
         return result["old_log_probs"], result["entropys"]
 
 
@@ -225,6 +249,7 @@ class _ClassicHop:
         from verl import DataProto as VerlDataProto
         from verl.utils import tensordict_utils as tu
 
+        self.bytes: list[int] = []
         lengths = tensors["attention_mask"].sum(1)
         meta = {"temperature": 1.0, "global_token_num": lengths.tolist(), "images_seqlens": []}
         self.batch = VerlDataProto.from_dict(dict(tensors), dict(objects), meta)
@@ -238,8 +263,94 @@ class _ClassicHop:
         self.trainer = trainer
 
     def __call__(self) -> Columns:
-        result, _ = self.trainer._compute_old_log_prob(self, self.batch)
+        self.bytes = []
+        with pickled(self.bytes):
+            result, _ = self.trainer._compute_old_log_prob(self, self.batch)
         return result.batch["old_log_probs"], result.batch["entropys"]
+
+
+class _QueuedHop:
+    """verl's V1 trainer: called, it sends what TransferQueue knows of the rows and gets the answers from there."""
+
+    def __init__(
+        self,
+        trainer: type,
+        worker: type,
+        tensors: dict[str, Tensor],
+        objects: dict[str, np.ndarray],
+        scores: Columns,
+        ranks: int,
+        sink: Any,
+    ) -> None:
+        from verl.utils import tensordict_utils as tu
+
+        self.trainer, self.worker, self.ranks, self.sink = trainer, worker, ranks, sink
+        self.config = _verl_config()
+        self.rows = tu.list_of_dict_to_tensordict(_unpadded(tensors, objects))
+        columns = zip(("log_probs", "entropy"), scores, strict=True)
+        of_tokens = {name: _of_whole_rows(tensors, column, np.arange(_ROWS)) for name, column in columns}
+        self.answers = tu.get_tensordict(of_tokens, {"metrics": {"mfu": 0.4, "loss": 0.0}})
+        self.keys = [f"{uid}_{row % _SAMPLES}_0" for row, uid in enumerate(objects["uid"])]
+        self.batch: Any = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Put the rows and what the ranks answer, if a call has used them: it writes over the ranks' entropies.
+
+        The ranks' two columns are there sooner than in a step, and what a call asks of TransferQueue tells of them; in
+        return `loss_mask` is not there, nor what the agent loop counts (turns, seconds).
+        """
+        if self.batch is not None:
+            return
+        import transfer_queue as tq
+        from verl.utils.transferqueue_utils import _update_meta_with_output, kv_batch_meta2batch_meta
+
+        tq.kv_clear(self.keys, _PARTITION)
+        tags = [{"status": "success", "seq_len": int(length)} for length in self.rows["input_ids"].offsets().diff()]
+        tq.kv_batch_put(self.keys, _PARTITION, self.rows, tags)
+        # What the replay buffer gives the trainer.
+        self.batch = tq.KVBatchMeta(partition_id=_PARTITION, keys=self.keys, tags=tags)
+        put = _update_meta_with_output(self.answers, kv_batch_meta2batch_meta(self.batch))
+        handles = [_Rank(self.sink, answer) for answer in _ready(self.sink, put.chunk(self.ranks))]
+        self.actor_rollout_wg = _verl_group(self.worker, handles)
+
+    def __call__(self) -> Callable[[], Columns]:
+        batch, self.batch = self.batch, None
+        self.trainer._compute_old_log_prob(self, batch, {})
+        return self._fetch
+
+    def _fetch(self) -> Columns:
+        import transfer_queue as tq
+
+        names = ["old_log_probs", "entropy"]
+        found = tq.kv_batch_get(self.keys, _PARTITION, names)
+        log_prob, entropy = (found[name].to_padded_tensor(0.0, (_ROWS, _RESPONSE)) for name in names)
+        return log_prob, entropy
+
+
+@contextmanager
+def _queue() -> Iterator[None]:
+    """Run a TransferQueue as it comes, with two processes for the data of one node."""
+    import transfer_queue as tq
+
+    tq.init()
+    try:
+        yield
+    finally:
+        tq.close()
+
+
+def _unpadded(tensors: dict[str, Tensor], objects: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Return the rows as verl's agent loop puts them into TransferQueue: token columns without padding."""
+    in_prompt, in_response = tensors["attention_mask"].bool().split([_PROMPT, _RESPONSE], 1)
+    in_row = torch.cat([in_prompt, in_response], 1)
+    masks = {"prompts": in_prompt, "input_ids": in_row, "position_ids": in_row}
+    names = [name for name in tensors if name != "attention_mask"]
+    return [
+        {name: tensors[name][row][masks.get(name, in_response)[row]] for name in names}
+        | {name: column[row] for name, column in objects.items()}
+        for row in range(_ROWS)
+    ]
 
 
 def _verl_config() -> Any:
@@ -271,19 +382,20 @@ def _of_whole_rows(tensors: dict[str, Tensor], column: Tensor, rows: np.ndarray)
     return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 
-def _verl() -> tuple[type, type]:
-    """Return verl's classic trainer and its worker."""
+def _verl() -> tuple[type, type, type]:
+    """Return verl's classic trainer, its V1 trainer, and its worker."""
     # Their modules import two packages that nothing here calls.
     names = ("torchdata", "torchdata.stateful_dataloader", "peft", "peft.utils", "peft.utils.save_and_load")
     for name in names:
         sys.modules[name] = _Empty(name)
     try:
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
         from verl.workers.engine_workers import ActorRolloutRefWorker as VerlWorker
     finally:
         for name in names:
             del sys.modules[name]
-    return RayPPOTrainer, VerlWorker
+    return RayPPOTrainer, PPOTrainer, VerlWorker
 
 
 class _Empty(ModuleType):
@@ -302,8 +414,8 @@ class _Empty(ModuleType):
 
 def _besides(hops: dict[int, _Hop], peer: _ClassicHop, ranks: int) -> Iterator[Comparison]:
     """Yield how much the driver pickles and unpickles; with the most ranks also how hrl's time grows."""
-    mib = _pickled_mib(hops[ranks]), _pickled_mib(peer)
-    yield Comparison(f"{ranks} ranks", VERL, "MiB through the driver", *mib, 15.0, ranks)
+    ours, theirs = (sum(hop.bytes) / 2**20 for hop in (hops[ranks], peer))
+    yield Comparison(f"{ranks} ranks", VERL, "MiB through the driver", ours, theirs, 15.0, ranks)
     if ranks == max(hops):
         few, many = (statistics.median(_seconds(hops[number]) for _ in range(ROUNDS)) for number in (min(hops), ranks))
         yield Comparison(f"{min(hops)} to {ranks} ranks", "the limit", "times the seconds", many / few, 20.0, 1.0)
@@ -314,10 +426,3 @@ def _seconds(hop: _Hop) -> float:
     started = time.perf_counter()
     hop()
     return time.perf_counter() - started
-
-
-def _pickled_mib(hop: Callable[[], Any]) -> float:
-    found: list[int] = []
-    with pickled(found):
-        hop()
-    return sum(found) / 2**20

@@ -44,7 +44,7 @@ class Case:
         seconds: Reads from a result what it took, several values where a program took several steps. The time of the
             call without it.
         warms_up: Whether the first call of each is not counted.
-        settle: Waits, outside of what is timed, for what a round has left to other processes.
+        settle: Called after each run, outside of what is timed: waits for what it has left to other processes.
     """
 
     label: str
@@ -142,6 +142,8 @@ def measure(case: Case) -> list[Comparison]:
     if case.warms_up:
         # What is made once (compiled loops, arenas, files in memory) is there afterwards, for both.
         case.check(case.ours(), case.theirs())
+        if case.settle is not None:
+            case.settle()
     for _ in range(case.rounds):
         results = ours.run(case.ours), theirs.run(case.theirs)
         if not case.warms_up:
