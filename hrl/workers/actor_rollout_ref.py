@@ -144,12 +144,11 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.drives_engine:
             self._host = self._build_host(visible_devices)
             if self.device.type == "cpu" and self._host.engine.own_process:
-                self._host.prepare()
                 # Both import transformers, whose modules import each other in circles: two threads that do so at once
-                # can meet a half-initialised one. So everything is imported here, before there are two.
+                # can meet a half-initialised one. So one does it after the other, before both are at work.
+                self._host.prepare()
                 with quick_imports():
-                    for module in ("hrl.workers.policy", "vllm.v1.engine.async_llm", "vllm.engine.arg_utils"):
-                        importlib.import_module(module)
+                    importlib.import_module("hrl.workers.policy")
                 self._host.begin_start()
         if self.role != "rollout":
             self.policy = self._build_policy()

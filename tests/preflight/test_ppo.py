@@ -456,6 +456,12 @@ def test_an_argument_that_the_installed_vllm_does_not_take_is_found_before_it_st
     run(**given(disable_custom_all_reduce=True, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}))
 
 
+def test_a_vllm_of_another_version_is_found_before_anything_starts(run, monkeypatch):
+    monkeypatch.setattr("hrl.preflight.machine_look.vllm_version", lambda package: "0.33.0")
+    (problem,) = refused(run, **{"actor_rollout_ref.rollout.name": "vllm"})
+    assert problem.startswith("actor_rollout_ref.rollout.name can't be used: vLLM 0.33.0 is installed; ")
+
+
 @pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[]", "holds a list, expected an object")])
 def test_a_broken_generation_config_is_named(run, tmp_path, text, message):
     (tmp_path / "policy" / "generation_config.json").write_text(text)

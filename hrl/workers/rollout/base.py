@@ -141,7 +141,7 @@ class RolloutEngine(ABC):
         self._dropped = False
 
     async def prepare(self) -> None:
-        """Begin what can go on beside this process's own imports."""
+        """Do the engine's imports, and begin what can go on beside this process's own."""
 
     @abstractmethod
     async def start(self) -> None:

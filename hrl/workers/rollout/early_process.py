@@ -23,6 +23,8 @@ from hrl.processes.lifetime import die_with_parent
 #: What vLLM's engine process imports on a CPU.
 MODULES = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "hrl.workers.rollout.vllm_worker")
 
+_EXIT_TIMEOUT_S = 5.0
+
 
 class EarlyProcess(SpawnProcess):
     """A process that imports vLLM and waits for its work.
@@ -51,11 +53,15 @@ class EarlyProcess(SpawnProcess):
         """Let it begin.
 
         Raises:
-            OSError: The process has ended.
+            ChildProcessError: The process has ended.
         """
         assert self._handed_over is not None, "work is given before the start"
-        # vLLM sets variables for it while it reads its own arguments.
-        self._work.send((*self._handed_over, dict(os.environ)))
+        try:
+            # vLLM sets variables for it while it reads its own arguments.
+            self._work.send((*self._handed_over, dict(os.environ)))
+        except BrokenPipeError as error:
+            self.join(_EXIT_TIMEOUT_S)
+            raise ChildProcessError(f"its process ended with exit code {self.exitcode} before it had work") from error
         self.drop()
 
     def drop(self) -> None:

@@ -92,7 +92,7 @@ class RolloutHost:
         return self.engine.policy_version
 
     def prepare(self) -> None:
-        """Let the engine's process begin with its imports, so that this one can do its own in the meantime."""
+        """Do the engine's imports, in this process and in the engine's own at the same time."""
         self._begin_loop().run(self.engine.prepare(), timeout_s=START_TIMEOUT_S, what=f"{self.name}: preparation")
 
     def begin_start(self) -> Future[None]:

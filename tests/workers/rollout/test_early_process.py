@@ -29,3 +29,12 @@ def test_without_work_it_ends():
     process = EarlyProcess("EngineCore")
     process.end(60)
     assert process.exitcode == 0 and process not in multiprocessing.active_children()
+
+
+def test_one_that_has_ended_is_named_with_its_exit_code(tmp_path):
+    process = EarlyProcess("EngineCore")
+    process.kill()
+    process.join(60)
+    process.give(write_down, {"path": str(tmp_path / "found"), "text": "done"})
+    with pytest.raises(ChildProcessError, match="^its process ended with exit code -9 before it had work$"):
+        process.start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,8 @@ from hrl.workers.rollout.vllm_engine import (
     END,
     FIRST,
     ProcessLife,
+    VllmEngine,
+    _engine_processes,
     _environment,
     engine_environment,
     request_errors,
@@ -81,6 +85,34 @@ def test_versions_of_the_span_are_taken(version: str) -> None:
 def test_other_versions_are_refused_with_the_span(version: str) -> None:
     with pytest.raises(RolloutError, match=r"from 0\.24 up to, not including, 0\.33.*pip install 'vllm>=0\.24,<0\.33'"):
         require_supported(version)
+
+
+def engine(device: str = "cpu") -> VllmEngine:
+    return VllmEngine(engine_setup("vllm", "folder", TokenIds(0, (1,), 128), 32, device=torch.device(device)))
+
+
+@pytest.mark.parametrize(("line", "version"), [("__version__ = version = '0.33.1'", "0.33.1"), (None, "dev")])
+def test_another_version_is_refused_before_any_of_it_is_imported(monkeypatch, tmp_path, line, version):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('a module that has moved')")
+    if line is not None:
+        (tmp_path / "vllm" / "_version.py").write_text(line)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    refused = engine()
+
+    with pytest.raises(RolloutError, match=rf"^vLLM {re.escape(version)} is installed"):
+        asyncio.run(refused.prepare())
+
+    assert not _engine_processes()
+
+
+def test_a_vllm_that_cannot_be_imported_is_named_with_its_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+    with pytest.raises(RolloutError, match="^rollout.name=vllm needs vLLM, which can't be imported .*No module named"):
+        asyncio.run(engine().prepare())
 
 
 def test_the_span_is_that_of_pyproject() -> None:
