@@ -338,9 +338,11 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
     """
     if data.is_cuda:
         for piece in bucket.pieces:  # padding may hold what another bucket left; it must not enter the checksum
-            data[piece.offset + piece.nbytes : piece.offset + _round_up(piece.nbytes, _WORD_BYTES)] = 0
+            if piece.nbytes % _WORD_BYTES:
+                data[piece.offset + piece.nbytes : piece.offset + _round_up(piece.nbytes, _WORD_BYTES)] = 0
     words = _seal_words(data, bucket)
-    words[:_SEAL_WORDS] = torch.tensor([_SEAL_MAGIC, version, index])
+    for place, word in enumerate((_SEAL_MAGIC, version, index)):
+        words[place].fill_(word)  # on the device: a copy from the host would wait for the bucket
     words[_SEAL_WORDS:] = _checksums(data, bucket)
 
 
@@ -400,10 +402,41 @@ def tensor_checksums(tensors: Sequence[Tensor], device: torch.device) -> list[in
 def _checksums(data: Tensor, bucket: Bucket) -> Tensor:
     """Return the checksum of each of a bucket's pieces, `(pieces,)` int64 on the device of the data."""
     if data.is_cuda:
-        return torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
+        return sums_of_pieces(data, bucket)
     raw = memoryview(data.numpy())
     pieces = ((piece.offset, piece.offset + piece.nbytes) for piece in bucket.pieces)
     return torch.from_numpy(_signed([xxh3_64_intdigest(raw[start:end]) for start, end in pieces]))
+
+
+def sums_of_pieces(data: Tensor, bucket: Bucket) -> Tensor:
+    """Return the `checksum` of each of a bucket's pieces, `(pieces,)`; neighbours of one size are summed together.
+
+    A mixture of experts has thousands of equal tensors, and starting kernels for each would take longer than reading.
+    """
+    words, found = data[: bucket.payload_bytes].view(torch.int64), list[Tensor]()
+    for nbytes, group in groupby(bucket.pieces, attrgetter("nbytes")):
+        equal = list(group)
+        begin, stride = equal[0].offset // _WORD_BYTES, _round_up(nbytes, ALIGNMENT_BYTES) // _WORD_BYTES
+        size = _round_up(nbytes, _WORD_BYTES) // _WORD_BYTES
+        rows = words[begin : begin + len(equal) * stride].view(len(equal), stride)[:, :size]
+        found += map(_sums_of_rows, rows.split(max(1, _ROWS_AT_ONCE * _ROW_WORDS // max(1, size))))
+    return torch.cat(found)
+
+
+def _sums_of_rows(rows: Tensor) -> Tensor:
+    """Return the `checksum` of each of `(n, N)` int64 words, `(n,)`."""
+    whole, tail = divmod(rows.shape[1], _ROW_WORDS)
+    column_weights = _weights(_ROW_WORDS, _COLUMN_FACTOR, rows.device)
+    row_weights = _weights(whole + 1, _ROW_FACTOR, rows.device)
+    matrix = rows[:, : whole * _ROW_WORDS].unflatten(1, (whole, _ROW_WORDS))
+    totals = rows.new_zeros(len(rows))
+    step = max(1, _ROWS_AT_ONCE // max(1, len(rows)))
+    for start in range(0, whole, step):
+        block = matrix[:, start : start + step]
+        totals += (_mixed(block).mul_(column_weights).sum(2) * row_weights[start : start + block.shape[1]]).sum(1)
+    if tail:
+        totals += _mixed(rows[:, whole * _ROW_WORDS :]).mul_(column_weights[:tail]).sum(1) * row_weights[whole]
+    return totals
 
 
 def _signed(digests: Sequence[int]) -> np.ndarray:
@@ -424,17 +457,7 @@ def checksum(words: Tensor) -> Tensor:
     meet weights that cancel them. Unmixed, every even number of flipped signs would: a word's top bit times any odd
     weight is that bit.
     """
-    whole, tail = divmod(words.numel(), _ROW_WORDS)
-    columns = _weights(_ROW_WORDS, _COLUMN_FACTOR, words.device)
-    rows = _weights(whole + 1, _ROW_FACTOR, words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    matrix = words[: whole * _ROW_WORDS].view(whole, _ROW_WORDS)
-    for start in range(0, whole, _ROWS_AT_ONCE):
-        block = matrix[start : start + _ROWS_AT_ONCE]
-        total += (_mixed(block).mul_(columns).sum(1) * rows[start : start + len(block)]).sum()
-    if tail:
-        total += _mixed(words[whole * _ROW_WORDS :]).mul_(columns[:tail]).sum() * rows[whole]
-    return total
+    return _sums_of_rows(words[None])[0]
 
 
 def _mixed(words: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender
 from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.tensor_parallel import Lead
-from hrl.workers.weight_sync.wire import WeightSyncError
+from hrl.workers.weight_sync.wire import WeightSyncError, open_sealed, seal
 from tests.workers.weight_sync.engine_processes import (
     BUCKET_BYTES,
     MANIFEST,
@@ -86,3 +86,17 @@ def test_a_gpu_of_no_trainer_rank_is_named():
     with pytest.raises(WeightSyncError, match="they are on GPU-of-another-machine"):
         CudaIpcReader(MANIFEST, elsewhere)
     sender.close()
+
+
+def test_sealing_a_bucket_makes_nobody_wait():
+    """The host goes on to gather; it waits once for a bucket, when it is published."""
+    bucket = MANIFEST.buckets[0]
+    data = torch.full((bucket.nbytes,), 7, dtype=torch.uint8, device=CUDA)
+    seal(data, bucket, 0, 1)  # the first one makes the checksum's weights
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        seal(data, bucket, 0, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(open_sealed(data, bucket, 0, 2)) == len(bucket.pieces)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hrl.workers.weight_sync import wire
 from hrl.workers.weight_sync.wire import (
     ALIGNMENT_BYTES,
     Assembler,
@@ -18,6 +20,7 @@ from hrl.workers.weight_sync.wire import (
     checksum,
     open_sealed,
     seal,
+    sums_of_pieces,
     tensor_checksum,
     tensor_checksums,
 )
@@ -248,3 +251,41 @@ def test_a_checksum_is_the_same_on_every_device():
         words = torch.randint(-(2**63), 2**63 - 1, (size,), generator=torch.Generator().manual_seed(size))
 
         assert int(checksum(words.cuda())) == int(checksum(words))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(
+        st.tuples(st.sampled_from([0, 1, 5, 400, 8192 * 4, 8192 * 12 + 3]), st.integers(1, 3)), min_size=1, max_size=6
+    ),
+    bucket_bytes=st.sampled_from([1 << 12, 1 << 18, 1 << 24]),
+    rows_at_once=st.sampled_from([1, 2, 256]),
+)
+def test_pieces_that_are_summed_together_have_the_checksums_of_each(sizes, bucket_bytes, rows_at_once):
+    counts = [count for count, times in sizes for _ in range(times)]
+    manifest = Manifest.build([(f"t{i}", torch.bfloat16, (n,)) for i, n in enumerate(counts)], bucket_bytes)
+    generator = torch.Generator().manual_seed(len(counts))
+    for bucket in manifest.buckets:
+        data = torch.randint(256, (bucket.nbytes,), generator=generator, dtype=torch.uint8)
+        want = [int(checksum(piece.words(data))) for piece in bucket.pieces]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wire, "_ROWS_AT_ONCE", rows_at_once)
+            assert sums_of_pieces(data, bucket).tolist() == want
+
+
+def test_equal_tensors_take_as_many_operations_together_as_one_alone():
+    def operations(count: int) -> int:
+        bucket = Manifest.build([(f"t{i}", torch.bfloat16, (40_000,)) for i in range(count)], 1 << 30).buckets[0]
+        data, seen = torch.zeros(bucket.nbytes, dtype=torch.uint8), []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.append(function)
+                return function(*args, **(kwargs or {}))
+
+        sums_of_pieces(data, bucket)  # makes the weights
+        with Watch():
+            sums_of_pieces(data, bucket)
+        return len(seen)
+
+    assert operations(50) == operations(1)
