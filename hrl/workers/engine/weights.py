@@ -79,7 +79,9 @@ def iter_full_params(
         # Cast first and gathered second, so that half the bytes travel.
         is_whole = not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1
         outgoing = tensor.dtype if cast_by_reader and is_whole else _outgoing_dtype(tensor, dtype)
-        shard = tensor.detach().to(device=device, dtype=outgoing)
+        # Offloaded shards are moved before they are cast: a GPU casts in no time, and one call for both would have the
+        # host cast into pageable memory, from which copies are slow. The next use of the stream waits for the copy.
+        shard = tensor.detach().to(device, non_blocking=True).to(outgoing)
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard
         yield from form.split(name.removeprefix(PREFIX), full)
         del shard, full  # before the next one is gathered

@@ -222,3 +222,15 @@ def test_weights_for_a_sync_are_gathered_on_the_gpu(llama):
     for name, tensor in policy.engine.iter_full_params(torch.bfloat16):
         assert tensor.is_cuda and tensor.dtype == torch.bfloat16
         assert torch.equal(tensor.cpu(), want[name].bfloat16()), name
+
+
+def test_gathering_offloaded_weights_makes_nobody_wait(llama):
+    policy = policy_on(CUDA, llama, **OFFLOAD)
+    list(policy.engine.iter_full_params(torch.bfloat16))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sent = list(policy.engine.iter_full_params(torch.bfloat16))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(tensor.is_cuda for _, tensor in sent) and homes(policy) == ON_HOST

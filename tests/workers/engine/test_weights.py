@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from hrl.models.checkpoint_form import CheckpointForm
 from hrl.workers.engine import weights
 from hrl.workers.policy import Policy
 from tests.models.tiny import fsdp_config, model_config, save_llama
@@ -55,6 +57,28 @@ def test_who_copies_may_cast_and_gets_the_same_numbers(tmp_path: Path) -> None:
     for name, tensor in stored.items():
         assert (tensor.dtype, cast[name].dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(torch.empty_like(cast[name]).copy_(tensor), cast[name])
+
+
+def test_an_offloaded_tensor_is_cast_on_the_device_and_nobody_waits_for_its_copy(tmp_path: Path) -> None:
+    config = AutoModelForCausalLM.from_pretrained(save_llama(tmp_path / "source")).config
+    module = torch.nn.Module()
+    module.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # in host memory
+    form, crossed = CheckpointForm.of(module.model), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if function is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+                crossed.append((kwargs.get("dtype") or args[0].dtype, kwargs["non_blocking"]))
+            return function(*args, **kwargs)
+
+    with Watch():
+        sent = [
+            (tensor.device.type, tensor.dtype)
+            for _, tensor in weights.iter_full_params(module, form, torch.bfloat16, torch.device("meta"))
+        ]
+    assert len(sent) > 5 and set(sent) == {("meta", torch.bfloat16)}
+    assert len(crossed) >= len(sent) and set(crossed) == {(torch.float32, True)}
 
 
 def test_a_generation_config_that_transformers_would_not_write_is_copied_byte_for_byte(tmp_path: Path) -> None:
