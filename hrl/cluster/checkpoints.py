@@ -21,16 +21,16 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hrl.data.order import differences
 from hrl.errors import HrlError
-from hrl.report.run_folder import next_numbered, write_text
+from hrl.report.run_folder import DamagedFileError, next_numbered, read_object, write_text
+from hrl.workers.engine.background import make_durable
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +68,19 @@ class CheckpointStore:
         return max(scored)[1] if scored else None
 
     def _score(self, step: int) -> float | None:
-        score = json.loads((self.path(step) / STATE_FILE).read_text()).get("score")
-        return None if score is None or not math.isfinite(score) else float(score)
+        try:
+            score = read_object(self.path(step) / STATE_FILE).get("score")
+        except DamagedFileError as error:  # of an older checkpoint than the one that a run is about to publish
+            logger.warning("step %d counts as one without a validation: %s", step, error)
+            return None
+        return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
 
     def set_score(self, step: int, score: float | None) -> None:
         """Write down how good the validation of a checkpoint was, if it came after the checkpoint."""
         if score is None:
             return
         file = self.path(step) / STATE_FILE
-        write_text(file, _as_json(json.loads(file.read_text()) | {"score": score}))
+        write_text(file, state_text(json.loads(file.read_text()) | {"score": score}))
 
     def path(self, step: int) -> Path:
         """Return the final folder of a step's checkpoint."""
@@ -99,8 +103,13 @@ class CheckpointStore:
         temporary.mkdir(parents=True)
         return temporary
 
-    def commit(self, step: int, state: dict[str, Any]) -> Path:
+    def commit(self, step: int, state: str, durable: Collection[Path] = ()) -> Path:
         """Write the driver's state, make everything durable and give the folder its final name.
+
+        Args:
+            step: Whose checkpoint it is.
+            state: The text of the state, see `state_text`.
+            durable: Files in the temporary folder that are durable already.
 
         Raises:
             CheckpointError: There is a checkpoint of this step already.
@@ -108,12 +117,12 @@ class CheckpointStore:
         temporary, final = self.temporary(step), self.path(step)
         if final.exists():
             raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten")
-        (temporary / STATE_FILE).write_text(_as_json(state))
-        for path in temporary.rglob("*"):
-            if path.is_file():
-                _fsync(path)
+        (temporary / STATE_FILE).write_text(state)
+        for path in (temporary, *temporary.rglob("*")):  # folders too: names in them are as new as the files
+            if path not in durable:
+                make_durable(path)
         temporary.rename(final)
-        _fsync(self.folder)
+        make_durable(self.folder)
         self._rotate(step)
         return final
 
@@ -123,7 +132,15 @@ class CheckpointStore:
         others, best = [step for step in self.steps() if step != committed], self.best()
         for step in others[: max(0, len(others) + 1 - self.keep)]:
             if step != best:
-                shutil.rmtree(self.path(step))
+                self._remove(self.path(step))
+
+    @staticmethod
+    def _remove(checkpoint: Path) -> None:
+        try:
+            (checkpoint / STATE_FILE).unlink()  # first, because a folder without it counts as torn
+            shutil.rmtree(checkpoint)
+        except OSError as error:  # the one that made it superfluous is saved
+            logger.warning("%s is no longer needed and can't be removed: %s", checkpoint, error)
 
     def interrupted(self) -> list[Path]:
         """Return the folders that killed saves left behind; no run resumes from them."""
@@ -233,13 +250,25 @@ def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any])
         )
 
 
-def _as_json(state: Mapping[str, Any]) -> str:
-    return json.dumps(state, indent=1, sort_keys=True)
+def state_text(state: Mapping[str, Any]) -> str:
+    """Return the driver's state as it is written.
 
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    Raises:
+        CheckpointError: A part of it is no JSON; names the part.
+    """
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return json.dumps(state, indent=1, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        part = next((name for name, value in state.items() if not _is_json(value)), "")
+        raise CheckpointError(
+            f"the run's state can't be saved: its part {part!r} is no JSON ({error}). A state_dict of your own has to "
+            "return numbers, strings, None, and lists and dicts of these"
+        ) from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError):
+        return False
+    return True

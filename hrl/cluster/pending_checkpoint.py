@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hrl.cluster.checkpoints import CheckpointStore
-from hrl.errors import HrlError
+from hrl.cluster.checkpoints import CheckpointStore, state_text
 from hrl.report.run_folder import writing_to
-from hrl.workers.engine.background import is_written
+from hrl.workers.engine.background import is_written, recorded_sizes
 
 _POLL_S = 0.05
 
@@ -24,9 +23,12 @@ class PendingCheckpoint:
     Args:
         store: The checkpoints of the run, in which `begin` was called for the step.
         step: Whose weights they are.
-        state: The driver's state after this step.
+        state: The driver's state after this step. Parts of it may belong to others, who change them later.
         records: Files that ranks write when everything else of theirs is on disk.
         run_folder: Of the run, for errors.
+
+    Raises:
+        CheckpointError: The state is no JSON.
     """
 
     def __init__(
@@ -34,11 +36,12 @@ class PendingCheckpoint:
     ) -> None:
         self.step = step
         self.folder = store.temporary(step)
-        self._store, self._state, self._run_folder = store, dict(state), run_folder
+        self._store, self._state, self._run_folder = store, state_text(state), run_folder
         self._records = list(records)
+        self._durable: set[Path] = set()
         self._began = time.perf_counter()
         self._final: Path | None = None
-        self._error: HrlError | None = None
+        self._error: Exception | None = None
         self._give_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publishing a checkpoint", daemon=True)
         self._thread.start()
@@ -58,7 +61,7 @@ class PendingCheckpoint:
             patience_s: How long to wait for what it lacks.
 
         Raises:
-            HrlError: It could not be published.
+            Exception: What kept it from being published, such as an `HrlError`.
         """
         try:
             self._thread.join(patience_s)
@@ -72,7 +75,7 @@ class PendingCheckpoint:
     def publish(self) -> Path:
         """Publish it now; its thread has stopped."""
         with writing_to(self._run_folder):
-            final = self._store.commit(self.step, self._state)
+            final = self._store.commit(self.step, self._state, self._durable)
         self.seconds = time.perf_counter() - self._began
         return final
 
@@ -82,10 +85,12 @@ class PendingCheckpoint:
                 if self._give_up.wait(_POLL_S) and not self._is_whole():
                     return
             self._final = self.publish()
-        except HrlError as error:
+        except Exception as error:  # noqa: BLE001  `stop` raises it, where the run can end
             self._error = error
 
     def _is_whole(self) -> bool:
         with writing_to(self._run_folder):
-            self._records = [record for record in self._records if not is_written(record)]
+            written = {record for record in self._records if is_written(record)}
+            self._durable |= {file for record in written for file in (record, *recorded_sizes(record))}
+            self._records = [record for record in self._records if record not in written]
         return not self._records

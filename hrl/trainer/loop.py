@@ -436,7 +436,7 @@ class TrainingLoop(ABC):
         try:
             with self.reporter.stage(f"saving step {pending.step}"):
                 final = pending.stop(patience_s)
-        except HrlError as error:  # the run's own error is the one to raise
+        except Exception as error:  # noqa: BLE001  the run's own error is the one to raise
             final = None
             logger.warning("step %d is not saved: %s", pending.step, error)
         self.reporter.console.note(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, load_state
+from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, load_state, state_text
 
 
 def save(store: CheckpointStore, step: int, **state: object) -> Path:
     (store.begin(step) / "weights.bin").write_bytes(b"w" * step)
-    return store.commit(step, {"step": step, **state})
+    return store.commit(step, state_text({"step": step, **state}))
 
 
 def test_a_committed_checkpoint_is_found_and_holds_what_was_written(tmp_path: Path) -> None:
@@ -124,6 +124,18 @@ def test_the_best_is_remembered_by_a_run_that_resumes(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path).find("auto", None) == tmp_path / "step_3"  # the newest continues, not the best
 
 
+def test_one_that_cannot_be_removed_is_a_warning_and_no_longer_counts(tmp_path: Path, monkeypatch, caplog) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    assert save(store, 2) == store.path(2)
+    assert f"{store.path(1)} is no longer needed and can't be removed: [Errno 39]" in caplog.text
+    assert store.path(1).exists() and store.steps() == [2]
+
+
 def test_without_validation_the_newest_stay(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     for step in (1, 2):
@@ -144,7 +156,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     save(store, 1)
     store.begin(1)
     with pytest.raises(CheckpointError, match="never overwritten"):
-        store.commit(1, {"step": 1})
+        store.commit(1, state_text({"step": 1}))
 
 
 def test_a_state_that_is_no_json_names_the_file(tmp_path: Path) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from hrl.cluster.checkpoints import CheckpointStore
+from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, state_text
 from hrl.cluster.pending_checkpoint import PendingCheckpoint
 from hrl.report.run_folder import RunFolderError
 from hrl.workers.engine.background import write_record
@@ -15,13 +21,13 @@ from hrl.workers.engine.background import write_record
 class Saving:
     """Two ranks that save step 2 of a run which keeps one checkpoint and has that of step 1."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
         self.store = CheckpointStore(folder / "checkpoints", keep=1)
         self.store.begin(1)
-        self.store.commit(1, {"step": 1})
+        self.store.commit(1, state_text({"step": 1}))
         self.actor = self.store.begin(2) / "actor"
         self.actor.mkdir()
-        self.pending = PendingCheckpoint(self.store, 2, {"step": 2}, map(self.record, (0, 1)), folder)
+        self.pending = PendingCheckpoint(self.store, 2, state or {"step": 2}, map(self.record, (0, 1)), folder)
 
     def record(self, rank: int) -> Path:
         return self.actor / f"written-rank-{rank}.json"
@@ -79,3 +85,64 @@ def test_a_driver_that_cannot_publish_says_so_and_names_the_folder(tmp_path: Pat
     with pytest.raises(RunFolderError, match=f"{tmp_path} can't be written"):
         saving.pending.stop(10.0)
     assert saving.store.steps() == [1]
+
+
+def test_the_state_is_that_of_the_moment_it_was_begun(tmp_path: Path) -> None:
+    seen = {"prompts": [3]}  # a sampler's, which goes on
+    saving = Saving(tmp_path, {"step": 2, "sampler": seen})
+    seen["prompts"].append(4)
+    saving.write(0)
+    saving.write(1)
+    assert json.loads((saving.pending.stop(10.0) / STATE_FILE).read_text())["sampler"] == {"prompts": [3]}
+
+
+def test_a_state_that_cannot_be_written_is_refused_at_once_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="its part 'sampler' is no JSON .*ndarray"):
+        Saving(tmp_path, {"step": 2, "sampler": {"seen": np.zeros(2)}})
+
+
+def test_whatever_goes_wrong_in_the_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object) -> Path:
+        raise KeyError("unheard of")
+
+    saving = Saving(tmp_path)
+    monkeypatch.setattr(CheckpointStore, "commit", break_down)
+    saving.write(0)
+    saving.write(1)
+    with pytest.raises(KeyError, match="unheard of"):
+        saving.pending.stop(10.0)
+
+
+def test_a_damaged_older_one_does_not_keep_it_from_being_published(tmp_path: Path, caplog) -> None:
+    saving = Saving(tmp_path)
+    (saving.store.path(1) / STATE_FILE).write_text("{")
+    saving.write(0)
+    saving.write(1)
+    assert saving.pending.stop(10.0) == saving.store.path(2)
+    assert f"{saving.store.path(1) / STATE_FILE} is damaged" in caplog.text
+    assert saving.store.best() is None
+
+
+def test_nothing_is_synced_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, sync = Counter[str](), os.fsync
+
+    def count(handle: int) -> None:
+        synced[Path(f"/proc/self/fd/{handle}").readlink().name] += 1
+        sync(handle)
+
+    saving = Saving(tmp_path)
+    (saving.store.temporary(2) / "tokenizer.json").write_text("the driver's own")
+    monkeypatch.setattr("os.fsync", count)
+    saving.write(0)
+    saving.write(1)
+    saving.pending.stop(10.0)
+    # `write` stands for a rank that has synced its shard.
+    assert synced == {
+        ".written-rank-0.json.partial": 1,
+        ".written-rank-1.json.partial": 1,
+        "tokenizer.json": 1,
+        STATE_FILE: 1,
+        "actor": 1,
+        "tmp.step_2": 1,
+        "checkpoints": 1,
+    }

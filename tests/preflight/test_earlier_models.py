@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hrl.cluster.checkpoints import CheckpointStore
+from hrl.cluster.checkpoints import CheckpointStore, state_text
 from hrl.config import compose_cli
 from hrl.config.run_kind import PPO
 from hrl.preflight.check import check
@@ -87,7 +87,7 @@ def same_call(run: Path, *overrides: str) -> Any:
 def save(run: Path) -> None:
     store = CheckpointStore(RunFolder.checkpoints_in(run))
     store.begin(1)
-    store.commit(1, {"step": 1, "data": {}})
+    store.commit(1, state_text({"step": 1, "data": {}}))
 
 
 @pytest.mark.parametrize("has_saved", [True, False], ids=["continues", "begins again"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
+from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, state_text
 from hrl.config import compose_cli
 from hrl.report.console import RunConsole
 from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, json_line, read_jsonl
@@ -27,7 +27,7 @@ def earlier_run(path: Path, steps: int = 3) -> CheckpointStore:
     store = CheckpointStore(folder.checkpoints)
     for step in range(1, steps + 1):
         store.begin(step)
-        store.commit(step, {"step": step, "data": DATA})
+        store.commit(step, state_text({"step": step, "data": DATA}))
     return store
 
 

@@ -39,9 +39,9 @@ class BackgroundWriter:
 def _run(write: Callable[[], Iterable[Path]], record: Path | None) -> None:
     files = list(write())
     for file in files:
-        _fsync(file)
+        make_durable(file)
     for folder in {file.parent for file in files}:
-        _fsync(folder)
+        make_durable(folder)
     if record is not None:
         write_record(record, files)
 
@@ -56,20 +56,25 @@ def write_record(record: Path, files: Iterable[Path]) -> None:
     sizes = {str(file.relative_to(record.parent)): file.stat().st_size for file in files}
     partial = record.with_name(f".{record.name}.partial")
     partial.write_text(json.dumps({"files": sizes}, indent=1, sort_keys=True) + "\n")
-    _fsync(partial)
+    make_durable(partial)
     partial.replace(record)
 
 
 def is_written(record: Path) -> bool:
     """Return whether the record is there, and the files that it names have their sizes as seen from here."""
     try:
-        sizes = json.loads(record.read_text())["files"]
-        return all((record.parent / name).stat().st_size == size for name, size in sizes.items())
+        return all(file.stat().st_size == size for file, size in recorded_sizes(record).items())
     except FileNotFoundError:
         return False
 
 
-def _fsync(path: Path) -> None:
+def recorded_sizes(record: Path) -> dict[Path, int]:
+    """Return the files that a record names, which are durable, and their sizes in bytes."""
+    return {record.parent / name: size for name, size in json.loads(record.read_text())["files"].items()}
+
+
+def make_durable(path: Path) -> None:
+    """Have a file, or the names in a folder, outlive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
