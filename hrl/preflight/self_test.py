@@ -71,6 +71,7 @@ def self_test() -> Iterator[Outcome]:
             yield _timed("shared memory", shared)
             yield _timed("model cache", cache)
             yield _timed("forward and backward", forward_and_backward)
+            yield logits()
             yield _processes(pair)
             yield _engine(engine)
         finally:
@@ -144,6 +145,15 @@ def forward_and_backward() -> Outcome:
     return Outcome(
         "forward and backward", is_finite, f"on {device} in bfloat16, loss {float(loss.detach()):.2f}", remedy
     )
+
+
+def logits() -> Outcome:
+    """Return by which products a CPU makes the logits of a bfloat16 model; both ways work."""
+    from hrl.models.ops.cpu_product import obstacle
+
+    reason = obstacle()
+    detail = "bfloat16 products" if reason is None else f"float32 products, which are slower: {reason}"
+    return Outcome("logits on a CPU", True, detail)
 
 
 def _processes(pair: list[subprocess.Popen[bytes]]) -> Outcome:

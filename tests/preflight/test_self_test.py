@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hrl import cli
+from hrl.models.ops import cpu_product
 from hrl.preflight import self_test
 from hrl.preflight.self_test import Outcome
 
@@ -22,6 +23,14 @@ def test_the_model_runs_and_the_cache_can_be_written(tmp_path: Path, monkeypatch
     assert self_test.cache().ok
     found = self_test.forward_and_backward()
     assert found.ok and "in bfloat16, loss" in found.detail
+
+
+def test_slower_logits_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_product, "obstacle", lambda: "the CPU has no bfloat16 instructions of AVX-512")
+    slower = "float32 products, which are slower: the CPU has no bfloat16 instructions of AVX-512"
+    assert self_test.logits() == Outcome("logits on a CPU", True, slower)
+    monkeypatch.setattr(cpu_product, "obstacle", lambda: None)
+    assert self_test.logits() == Outcome("logits on a CPU", True, "bfloat16 products")
 
 
 def test_two_processes_add_their_numbers(tmp_path: Path) -> None:

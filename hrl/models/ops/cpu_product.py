@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,29 +34,42 @@ PARTS = 8
 
 @functools.cache
 def wide_product() -> Callable[..., None] | None:
-    """Return `brgemm(M, N, K, lda, ldb, ldc, add_C, A, B, C, is_vnni)`; None where it is not there or not safe to call.
+    """Return `brgemm(M, N, K, lda, ldb, ldc, add_C, A, B, C, is_vnni)`; None where `obstacle` names a reason."""
+    return None if obstacle() else _exported()
+
+
+def obstacle() -> str | None:
+    """Return why the kernel is not called on this machine; None where it is.
 
     An error inside the kernel would end the process, so it is only called where its conditions are known to hold:
     bfloat16 instructions of AVX-512, and oneDNN neither switched off nor limited. With AMX its layout has other rules,
     which were not tried.
     """
-    limited = any(name in os.environ for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"))
-    has_instructions = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-    if limited or not has_instructions or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
-        return None
+    limits = [name for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA") if name in os.environ]
+    if limits:
+        return f"{limits[0]} limits oneDNN"
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return "torch is without oneDNN"
+    if not torch.cpu._is_avx512_bf16_supported():
+        return "the CPU has no bfloat16 instructions of AVX-512"
+    if torch.cpu._is_amx_tile_supported():
+        return "it was not tried on CPUs with AMX"
+    return None if _exported() else f"torch {torch.__version__} does not export it"
+
+
+def _exported() -> Callable[..., None] | None:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if not library.exists():
-        return None
-    kernel = getattr(ctypes.CDLL(str(library)), _SYMBOL, None)
-    if kernel is None:
-        return None
-    kernel.argtypes = [ctypes.c_int64] * 6 + [ctypes.c_bool] + [ctypes.c_void_p] * 3 + [ctypes.c_bool]
-    kernel.restype = None
-    return kernel  # type: ignore[no-any-return]
+    kernel = getattr(ctypes.CDLL(str(library)), _SYMBOL, None) if library.exists() else None
+    if kernel is not None:
+        kernel.argtypes = [ctypes.c_int64] * 6 + [ctypes.c_bool] + [ctypes.c_void_p] * 3 + [ctypes.c_bool]
+        kernel.restype = None
+    return kernel
 
 
 def can_multiply(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether `PackedWeight.of(weight).product(hidden)` works here."""
+    """Return whether `PackedWeight.of(weight).product(hidden)` works here, and no gradient is wanted: it has none."""
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return False
     narrow = hidden.dtype == weight.dtype == torch.bfloat16 and hidden.device.type == weight.device.type == "cpu"
     return narrow and weight.shape[1] % 2 == 0 and wide_product() is not None
 
@@ -110,7 +124,7 @@ def _wide_mm(states: Tensor, blocks: Tensor) -> Tensor:
                     kernel(rows, BLOCK, width, width, BLOCK, stride, False, left, right, to, True)
 
     # Calls release the interpreter's lock.
-    others = [_pool(os.getpid()).submit(multiply) for _ in range(num_threads - 1)]
+    others = [_pool(os.getpid(), num_threads - 1).submit(multiply) for _ in range(num_threads - 1)]
     multiply()
     for other in others:
         other.result()
@@ -126,6 +140,13 @@ _OPERATORS.impl(
 )
 
 
+def _refuse(context: Any, gradient: Tensor) -> NoReturn:
+    raise RuntimeError("hrl::wide_mm has no gradient: call it under torch.no_grad()")
+
+
+torch.library.register_autograd("hrl::wide_mm", _refuse, lib=_OPERATORS)
+
+
 def _whole(matrix: Tensor, step: int) -> Tensor:
     """Return the matrix with zeros below, up to a multiple of `step` rows."""
     missing = -len(matrix) % step
@@ -133,6 +154,6 @@ def _whole(matrix: Tensor, step: int) -> Tensor:
 
 
 @functools.cache
-def _pool(pid: int) -> ThreadPoolExecutor:
+def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
     """Return the threads of this process: a fork does not take them along."""
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), thread_name_prefix="hrl-product")
+    return ThreadPoolExecutor(threads, thread_name_prefix="hrl-product")

@@ -1,6 +1,7 @@
 """Products of bfloat16 matrices with float32 results, against float64; other rows change no bit."""
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -58,11 +59,64 @@ def test_other_kinds_of_matrices_are_refused():
     assert can_multiply(hidden, weight) == (wide_product() is not None)
 
 
+def test_no_gradient_is_lost():
+    hidden, weight = made(2, 4), made(3, 4).requires_grad_()
+    assert not can_multiply(hidden, weight) and not can_multiply(made(2, 4).requires_grad_(), weight.detach())
+    with torch.no_grad():
+        assert can_multiply(hidden, weight) == (wide_product() is not None)
+
+
+@needs_kernel
+def test_a_gradient_that_is_asked_for_all_the_same_is_refused():
+    product = PackedWeight.of(made(3, 4)).product(made(2, 4).requires_grad_())
+    with pytest.raises(RuntimeError, match="wide_mm has no gradient"):
+        product.sum().backward()
+
+
+def test_as_many_threads_multiply_as_torch_has_now(monkeypatch):
+    packed, before = PackedWeight.of(made(5 * BLOCK, 2)), torch.get_num_threads()
+    try:
+        for threads in (2, 5):
+            together = threading.Barrier(threads, timeout=30)  # passes once all are in a product at the same time
+            calls = iter(range(threads))
+
+            def multiply(*_, calls=calls, together=together):
+                if next(calls, None) is not None:
+                    together.wait()
+
+            monkeypatch.setattr(cpu_product, "wide_product", lambda multiply=multiply: multiply)
+            torch.set_num_threads(threads)
+            packed.product(made(1, 2))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_is_avx512_bf16_supported", False, "no bfloat16 instructions of AVX-512"),
+        ("_is_amx_tile_supported", True, "not tried on CPUs with AMX"),
+    ],
+)
+def test_why_the_kernel_is_not_called_is_said(name, value, reason, monkeypatch):
+    for each, there in {"_is_avx512_bf16_supported": True, "_is_amx_tile_supported": False, name: value}.items():
+        monkeypatch.setattr(torch.cpu, each, lambda there=there: there)
+    assert reason in cpu_product.obstacle()
+
+
+def test_a_torch_without_the_kernel_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(cpu_product, "_SYMBOL", "no_such_symbol")
+    assert f"torch {torch.__version__} does not export it" in cpu_product.obstacle()
+
+
 def test_a_limited_onednn_is_left_alone(monkeypatch):
     monkeypatch.setitem(os.environ, "ONEDNN_MAX_CPU_ISA", "AVX2")
     wide_product.cache_clear()
     try:
         assert cpu_product.wide_product() is None
+        assert cpu_product.obstacle() == "ONEDNN_MAX_CPU_ISA limits oneDNN"
     finally:
         monkeypatch.undo()
         wide_product.cache_clear()
