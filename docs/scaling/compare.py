@@ -1,13 +1,15 @@
-"""Compare a run with the model of cost: `python docs/scaling/compare.py RUN_FOLDER [GPU | GFLOP/s GB/s]`.
+"""Compare runs with the model of cost: `python docs/scaling/compare.py RUN_FOLDER … [--gpu NAME | --rates GFLOP/s GB/s]`.
 
-Each step is predicted from its own lengths and from the rows that its update ran; shown are medians over all steps but
-the first, which compiles, and the median of what the model is off by. On a CPU the rates of this machine are measured,
-unless both are given.
+Each step is predicted from its own lengths and from the rows that its update ran. The table has the median of every
+phase over all steps but the first, which compiles, the median of what the model is off by, and the step it is off most.
+On a CPU the rates of this machine are measured, unless both are given.
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +17,7 @@ from hrl.cluster.precision import with_dtypes
 from hrl.config.compose import compose_kind
 from hrl.config.outline import outline_of
 from hrl.config.run_kind import PPO
-from hrl.plan.hardware import Hardware, cpu, hardware_named
+from hrl.plan.hardware import CPU, Hardware, cpu, hardware_named
 from hrl.plan.shapes import shapes_of
 from hrl.plan.step import CostModel
 from hrl.plan.workload import Workload
@@ -23,41 +25,62 @@ from hrl.preflight.memory_look import memory_here
 from hrl.report.run_folder import read_jsonl
 
 MEASURED = "timing_s/"
+HEAD = (
+    "| run | phase | steps | run s | model s | off by | at most |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+)
 
 
 def compared(run: Path, hardware: Hardware) -> list[str]:
-    """Return a line for each phase that takes a hundredth of a step or more."""
+    """Return a row for each phase that takes a hundredth of a step or more, and one for the whole step."""
     config = compose_kind(PPO, ["--config-path", str(run), "--config-name", "config"])
     config = with_dtypes(config, "cpu" if hardware.is_cpu else "cuda")
     shapes = shapes_of(outline_of(config))
-    measured: dict[str, list[float]] = {}
-    predicted: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     for step in read_jsonl(run / "metrics.jsonl"):
-        if step["step"] < 2 or "timing_s/step" not in step:
+        if step["step"] < 2 or f"{MEASURED}step" not in step:
             continue
         lengths = [step[f"{part}_length/mean"] for part in ("prompt", "response")]
         work = Workload.of(config, *lengths)
         work = Workload.of(config, *lengths, step.get("actor/rows_run", work.sequences) / work.sequences)
         cost = CostModel(config, shapes, hardware, work).cost()
-        for name, seconds in [(phase.name, phase.seconds) for phase in cost.phases] + [("step", cost.seconds)]:
-            measured.setdefault(name, []).append(step[MEASURED + name])
-            predicted.setdefault(name, []).append(seconds)
-    lines = [f"{'phase':14}{'run s':>9}{'model s':>9}{'off by':>8}"]
-    for name, seconds in measured.items():
-        off = median(ours / theirs for ours, theirs in zip(predicted[name], seconds, strict=True)) - 1
-        if median(seconds) > median(measured["step"]) / 100:
-            lines.append(f"{name:14}{median(seconds):9.2f}{median(predicted[name]):9.2f}{off:+8.0%}")
-    return lines
+        for name, model in [(phase.name, phase.seconds) for phase in cost.phases] + [("step", cost.seconds)]:
+            if MEASURED + name in step:
+                seconds.setdefault(name, []).append((step[MEASURED + name], model))
+    if not seconds:
+        return [f"| {run.name} | has no step after its first | | | | | |"]
+    return list(_rows(run.name, seconds))
 
 
-def main(run: str, *machine: str) -> None:
+def _rows(run: str, seconds: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
+    step_s = median(measured for measured, _ in seconds["step"])
+    for name, pairs in seconds.items():
+        measured, model = (median(side) for side in zip(*pairs, strict=True))
+        if measured < step_s / 100:
+            continue
+        offs = [said / found - 1 for found, said in pairs]
+        farthest = max(offs, key=abs)
+        yield f"| {run} | {name} | {len(pairs)} | {measured:.2f} | {model:.2f} | {median(offs):+.0%} | {farthest:+.0%} |"
+
+
+def main() -> None:
     """Print the comparison."""
-    if len(machine) == 2:
-        hardware = cpu(1e9 * float(machine[0]), 1e9 * float(machine[1]), memory_here())
-    else:
-        hardware = hardware_named(*machine or ("cpu",))
-    sys.stdout.write("\n".join(compared(Path(run).resolve(), hardware)) + "\n")
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument(
+        "--gpu", default=CPU, metavar="NAME", help="what the runs were on; this machine's CPU if not given"
+    )
+    parser.add_argument(
+        "--rates", nargs=2, type=float, metavar=("GFLOP/s", "GB/s"), help="of a CPU, instead of measuring"
+    )
+    options = parser.parse_args()
+    rates = options.rates
+    hardware = cpu(1e9 * rates[0], 1e9 * rates[1], memory_here()) if rates else hardware_named(options.gpu)
+    sys.stdout.write(f"{hardware.flops / 1e9:,.0f} GFLOP/s, memory {hardware.memory_rate / 1e9:,.1f} GB/s\n\n")
+    sys.stdout.write("\n".join(HEAD) + "\n")
+    for run in options.runs:
+        sys.stdout.write("\n".join(compared(run.resolve(), hardware)) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

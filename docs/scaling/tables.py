@@ -8,6 +8,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import vl_convert
@@ -16,12 +17,14 @@ from hrl.config.arithmetic import count
 from hrl.plan import assumptions
 from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine, PlanError
-from hrl.plan.layout import BUDGET, ENGINE_SHARE, OPTIMIZER_OFFLOAD, PARAM_OFFLOAD, RECOMPUTE, REQUESTS, SHARDS
+from hrl.plan.layout import BUDGET, ENGINE_SHARE, OPTIMIZER_OFFLOAD, PARAM_OFFLOAD, RECOMPUTE, REQUESTS, SHARDS, SLEEPS
 from hrl.plan.layout import TENSOR_PARALLEL as ENGINE
 from hrl.plan.plan import Lengths, Plan, plan
+from hrl.plan.step import driver_s
+from hrl.plan.sync import sync_s
 from hrl.preflight.memory_ledger import GIB
-from tests.plan.recorded import DECODING, STEPS
-from tests.plan.test_recorded import model_of
+from tests.plan.recorded import DECODING, HOP_TOKENS, HOPS, SMOL, STEPS, SYNC_S, TWO_CORES
+from tests.plan.test_recorded import model_of, of_a_token
 
 HERE = Path(__file__).parent
 PAGE = HERE.with_suffix(".md")
@@ -42,6 +45,7 @@ _SHORT = {
     RECOMPUTE: "recompute {}",
     OPTIMIZER_OFFLOAD: "moments offloaded",
     PARAM_OFFLOAD: "parameters offloaded",
+    SLEEPS: "engine stays awake",
 }
 
 
@@ -62,15 +66,16 @@ def row(model: str, devices: int) -> str:
     cost = found.best.cost
     seconds = {phase.name: phase.seconds for phase in cost.phases}
     rest = cost.seconds - seconds["gen"] - seconds["update_actor"]
-    layout = ", ".join(_in_words(key, value) for key, value in found.best.changes) or "as given"
+    apart = ["engines apart"] if found.best is found.apart else []
+    layout = ", ".join([*apart, *(_in_words(key, value) for key, value in found.best.changes if key in _SHORT)])
     return (
         f"| {devices:,} | {cost.seconds:,.0f} | {seconds['gen']:,.0f} | {seconds['update_actor']:,.0f} | {rest:,.0f} | "
-        f"{cost.tokens_per_second / devices:,.0f} | {cost.peak_bytes / GIB:.0f} | {layout} |"
+        f"{cost.tokens_per_second / devices:,.0f} | {cost.peak_bytes / GIB:.0f} | {layout or 'as given'} |"
     )
 
 
 def _in_words(key: str, value: Any) -> str:
-    return _SHORT[key].format("off" if value is False else value)
+    return _SHORT[key].format("off" if value is False else value)  # an engine stays awake where it is False
 
 
 def table(model: str) -> list[str]:
@@ -130,32 +135,53 @@ def draw() -> None:
 
 
 def measured() -> list[str]:
-    """Return the table of measured steps on two cores."""
-    lines = ["| step | phase | measured s | model s | off by |", "| --- | --- | --- | --- | --- |"]
-    for requests, (seconds, fixes) in DECODING.items():
-        model = sum(model_of(STEPS[0]).engines().iteration(requests, 60).values())
-        lines.append(_compared("a decode step", count(requests, "request"), seconds, model, fixes=fixes))
+    """Return the table of phases of measured steps on two cores."""
+    seconds: dict[tuple[str, str], list[tuple[float, float, bool]]] = {}
     for step in STEPS:
         said = {phase.name: phase.seconds for phase in model_of(step).cost().phases}
-        for number, (phase, seconds) in enumerate(step.seconds.items()):
-            fixes = phase in step.fixes
-            lines.append(_compared("" if number else step.name, f"`{phase}`", seconds, said[phase], fixes=fixes))
+        for phase, measured_s in step.seconds.items():
+            each = (measured_s, said[phase], phase in step.fixes)
+            seconds.setdefault((step.run, f"`{phase}`"), []).append(each)
+    lines = [
+        "| run | phase | steps | measured s, median | model s, median | off by, median | predicted steps, off by |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (run, phase), steps in seconds.items():
+        both = f"{median(one for one, _, _ in steps):.3g} | {median(model for _, model, _ in steps):.3g}"
+        offs = [model / one - 1 for one, model, _ in steps]
+        predicted = [off for off, (*_, fixes) in zip(offs, steps, strict=True) if not fixes]
+        spread = f"{min(predicted):+.0%} to {max(predicted):+.0%}"
+        lines.append(f"| {run} | {phase} | {len(steps)} | {both} | {median(offs):+.0%} | {spread} |")
     return lines
 
 
-def _compared(name: str, phase: str, seconds: float, model: float, *, fixes: bool) -> str:
-    off = "fixes a constant" if fixes else f"{model / seconds - 1:+.0%}"
-    return f"| {name} | {phase} | {seconds:.3g} | {model:.3g} | {off} |"
+def others() -> list[str]:
+    """Return the table of what else was measured on two cores."""
+    lines = ["| what | measured s | model s | off by | |", "| --- | --- | --- | --- | --- |"]
+    for requests, (seconds, fixes) in DECODING.items():
+        name = f"vLLM alone, {count(requests, 'request')} of 45 + 32 tokens: each of the 32"
+        lines.append(_compared(name, seconds, of_a_token(requests), fixes=fixes))
+    sync = sum(sync_s(SMOL, 1, TWO_CORES, assumptions.ON_CPU, shares=True, sleeps=True).values())
+    lines += [_compared("weight sync of 269 MB", seconds, sync, fixes=True) for seconds in SYNC_S]
+    for ranks, seconds in HOPS.items():
+        name = f"driver hop of 1,024 rows to {ranks:,} ranks"
+        lines.append(_compared(name, seconds, driver_s(assumptions.ON_CPU, HOP_TOKENS, ranks), fixes=True))
+    return lines
+
+
+def _compared(name: str, seconds: float, model: float, *, fixes: bool) -> str:
+    how = "fixes a constant" if fixes else "predicted"
+    return f"| {name} | {seconds:.3g} | {model:.3g} | {model / seconds - 1:+.0%} | {how} |"
 
 
 def hardware() -> list[str]:
     """Return the table of hardware."""
-    head = "| | TFLOP/s | GB | memory TB/s | link GB/s | network of 8 GB/s | bus GB/s | share of products |"
+    head = "| | TFLOP/s | GiB | memory TB/s | link GB/s | network of 8 GB/s | bus GB/s | share of products |"
     lines = [head, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for card in GPUS.values():
         rates = f"{card.memory_rate / 1e12:g} | {card.link_rate / 1e9:g} | {card.network_rate / 1e9:g}"
         more = f"{card.host_rate / 1e9:g} | {card.product_share:.2f}"
-        lines.append(f"| {card.name} | {card.flops / 1e12:g} | {card.memory / 1e9:g} | {rates} | {more} |")
+        lines.append(f"| {card.name} | {card.flops / 1e12:g} | {card.memory / GIB:g} | {rates} | {more} |")
     return lines
 
 
@@ -193,7 +219,15 @@ def write(blocks: dict[str, list[str]]) -> None:
 def main() -> None:
     """Write all."""
     published = runpy.run_path(str(HERE / "published.py"))["rows"]()
-    write({"measured": measured(), "published": published, "hardware": hardware(), "constants": constants()})
+    write(
+        {
+            "measured": measured(),
+            "others": others(),
+            "published": published,
+            "hardware": hardware(),
+            "constants": constants(),
+        }
+    )
     write({model: table(model) for model in MODELS})
     draw()
 

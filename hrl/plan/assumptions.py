@@ -19,6 +19,7 @@ class Assumptions:
         memory_share: Share of the peak rate of memory that reading weights and cache reaches.
         engine_step_s: Seconds of an engine's iteration beside products and memory: scheduling, launches, output.
         engine_row_s: The same for each running request.
+        block_tokens: Tokens of a block of the cache; samples share whole blocks of their prompt.
         wave_s: Seconds of a batch beside its iterations: requests are handed over, answers taken apart.
         sampler_passes: How often the sampler reads or writes a request's float32 logits.
         expert_share: What products of experts reach of what dense ones reach.
@@ -44,6 +45,7 @@ class Assumptions:
     memory_share: float
     engine_step_s: float
     engine_row_s: float
+    block_tokens: float
     wave_s: float
     sampler_passes: float
     expert_share: float
@@ -64,9 +66,9 @@ class Assumptions:
     sleep_s: float
 
 
-# Of the driver, the same on any machine: hops of 1,024 rows of 1,536 tokens took 67, 100 and 110 ms with 8, 512 and
-# 1,024 ranks, GAE of 1,024 × 4,096 tokens 64 ms (docs/status.md).
-_DRIVER_HOP_S, _DRIVER_TOKEN_S, _DRIVER_RANK_S, _ADVANTAGE_TOKEN_S = 5e-3, 40e-9, 42e-6, 15e-9
+# Of the driver, the same on any machine: hops of 1,024 rows, 885,000 tokens, took 23, 40, 195 and 539 ms with 8, 64,
+# 512 and 1,024 ranks (bench/RESULTS.md), GAE of 1,024 × 4,096 tokens 64 ms (docs/status.md).
+_DRIVER_HOP_S, _DRIVER_TOKEN_S, _DRIVER_RANK_S, _ADVANTAGE_TOKEN_S = 5e-3, 15e-9, 0.42e-3, 15e-9
 _IMBALANCE = 1.02
 
 ON_GPU = Assumptions(
@@ -75,6 +77,7 @@ ON_GPU = Assumptions(
     memory_share=0.70,  # 72B on two H100: 31.0 ms a token where the weights alone take 21.7 (tt-inference-server #143)
     engine_step_s=2e-3,  # a guess: vLLM with CUDA graphs and asynchronous scheduling
     engine_row_s=10e-6,  # a guess; hrl's own share is 2.4 µs (docs/status.md)
+    block_tokens=16,  # vLLM's default
     wave_s=0.5,  # a guess
     sampler_passes=10,  # a guess: temperature, log-softmax, Gumbel noise, arg-max
     expert_share=0.50,  # a guess
@@ -85,7 +88,7 @@ ON_GPU = Assumptions(
     imbalance=_IMBALANCE,  # hrl.batching.planner
     pass_s=0.1,  # a guess
     optimizer_bytes=48,  # counted: norm 4, clipping 8, AdamW 16 read and 12 written, cast 4 and 2, zeroing
-    driver_hop_s=_DRIVER_HOP_S,  # hops of 1,024 rows to 8, 512 and 1,024 ranks: 67, 100, 110 ms
+    driver_hop_s=_DRIVER_HOP_S,  # hops of 1,024 rows to 8, 64, 512 and 1,024 ranks: 23, 40, 195, 539 ms
     driver_token_s=_DRIVER_TOKEN_S,  # the same
     driver_rank_s=_DRIVER_RANK_S,  # the same
     advantage_token_s=_ADVANTAGE_TOKEN_S,  # GAE of 1,024 × 4,096 tokens: 64 ms
@@ -97,12 +100,13 @@ ON_GPU = Assumptions(
 # Figures of two cores with AVX512-BF16 (tests/plan/recorded.py) and what each has fixed, with products at 340 GFLOP/s
 # and copies at 13.5 GB/s.
 ON_CPU = Assumptions(
-    prefill_share=0.70,  # as decoding
-    decode_share=0.70,  # of 240 ms for 128 requests, 64 % were products
+    prefill_share=1.0,  # as decoding
+    decode_share=1.0,  # 128 requests of 45 + 32 tokens: 179 ms for each of the 32
     memory_share=0.70,  # as on a GPU
-    engine_step_s=0.025,  # a decode step of one request: 54 ms
+    engine_step_s=0.004,  # one such request: 33 ms
     engine_row_s=0.0,  # part of the sampler's
-    wave_s=0.3,  # sampling 64 responses of 12.3 tokens: 2.50 s
+    block_tokens=32,  # hrl.workers.rollout.vllm_engine
+    wave_s=0.6,  # sampling 64 responses of 12.3 tokens: 2.50 s
     sampler_passes=7,  # sampling 128 responses of 20.6 tokens: 4.99 s
     expert_share=0.50,  # as on a GPU
     allreduce_s=1e-3,  # a guess
@@ -112,12 +116,12 @@ ON_CPU = Assumptions(
     imbalance=_IMBALANCE,  # hrl.batching.planner
     pass_s=0.2,  # an update of 8 rows beside one of none
     optimizer_bytes=58,  # an update in which no row has an advantage: 0.83 s
-    driver_hop_s=_DRIVER_HOP_S,  # hops of 1,024 rows to 8, 512 and 1,024 ranks: 67, 100, 110 ms
+    driver_hop_s=_DRIVER_HOP_S,  # hops of 1,024 rows to 8, 64, 512 and 1,024 ranks: 23, 40, 195, 539 ms
     driver_token_s=_DRIVER_TOKEN_S,  # the same
     driver_rank_s=_DRIVER_RANK_S,  # the same
     advantage_token_s=_ADVANTAGE_TOKEN_S,  # GAE of 1,024 × 4,096 tokens: 64 ms
     sync_s=0.1,  # as on a GPU
     sync_tensor_s=2e-4,  # as on a GPU
-    sync_bytes=9.5,  # a sync of 269 MB in 272 tensors: 0.289 s
+    sync_bytes=12,  # syncs of 269 MB in 272 tensors: 0.289 and 0.36 s
     sleep_s=0.0,  # engines do not sleep
 )

@@ -33,9 +33,22 @@ def gather_s(num_bytes: float, calls: int, ranks: int, hardware: Hardware, assum
     return num_bytes * (ranks - 1) / ranks / group_rate(hardware, assumed, ranks) + calls * (ranks - 1) * assumed.hop_s
 
 
-def replicate_s(num_bytes: float, replicas: int, hardware: Hardware, assumed: Assumptions) -> float:
-    """Return the seconds in which replicas on different machines add up their gradients, each rank its own shard."""
+def replicate_s(num_bytes: float, shards: int, replicas: int, hardware: Hardware, assumed: Assumptions) -> float:
+    """Return the seconds in which replicas add up their gradients, each rank its own shard.
+
+    An all-reduce moves a tensor twice. On one machine the links carry it. Between machines, the shards of a machine
+    pass through its network; those that several of its ranks have are added up over the links first.
+
+    Args:
+        num_bytes: Of all shards.
+        shards: Ranks that share a copy.
+        replicas: Copies.
+        hardware: The devices.
+        assumed: Constants.
+    """
     if replicas == 1:
         return 0.0
-    rate = hardware.network_rate / hardware.per_machine * assumed.collective_share
-    return 2 * num_bytes * (replicas - 1) / replicas / rate
+    moved, share = 2 * num_bytes * (replicas - 1) / replicas, assumed.collective_share
+    if shards * replicas <= hardware.per_machine or hardware.is_cpu:
+        return moved / shards / (hardware.link_rate * share)
+    return moved * min(shards, hardware.per_machine) / shards / (hardware.network_rate * share)

@@ -13,6 +13,7 @@ from hrl.models.flops import PEAK_FLOPS, peak_flops
 from hrl.nearest import did_you_mean
 
 CPU = "cpu"
+GIB = 1 << 30
 
 
 class HardwareError(RefusedError, ValueError):
@@ -51,24 +52,29 @@ class Hardware:
         """Whether ranks are processes that share the cores and the memory of a machine."""
         return self.name == CPU
 
+    def of_machines(self, devices: int) -> Hardware:
+        """Return the same devices, another number of them in a machine; each brings its part of the network."""
+        return replace(self, per_machine=devices, network_rate=self.network_rate * devices / self.per_machine)
+
     def shared_by(self, processes: int) -> Hardware:
         """Return what each of several processes has of a machine's cores and of the rate of its memory."""
         return replace(self, flops=self.flops / processes, memory_rate=self.memory_rate / processes)
 
 
+# Memory is what torch says of the cards; 79.1 GiB of an H100 with 80 GB is in vllm-project/vllm #27508.
 # Peaks are those of the vendor's data sheets for the SXM form: memory and NVLink (half of the sum of both directions),
 # PCIe 4 (A100, A800) or 5, and the network of the vendor's own machine with eight of them (DGX: 8 × 200 Gbit/s for
 # A100, else 8 × 400). `product_share` of A100 and H100 is the hardware FLOP utilisation of FSDP training at 2,048 to
 # 8,192 tokens in llm-foundry's benchmarks (scripts/train/benchmarking/README.md: A100 65 to 74 %, H100 47 to 59 %).
 # A800, H800 and H200 have the chips of A100 and H100; those of B200 and H20 are guesses.
 GPUS: Mapping[str, Hardware] = {
-    "a100": Hardware("a100", PEAK_FLOPS["A100"], 80e9, 2.039e12, 300e9, 200e9, 25e9, 8, 0.70),
-    "a800": Hardware("a800", PEAK_FLOPS["A800"], 80e9, 2.039e12, 200e9, 200e9, 25e9, 8, 0.70),
-    "h100": Hardware("h100", PEAK_FLOPS["H100"], 80e9, 3.35e12, 450e9, 400e9, 50e9, 8, 0.55),
-    "h800": Hardware("h800", PEAK_FLOPS["H800"], 80e9, 3.35e12, 200e9, 400e9, 50e9, 8, 0.55),
-    "h20": Hardware("h20", PEAK_FLOPS["H20"], 96e9, 4.0e12, 450e9, 400e9, 50e9, 8, 0.75),
-    "h200": Hardware("h200", PEAK_FLOPS["H200"], 141e9, 4.8e12, 450e9, 400e9, 50e9, 8, 0.55),
-    "b200": Hardware("b200", PEAK_FLOPS["B200"], 180e9, 8.0e12, 900e9, 400e9, 50e9, 8, 0.50),
+    "a100": Hardware("a100", PEAK_FLOPS["A100"], 79.1 * GIB, 2.039e12, 300e9, 200e9, 25e9, 8, 0.70),
+    "a800": Hardware("a800", PEAK_FLOPS["A800"], 79.1 * GIB, 2.039e12, 200e9, 200e9, 25e9, 8, 0.70),
+    "h100": Hardware("h100", PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 400e9, 50e9, 8, 0.55),
+    "h800": Hardware("h800", PEAK_FLOPS["H800"], 79.1 * GIB, 3.35e12, 200e9, 400e9, 50e9, 8, 0.55),
+    "h20": Hardware("h20", PEAK_FLOPS["H20"], 95.0 * GIB, 4.0e12, 450e9, 400e9, 50e9, 8, 0.75),
+    "h200": Hardware("h200", PEAK_FLOPS["H200"], 139.5 * GIB, 4.8e12, 450e9, 400e9, 50e9, 8, 0.55),
+    "b200": Hardware("b200", PEAK_FLOPS["B200"], 178.0 * GIB, 8.0e12, 900e9, 400e9, 50e9, 8, 0.50),
 }
 #: The same of a CPU: the update of 104 of 16 × 8 samples took 8.43 s at 340 GFLOP/s (tests/plan/recorded.py).
 CPU_PRODUCT_SHARE = 0.85
@@ -81,12 +87,13 @@ def hardware_named(name: str) -> Hardware:
     Raises:
         HardwareError: There is none.
     """
+    wanted, name = name, name.lower()
     if name == CPU:
         return this_machine()
     if name not in GPUS:
         known = (*GPUS, CPU)
         hint = did_you_mean(name, known, f"There are {', '.join(known)}.")
-        raise HardwareError(f"--gpu {name} is not known. {hint}")
+        raise HardwareError(f"--gpu {wanted} is not known. {hint}")
     return GPUS[name]
 
 

@@ -17,8 +17,10 @@ TENSOR_PARALLEL = f"{_ROLLOUT}.tensor_model_parallel_size"
 REQUESTS = f"{_ROLLOUT}.max_num_seqs"
 ENGINE_SHARE = f"{_ROLLOUT}.gpu_memory_utilization"
 SHARDS = f"{ACTOR}.fsdp_config.fsdp_size"
+SLEEPS = f"{_ROLLOUT}.free_cache_engine"
 PARAM_OFFLOAD, OPTIMIZER_OFFLOAD = (f"{ACTOR}.fsdp_config.{name}_offload" for name in ("param", "optimizer"))
 RECOMPUTE = f"{_MODEL}.enable_gradient_checkpointing"
+_CRITIC = "critic.model"
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
 _OTHER_BUDGETS = (
     f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
@@ -28,8 +30,22 @@ _OTHER_BUDGETS = (
 )
 """Budgets that follow the actor's unless they are set."""
 
+_LIKE_THE_ACTOR = {
+    SHARDS: (f"{_CRITIC}.fsdp_config.fsdp_size",),
+    RECOMPUTE: (f"{_CRITIC}.enable_gradient_checkpointing",),
+    OPTIMIZER_OFFLOAD: (f"{_CRITIC}.fsdp_config.optimizer_offload",),
+    PARAM_OFFLOAD: (
+        f"{_CRITIC}.fsdp_config.param_offload",
+        "actor_rollout_ref.ref.fsdp_config.param_offload",
+    ),
+}
+"""Key of the actor → those of models beside it, which are laid out as the actor is if they are as given."""
+
 _WORTH_A_CHANGE = 0.005
 """Share of a step that a key has to save to be worth setting."""
+
+LEFT_FREE = 0.08
+"""Share of a GPU's memory that a layout leaves free: the ledger counts tensors, not what is lost between them."""
 
 Changes = tuple[tuple[str, Any], ...]
 
@@ -62,15 +78,19 @@ def best_layout(model: CostModel) -> Layout | None:
     trainers = [
         each
         for each in _ranked(model, _training(model), of_engines=False)
-        if with_changes(model, least.changes + each.changes).misfit() is None
+        if _fits(with_changes(model, least.changes + each.changes))
     ]
     pairs = sorted(product(samplers, trainers), key=lambda pair: pair[0].seconds + pair[1].seconds)
     for sampler, trainer in pairs:
         changes = sampler.changes + trainer.changes
         changed = with_changes(model, changes)
-        if changed.misfit() is None:
+        if _fits(changed):
             return Layout(changes, changed, changed.cost())
     return None
+
+
+def _fits(model: CostModel) -> bool:
+    return model.misfit(leaving=0.0 if model.hardware.is_cpu else LEFT_FREE) is None
 
 
 def _engine_fits(model: CostModel, changes: Changes) -> bool:
@@ -111,16 +131,32 @@ def _ranked(model: CostModel, candidates: Iterable[Changes], *, of_engines: bool
     charge = _WORTH_A_CHANGE * model.cost().seconds
     ranked = []
     for changes in candidates:
-        phases = with_changes(model, changes).phases(of_engines=of_engines)
-        ranked.append(_Candidate(sum(phase.seconds for phase in phases) + charge * len(changes), changes))
+        whole = (*changes, *_of_other_models(model, changes))
+        phases = with_changes(model, whole).phases(of_engines=of_engines)
+        ranked.append(_Candidate(sum(phase.seconds for phase in phases) + charge * len(changes), whole))
     return sorted(ranked, key=lambda candidate: candidate.seconds)
+
+
+def _of_other_models(model: CostModel, changes: Changes) -> Iterator[tuple[str, Any]]:
+    """Yield the changes by which critic and reference follow the actor."""
+    config = model.config
+    for key, value in changes:
+        for other in _LIKE_THE_ACTOR.get(key, ()):
+            is_built = config.needs_critic if other.startswith(_CRITIC) else config.needs_reference
+            if is_built and attrgetter(other)(config) == attrgetter(key)(config):
+                yield other, value
 
 
 def _sampling(model: CostModel) -> Iterator[Changes]:
     """Yield layouts of the engines."""
-    hardware, heads, ranks = model.hardware, model.shapes["actor"].heads, model.ranks("rollout")
+    hardware, shape, ranks = model.hardware, model.shapes["actor"], model.ranks("rollout")
     inside = min(hardware.per_machine, ranks)
-    widths = [width for width in (1, 2, 4, 8) if width <= inside and inside % width == 0 and heads % width == 0]
+    heads, groups = shape.heads, shape.kv_heads
+    widths = [
+        width
+        for width in (1, 2, 4, 8)
+        if inside % width == 0 and heads % width == 0 and (groups % width == 0 or width % groups == 0)
+    ]
     shares: tuple[float, ...] = () if hardware.is_cpu else (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     requests = (256, 512, 1024)
     yield from _choices(model, {TENSOR_PARALLEL: widths, REQUESTS: requests, ENGINE_SHARE: shares})
@@ -136,8 +172,10 @@ def _training(model: CostModel) -> Iterator[Changes]:
     if not hardware.is_cpu:
         offloads = ((False, False), (False, True), (True, True))
     for params, moments in offloads:
-        keys = {BUDGET: budgets, SHARDS: groups, RECOMPUTE: (True, False)}
+        keys: dict[str, Sequence[Any]] = {BUDGET: budgets, SHARDS: groups, RECOMPUTE: (True, False)}
         offload = {PARAM_OFFLOAD: (params,), OPTIMIZER_OFFLOAD: (moments,)} if not hardware.is_cpu else {}
+        if not hardware.is_cpu and model.shares_devices:
+            keys[SLEEPS] = (True, False)
         yield from _choices(model, {**keys, **offload}, keep=hardware.is_cpu)
 
 

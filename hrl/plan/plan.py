@@ -15,6 +15,7 @@ from hrl.plan.step import CostModel, StepCost
 from hrl.plan.workload import Workload
 
 _MOST_DEVICES = 4096
+_PER_MACHINE = "trainer.n_gpus_per_node"
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,24 @@ class Plan:
 
     Attributes:
         line: The launch line on the devices that were asked for.
+        lengths: What was known of the rows.
         model: The model of cost as given.
         cost: What a step takes as given, whether it fits or not.
         misfit: Why it does not fit; None if it does.
-        best: The best layout found.
-        apart: The best one in which half of every machine's devices sample and half train; None if that was not tried
-            or does not fit.
+        best: The best layout found, without a change if that is the given one.
+        apart: The best of those in which half of every machine's devices sample and half train; None if that was not
+            tried or does not fit.
+        together: The best of those in which all devices do both, or of the given pools; None if none fits.
     """
 
     line: LaunchLine
+    lengths: Lengths
     model: CostModel
     cost: StepCost
     misfit: str | None
     best: Layout
     apart: Layout | None
+    together: Layout | None
 
     @property
     def best_line(self) -> LaunchLine:
@@ -72,12 +77,20 @@ def plan(line: LaunchLine, hardware: Hardware, devices: int | None, lengths: Len
         PlanError: No layout fits; says how many devices it takes.
         ConfigError: The line is not valid.
     """
-    line = line.with_values(_devices(hardware, devices))
-    model = cost_model(line.config(), hardware, lengths)
-    best = best_layout(model)
-    if best is None:
+    line = line.with_values(_devices(line, hardware, devices))
+    config = line.config()
+    per_machine = config.trainer.n_gpus_per_node
+    if not hardware.is_cpu and (config.trainer.nnodes > 1 or per_machine > hardware.per_machine):
+        hardware = hardware.of_machines(per_machine)
+    model = cost_model(config, hardware, lengths)
+    _check_placement(model, devices)
+    misfit, given = model.misfit(), Layout((), model, model.cost())
+    together, apart = best_layout(model), _apart(line, model, hardware, lengths)
+    found = [layout for layout in (None if misfit else given, together, apart) if layout is not None]
+    if not found:
         raise PlanError(_too_large(line, model, hardware, lengths))
-    return Plan(line, model, model.cost(), model.misfit(), best, _apart(line, model, hardware, lengths))
+    best = min(found, key=lambda layout: layout.cost.seconds)
+    return Plan(line, lengths, model, given.cost, misfit, best, apart, together)
 
 
 def cost_model(config: PPOTrainerConfig, hardware: Hardware, lengths: Lengths) -> CostModel:
@@ -87,19 +100,37 @@ def cost_model(config: PPOTrainerConfig, hardware: Hardware, lengths: Lengths) -
     return CostModel(config, shapes_of(outline_of(config)), hardware, work)
 
 
-def _devices(hardware: Hardware, devices: int | None) -> Changes:
-    """Return the keys that ask for a number of devices.
+def _devices(line: LaunchLine, hardware: Hardware, devices: int | None) -> Changes:
+    """Return the keys that ask for a number of devices; machines are as large as the line says.
 
     Raises:
         PlanError: They would not fill their machines.
     """
     if devices is None:
         return ()
-    inside = devices if hardware.is_cpu else min(devices, hardware.per_machine)
+    given = line.value_of(_PER_MACHINE) or ""
+    size = int(given) if given.isdecimal() and int(given) > 0 else hardware.per_machine
+    inside = devices if hardware.is_cpu else min(devices, size)
     machines, left = divmod(devices, inside)
     if left:
-        raise PlanError(f"--gpus {devices} fills no number of machines of {inside}: take a multiple of {inside}")
-    return ("trainer.nnodes", machines), ("trainer.n_gpus_per_node", inside)
+        raise PlanError(
+            f"--gpus {devices} fills no number of machines of {inside}: take a multiple of {inside}, or say how many "
+            f"GPUs a machine has by {_PER_MACHINE}="
+        )
+    return ("trainer.nnodes", machines), (_PER_MACHINE, inside)
+
+
+def _check_placement(model: CostModel, devices: int | None) -> None:
+    """Raise a PlanError if no policy learns, or if the pools of the line have another number of devices."""
+    placement = model.placement
+    if not placement.trains:
+        raise PlanError("trainer.role_pools.actor is null, so nothing learns: only steps that train are planned")
+    pooled = sum(map(sum, model.config.trainer.resource_pools.values()))
+    if devices is not None and pooled != devices:
+        raise PlanError(
+            f"--gpus {devices} does not go with trainer.resource_pools, which have {pooled} devices: change the pools, "
+            "or leave out --gpus"
+        )
 
 
 def _apart(line: LaunchLine, model: CostModel, hardware: Hardware, lengths: Lengths) -> Layout | None:
@@ -130,7 +161,7 @@ def _too_large(line: LaunchLine, model: CostModel, hardware: Hardware, lengths: 
     more = devices
     while more < _MOST_DEVICES:
         more = 2 * more if more >= hardware.per_machine else min(2 * more, hardware.per_machine)
-        wider = line.with_values(_devices(hardware, more))
+        wider = line.with_values(_devices(line, hardware, more))
         if best_layout(replace(model, config=cost_model(wider.config(), hardware, lengths).config)) is not None:
             return f"{why}. With --gpus {more} there is a layout that fits"
     return f"{why}. Not even {_MOST_DEVICES} do"

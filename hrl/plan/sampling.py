@@ -13,8 +13,9 @@ from hrl.plan.shapes import ModelShape
 from hrl.plan.workload import Workload
 
 PREFILL = "prefill of the prompts"
-MEMORY = "decoding: reading weights and cache"
+WEIGHTS = "decoding: reading weights"
 PRODUCTS = "decoding: products"
+ATTENTION = "decoding: attention over the cache"
 LINKS = "decoding: all-reduces of tensor parallelism"
 ENGINE = "decoding: the engine's own work and the sampler"
 UNEVEN = "waiting for the engine with the most tokens"
@@ -48,12 +49,25 @@ class Engines:
     max_requests: int
     shares_prompts: bool
 
+    @property
+    def cache_share(self) -> float:
+        """Share of a token's cache that one device of an engine has: whole heads of keys and values at least."""
+        return max(1.0 / self.ranks, 1.0 / self.shape.kv_heads)
+
+    def working(self, work: Workload) -> int:
+        """Return how many engines have something to do: a group of samples is not divided."""
+        return min(self.count, ceil(work.prompts))
+
+    def waiting(self, work: Workload) -> int:
+        """Return the requests of the engine with the most groups."""
+        return ceil(work.prompts / self.count) * work.samples
+
     def running(self, work: Workload) -> float:
         """Return the requests that one engine runs at once: what it has, its limit, or what its cache holds."""
-        waiting = ceil(work.sequences / self.count)
-        of_prompt = work.prompt / (min(work.samples, waiting) if self.shares_prompts else 1)
-        fits = self.cache_bytes / (self.shape.size.kv_bytes_per_token * (of_prompt + work.running_response))
-        return max(1.0, min(waiting, self.max_requests, fits))
+        of_prompt = work.prompt / (work.samples if self.shares_prompts else 1)
+        of_request = self.shape.size.kv_bytes_per_token * self.cache_share * (of_prompt + work.running_response)
+        fits = self.cache_bytes / self.ranks / of_request
+        return max(1.0, min(self.waiting(work), self.max_requests, fits))
 
     def seconds(self, work: Workload) -> dict[str, float]:
         """Return what sampling the batch is spent on.
@@ -67,7 +81,7 @@ class Engines:
 
     def _batch(self, work: Workload, fullness: float) -> dict[str, float]:
         """Return what an engine spends on its part of the batch that has `fullness` times the mean of tokens."""
-        waiting, running = ceil(work.sequences / self.count), self.running(work)
+        waiting, running = self.waiting(work), self.running(work)
         replaced = max(0.0, waiting - running) * work.response / running * fullness
         full = self.iteration(running, work.prompt + work.running_response).items()
         return added(
@@ -86,18 +100,20 @@ class Engines:
             rows: Running requests.
             context: Mean tokens before the new one.
         """
-        shape, size, assumed = self.shape, self.shape.size, self.assumed
-        weights = _WIDTH * shape.weights_read(rows) / self.ranks
-        cache = rows * context * size.kv_bytes_per_token / self.ranks
-        memory = (weights + cache) / (self.hardware.memory_rate * assumed.memory_share)
-        flops = shape.flops.per_token + shape.flops.per_head_token + shape.flops.per_pair * context
-        share = assumed.decode_share * (assumed.expert_share if shape.active_share < 0.5 else 1.0)
-        products = rows * flops / self.ranks / (self.hardware.flops * share)
-        sampler = rows * 4 * size.vocab_size * assumed.sampler_passes / self.hardware.memory_rate
+        shape, size, assumed, hardware = self.shape, self.shape.size, self.assumed, self.hardware
+        memory_rate, flop_rate = hardware.memory_rate * assumed.memory_share, hardware.flops * assumed.decode_share
+        # Layer by layer, products and attention take turns; each is bound by memory or by operations.
+        read = _WIDTH * shape.weights_read(rows) / self.ranks / memory_rate
+        flops = rows * (shape.flops.per_token + shape.flops.per_head_token) / self.ranks
+        products = flops / flop_rate / (assumed.expert_share if shape.active_share < 0.5 else 1.0)
+        cache = rows * context * size.kv_bytes_per_token * self.cache_share / memory_rate
+        scores = rows * context * shape.flops.per_pair / self.ranks / flop_rate
+        sampler = rows * 4 * size.vocab_size * assumed.sampler_passes / hardware.memory_rate
         own = assumed.engine_step_s + rows * assumed.engine_row_s + sampler
         return added(
             [
-                (MEMORY if memory > products else PRODUCTS, max(memory, products)),
+                (WEIGHTS if read > products else PRODUCTS, max(read, products)),
+                (ATTENTION, max(cache, scores)),
                 (LINKS, self._links_s(rows)),
                 (ENGINE, own),
             ]
@@ -112,14 +128,17 @@ class Engines:
         return 2 * size.num_layers * (self.assumed.allreduce_s + moved / rate)
 
     def _prefill_s(self, work: Workload, waiting: int) -> float:
-        prompts = waiting / (work.samples if self.shares_prompts else 1)
-        flops = prompts * (self.shape.flops.per_token * work.prompt + self.shape.flops.per_pair * work.prompt**2 / 2)
+        """Return the seconds of prefills: a prompt once for its samples, and for each other one its last block."""
+        firsts = waiting / (work.samples if self.shares_prompts else 1)
+        again = (waiting - firsts) * min(work.prompt, self.assumed.block_tokens / 2)
+        tokens, pairs = firsts * work.prompt + again, (firsts * work.prompt / 2 + again) * work.prompt
+        flops = self.shape.flops.per_token * tokens + self.shape.flops.per_pair * pairs
         share = self.assumed.prefill_share * (self.assumed.expert_share if self.shape.active_share < 0.5 else 1.0)
-        return flops / self.ranks / (self.hardware.flops * share) + self._links_s(prompts * work.prompt)
+        return flops / self.ranks / (self.hardware.flops * share) + self._links_s(tokens)
 
     def _wave(self, work: Workload, running: float) -> Iterator[tuple[str, float]]:
         """Yield the terms of a wave that begins with `running` requests and ends with the batch's longest response."""
-        step = work.longest_response / _BINS
+        step = work.longest / _BINS
         for index in range(_BINS):
             position = (index + 0.5) * step
             share = work.alive(position)
@@ -130,7 +149,8 @@ class Engines:
 
     def _excess(self, work: Workload) -> float:
         """Return by how much the tokens of the fullest engine exceed the mean, expected of as many random sums."""
-        if self.count == 1:
+        engines = self.working(work)
+        if engines == 1:
             return 0.0
         spread = sqrt(work.squared_response - work.response**2) / work.response
-        return spread * sqrt(2 * log(self.count) * self.count / work.sequences)
+        return spread * sqrt(2 * log(engines) / self.waiting(work))

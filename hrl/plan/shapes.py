@@ -42,12 +42,15 @@ class ModelShape:
         size: Parameters and bytes.
         flops: FLOPs of a token; those of visited experts only.
         heads: Attention heads, over which an engine can be spread.
+        kv_heads: Heads of keys and values, of which each of an engine's ranks caches one at least; 1 where the cache
+            has a latent vector for all heads.
         tensors: Tensors of the checkpoint, which a weight sync sends.
     """
 
     size: Footprint
     flops: ModelFlops
     heads: int
+    kv_heads: int
     tensors: int
 
     @property
@@ -128,7 +131,15 @@ def _counted(folder: Path, model: NamedModel, *, trust_remote_code: bool, max_mo
     counted = ModelFlops.of(built)
     if counted is None:
         raise ShapeError(f"{model.key}: the FLOPs of {model.path} can't be counted from its {_CONFIG}")
-    return ModelShape(size, counted, int(built.config.get_text_config().num_attention_heads), _tensors(built))
+    text = built.config.get_text_config()
+    heads = int(text.num_attention_heads)
+    return ModelShape(size, counted, heads, _kv_heads(text, heads), _tensors(built))
+
+
+def _kv_heads(text: Any, heads: int) -> int:
+    if getattr(text, "kv_lora_rank", None):
+        return 1
+    return int(getattr(text, "num_key_value_heads", None) or heads)
 
 
 def _tensors(model: PreTrainedModel) -> int:

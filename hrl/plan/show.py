@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hrl.config.arithmetic import count
+from hrl.config.compose import TRAIN_FILES
 from hrl.plan.plan import Plan
 from hrl.plan.step import StepCost
 from hrl.preflight.memory_ledger import GIB, gib
@@ -29,26 +30,57 @@ _PHASES = {
 
 def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
+    for line in lines(plan):
+        console.print(line, soft_wrap=True)
+
+
+def lines(plan: Plan) -> Iterator[Text]:
+    """Yield the lines of a plan; the headings are bold, what does not fit is red."""
     model, best = plan.model, plan.best
-    work = model.work
-    console.print(Text(f"{work.prompts:,} prompts × {work.samples} samples on {_devices(plan)}", style="bold"))
-    lengths = f"prompts of {work.prompt:,.0f} tokens, responses of {work.response:,.0f}, at most"
-    console.print(f"  lengths: {lengths} {work.longest_response:,} (--prompt-tokens, --response-tokens)")
+    memory = model.hardware.memory
+    yield Text(f"{model.work.prompts:,} prompts × {model.work.samples} samples on {_devices(plan)}", style="bold")
+    yield Text(f"  {_lengths(plan)}")
+    if not plan.line.names_rows:
+        yield Text(f"  {TRAIN_FILES} is not given: a plan opens no rows, the run will want some")
     if plan.misfit is None:
-        _show_cost("As given", plan.cost, console, model.hardware.memory)
+        yield from _of_cost("As given", plan.cost, memory)
     else:
-        console.print(Text(f"\nAs given it does not fit: {plan.misfit}.", style="red"))
-    if not best.changes:
-        console.print("\nNo layout was found that is better.")
+        yield Text("")
+        yield Text(f"As given it does not fit: {plan.misfit}.", style="red")
+    if best.changes:
+        yield from _of_cost("Best layout found", best.cost, memory)
     else:
-        _show_cost("Best layout found", best.cost, console, model.hardware.memory)
-    console.print()
-    console.print(Text(f"  {plan.best_line}"), soft_wrap=True)
-    if plan.apart is not None:
-        seconds = plan.apart.cost.seconds
-        console.print(f"\nWith engines on half of the devices, apart from the trainer: {seconds:,.1f} s a step.")
+        yield Text("")
+        yield Text("No layout was found that is better.")
+    yield Text("")
+    yield Text(f"  {plan.best_line}")
+    yield from _other(plan)
     if not model.hardware.is_cpu:
-        console.print("\nComputed, not measured: hrl has not run on a GPU. docs/scaling.md has the assumptions.")
+        yield Text("")
+        yield Text("Computed, not measured: hrl has not run on a GPU. docs/scaling.md has the assumptions.")
+
+
+def _lengths(plan: Plan) -> str:
+    """Return the lengths, and which of them are assumed."""
+    work, data = plan.model.work, plan.model.config.data
+    parts = (
+        ("prompts", work.prompt, data.max_prompt_length, plan.lengths.prompt, "--prompt-tokens"),
+        ("responses", work.response, data.max_response_length, plan.lengths.response, "--response-tokens"),
+    )
+    said = [f"{what} of {mean:,.0f} tokens, at most {most:,}" for what, mean, most, _, _ in parts]
+    assumed = [option for *_, given, option in parts if given is None]
+    hint = f" (means assumed, half of the most: {', '.join(assumed)})" if assumed else ""
+    return f"{'; '.join(said)}{hint}"
+
+
+def _other(plan: Plan) -> Iterator[Text]:
+    """Yield what the best layout of the other kind takes: engines on devices of their own, or on all."""
+    if plan.apart is None or plan.together is None:
+        return
+    seconds = (plan.together if plan.best is plan.apart else plan.apart).cost.seconds
+    where = "on all devices, beside" if plan.best is plan.apart else "on half of the devices, apart from"
+    yield Text("")
+    yield Text(f"With engines {where} the trainer: {seconds:,.1f} s a step.")
 
 
 def _devices(plan: Plan) -> str:
@@ -60,21 +92,20 @@ def _devices(plan: Plan) -> str:
     return f"{count(number, 'process', 'processes')} of this machine (products {rates})"
 
 
-def _show_cost(title: str, cost: StepCost, console: Console, memory: float) -> None:
-    rate = f"{cost.tokens_per_second:,.0f} tokens/s"
-    each = f", {cost.tokens_per_second / cost.devices:,.0f} for each device" if cost.devices > 1 else ""
-    console.print()
-    console.print(Text(f"{title}: {cost.seconds:,.1f} s a step, {rate}{each}", style="bold"))
-    table = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "left"):
-        table.add_column(justify=justify)  # type: ignore[arg-type]
+def _of_cost(title: str, cost: StepCost, memory: float) -> Iterator[Text]:
+    rate = f"{cost.tokens_per_second:,.0f} tokens/s of prompts and responses"
+    each = f", {cost.tokens_per_second / cost.devices:,.0f} on each device" if cost.devices > 1 else ""
+    yield Text("")
+    yield Text(f"{title}: {cost.seconds:,.1f} s a step, {rate}{each}", style="bold")
     for phase in cost.phases:
-        table.add_row(f"  {_PHASES[phase.name]}", f"{phase.seconds:,.2f} s", f"mostly {phase.largest}")
+        share = phase.seconds / cost.seconds
+        yield Text(f"  {_PHASES[phase.name]:16}{phase.seconds:10,.2f} s {share:4.0%}  mostly {phase.largest}")
     peak = max((ledger.peak for ledger in cost.ledgers), key=lambda phase: phase.num_bytes)
-    table.add_row("  memory", f"{gib(peak.num_bytes)} GiB", f"of {memory / GIB:.1f}, in the phase {peak.name}")
-    console.print(table)
+    used = f"{gib(peak.num_bytes)} GiB"
+    yield Text(f"  {'memory':16}{used:>12}       of {memory / GIB:.1f} GiB, in the phase {peak.name}")
     bottleneck = cost.bottleneck
-    console.print(f"  bottleneck: {_PHASES[bottleneck.phase]}, {bottleneck.cause} ({bottleneck.share:.0%} of the step)")
+    where = f"{_PHASES[bottleneck.phase]} ({bottleneck.share:.0%} of the step)"
+    yield Text(f"  bottleneck: {where}, mostly {bottleneck.cause}")
 
 
 def as_data(plan: Plan) -> dict[str, Any]:

@@ -27,13 +27,18 @@ _ENGINE_WORK_BYTES = GIB
 _ENGINE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
+def driver_s(assumed: Assumptions, tokens: float, ranks: int) -> float:
+    """Return the seconds that the driver spends on a phase."""
+    return assumed.driver_hop_s + assumed.driver_token_s * tokens + assumed.driver_rank_s * ranks
+
+
 class Bottleneck(NamedTuple):
     """Where most of a step goes.
 
     Attributes:
         phase: Name of the longest phase.
         cause: What most of that phase is spent on.
-        share: Of the step's seconds.
+        share: The phase's, of the step's seconds.
     """
 
     phase: str
@@ -71,7 +76,7 @@ class StepCost:
     def bottleneck(self) -> Bottleneck:
         """The longest phase, and what most of it is spent on."""
         phase = max(self.phases, key=lambda phase: phase.seconds)
-        return Bottleneck(phase.name, phase.largest, phase.terms[phase.largest] / self.seconds)
+        return Bottleneck(phase.name, phase.largest, phase.seconds / self.seconds)
 
     @property
     def peak_bytes(self) -> float:
@@ -120,13 +125,17 @@ class CostModel:
         device = "cpu" if self.hardware.is_cpu else "cuda"
         return ledgers_of(self.config, sizes_of(self.shapes), device, self.hardware.memory)
 
-    def misfit(self) -> str | None:
-        """Return why the run does not fit its devices; None if it does."""
+    def misfit(self, *, leaving: float = 0.0) -> str | None:
+        """Return why the run does not fit its devices; None if it does.
+
+        Args:
+            leaving: Share of a device's memory that is to stay free.
+        """
         if (small := self.engine_misfit()) is not None:
             return small
         for ledger in self.ledgers():
             peak = ledger.peak
-            if peak.num_bytes > self.hardware.memory:
+            if peak.num_bytes > (1.0 - leaving) * self.hardware.memory:
                 has = f"{ledger.where} has {gib(self.hardware.memory)} GiB"
                 return f"{has}, and {peak.name!r} takes {peak.in_words()}"
         return None
@@ -169,7 +178,7 @@ class CostModel:
         if config.needs_critic:
             yield self._driven("values", self._learner("critic", scores=True).forward(work))
         cells = work.sequences * work.longest_response
-        yield Phase("adv", {"advantages on the driver": self.assumed.advantage_token_s * cells})
+        yield Phase("adv", {"the driver": self.assumed.advantage_token_s * cells})
 
     def _updates(self) -> Iterator[Phase]:
         """Yield the updates and the weight sync."""
@@ -192,9 +201,8 @@ class CostModel:
 
     def _driven(self, name: str, terms: dict[str, float]) -> Phase:
         """Return a phase with the driver's part in it."""
-        assumed, ranks = self.assumed, max(self.ranks(role) for role in ("actor", "rollout"))
-        driver = assumed.driver_hop_s + assumed.driver_token_s * self.work.tokens + assumed.driver_rank_s * ranks
-        return Phase(name, {**terms, DRIVER: driver})
+        ranks = max(self.ranks(role) for role in ("actor", "rollout"))
+        return Phase(name, {**terms, DRIVER: driver_s(self.assumed, self.work.tokens, ranks)})
 
     def engines(self) -> Engines:
         """Return the engines that sample."""

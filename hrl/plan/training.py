@@ -58,47 +58,54 @@ class Learner:
 
     def forward(self, work: Workload) -> dict[str, float]:
         """Return what a forward over all rows is spent on."""
-        layers, head = work.forward_flops(self.shape.flops, self.ranks)
+        layers, head = work.forward_flops(self.shape.flops, self.ranks, self.budget)
         flops = layers + head * self.has_head
-        passes = self._micro_batches(work, 1)
-        return added([*self._compute(flops, passes * self._gathers(1), work), *self._moved(0)])
+        compute = self._compute(flops, self._micro_batches(work) * self._gathers(1), work)
+        return added([*compute, (BETWEEN, self.assumed.pass_s), *self._moved(0)])
 
     def update(self, work: Workload, optimizer_steps: int, mini_batches: int) -> dict[str, float]:
-        """Return what an update is spent on: forward, backward, and an optimizer step for each mini-batch and pass."""
-        epochs = optimizer_steps / mini_batches
-        layers, head = work.forward_flops(self.shape.flops, self.ranks)
-        runs = 1.0 + _BACKWARD + self.recompute
-        heads = 2.0 + _BACKWARD  # its logits are never kept, so they are computed again
-        flops = work.teaching * epochs * (runs * layers + heads * head * self.has_head)
-        passes = epochs * self._micro_batches(work, mini_batches)
-        once = self._gathers(1 + (self.reshards or self.recompute)) + self._reductions()
+        """Return what an update is spent on: forward, backward, and an optimizer step for each mini-batch and pass.
+
+        Ranks wait for each other in every mini-batch. Rows that teach nothing are not run.
+        """
+        compute: list[tuple[str, float]] = []
+        if work.teaching > 0.0:
+            run = work.part(work.teaching / mini_batches)
+            layers, head = run.forward_flops(self.shape.flops, self.ranks, self.budget)
+            runs = 1.0 + _BACKWARD + self.recompute
+            heads = 2.0 + _BACKWARD  # its logits are never kept, so they are computed again
+            flops = runs * layers + heads * head * self.has_head
+            once = self._gathers(1 + self.reshards) + self._reductions()
+            compute = self._compute(flops, self._micro_batches(run) * once, run)
         return added(
             [
-                *self._compute(flops, passes * once, work),
+                *((label, optimizer_steps * seconds) for label, seconds in compute),
+                (BETWEEN, self.assumed.pass_s),
                 (OPTIMIZER, optimizer_steps * self._optimizer_s()),
                 *self._moved(optimizer_steps),
             ]
         )
 
     def _compute(self, flops: float, collectives_s: float, work: Workload) -> list[tuple[str, float]]:
-        """Return products, the wait for the fullest rank, and what of the collectives is not hidden behind them."""
+        """Return products, the wait for the fullest rank, and what of the collectives is not hidden behind them.
+
+        Args:
+            flops: Of all ranks.
+            collectives_s: Seconds of all collectives.
+            work: What is run between two points at which all ranks meet.
+        """
         hardware, assumed = self.hardware, self.assumed
         share = hardware.product_share * (assumed.expert_share if self.shape.active_share < 0.5 else 1.0)
         even = flops / self.ranks / (hardware.flops * share)
-        mean = work.packed_tokens(self.ranks) / self.ranks
-        fullest = max(assumed.imbalance if self.ranks > 1 else 1.0, (work.prompt + work.longest_response) / mean)
+        mean = work.packed_tokens(self.ranks, self.budget) / self.ranks
+        longest = work.prompt + work.longest_of(work.sequences)
+        fullest = max(assumed.imbalance, longest / mean) if self.ranks > 1 else 1.0
         exposed = max(0.0, collectives_s - assumed.overlap * even * fullest)
-        return [
-            (PRODUCTS, even),
-            (UNEVEN, even * (fullest - 1.0)),
-            (GATHERS, exposed),
-            (BETWEEN, assumed.pass_s),
-        ]
+        return [(PRODUCTS, even), (UNEVEN, even * (fullest - 1.0)), (GATHERS, exposed)]
 
-    def _micro_batches(self, work: Workload, mini_batches: int) -> int:
-        """Return the micro-batches of one rank in a pass over all mini-batches."""
-        there = work.packed_tokens(self.ranks) / self.ranks / mini_batches
-        return mini_batches * ceil(there / self.budget)
+    def _micro_batches(self, work: Workload) -> int:
+        """Return the micro-batches of one rank in a pass over some rows."""
+        return ceil(work.packed_tokens(self.ranks, self.budget) / self.ranks / self.budget)
 
     def _gathers(self, times: int) -> float:
         """Return the seconds of the all-gathers of a micro-batch."""
@@ -111,7 +118,7 @@ class Learner:
         size, assumed, hardware = self.shape.size, self.assumed, self.hardware
         whole = _REDUCE_BYTES * size.parameters
         scattered = gather_s(whole, size.num_layers + 2, self.shards, hardware, assumed)
-        return scattered + replicate_s(whole / self.shards, self.ranks // self.shards, hardware, assumed)
+        return scattered + replicate_s(whole, self.shards, self.ranks // self.shards, hardware, assumed)
 
     def _optimizer_s(self) -> float:
         moved = self.assumed.optimizer_bytes * self.shape.size.parameters / self.shards

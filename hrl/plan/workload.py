@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from hrl.config.arithmetic import step_sizes
 from hrl.config.ppo import PPOTrainerConfig
@@ -11,17 +12,19 @@ from hrl.models.flops import ModelFlops
 
 #: Mean length over the longest that the configuration allows, where the caller does not say.
 MEAN_OVER_LONGEST = 0.5
+#: Longest response over the mean at most: with a limit far above the mean nobody comes near it, see docs/scaling.md.
+LONGEST_OVER_MEAN = 8.0
 
 
 @dataclass(frozen=True)
 class Workload:
     """The samples of one step.
 
-    The length of a response at the quantile u of all responses is taken to be `longest_response * u ** tail`, the power
+    The length of a response at the quantile u of all responses is taken to be `longest * u ** tail`, the power
     being the one for which the mean is `response`. Responses that all reach the limit have power 0.
 
     Attributes:
-        prompts: Prompts of a step.
+        prompts: Prompts of a step; of a mini-batch or of those that teach something a mean, and so a fraction.
         samples: Samples of a prompt.
         prompt: Mean tokens of a prompt.
         response: Mean tokens of a response.
@@ -29,7 +32,7 @@ class Workload:
         teaching: Share of the groups whose samples differ in reward; rows of the others are not run in an update.
     """
 
-    prompts: int
+    prompts: float
     samples: int
     prompt: float
     response: float
@@ -52,7 +55,7 @@ class Workload:
         )
 
     @property
-    def sequences(self) -> int:
+    def sequences(self) -> float:
         """Prompts × samples."""
         return self.prompts * self.samples
 
@@ -62,20 +65,25 @@ class Workload:
         return self.sequences * (self.prompt + self.response)
 
     @property
+    def longest(self) -> float:
+        """Tokens of the longest response: as many as allowed, but a multiple of the mean at most."""
+        return min(float(self.longest_response), LONGEST_OVER_MEAN * self.response)
+
+    @property
     def tail(self) -> float:
         """The power of the quantiles."""
-        return self.longest_response / self.response - 1.0
+        return self.longest / self.response - 1.0
 
     def alive(self, position: float) -> float:
         """Return the share of the responses that are longer than a number of tokens."""
-        if position >= self.longest_response:
+        if position >= self.longest:
             return 0.0
-        return 1.0 if self.tail < 1e-9 else 1.0 - (position / self.longest_response) ** (1.0 / self.tail)
+        return 1.0 if self.tail < 1e-9 else 1.0 - (position / self.longest) ** (1.0 / self.tail)
 
     @cached_property
     def squared_response(self) -> float:
         """Mean of the squared length of a response."""
-        return self.longest_response**2 / (2.0 * self.tail + 1.0)
+        return self.longest**2 / (2.0 * self.tail + 1.0)
 
     @property
     def running_response(self) -> float:
@@ -85,20 +93,36 @@ class Workload:
         """
         return self.squared_response / (2.0 * self.response)
 
-    def copies(self, ranks: int) -> float:
-        """Return how many ranks compute a prompt: one, unless there are fewer prompts than ranks."""
-        return min(float(self.samples), max(1.0, ranks / self.prompts))
+    def part(self, share: float) -> Workload:
+        """Return a share of the prompts with all their samples: those of a mini-batch, or those that are run."""
+        return replace(self, prompts=self.prompts * share)
 
-    def packed_tokens(self, ranks: int) -> float:
-        """Return the tokens of a pass over all rows: a prompt counts once for each rank that has samples of it."""
-        return self.prompts * self.copies(ranks) * self.prompt + self.sequences * self.response
+    def longest_of(self, rows: float) -> float:
+        """Return the expected length of the longest of some responses."""
+        return self.longest * (rows / (rows + 1.0)) ** self.tail
 
-    def pairs(self, ranks: int) -> float:
+    def copies(self, ranks: int, budget: float = inf) -> float:
+        """Return how often a prompt is computed for its samples.
+
+        Once, unless there are fewer prompts than ranks, or more samples than a micro-batch holds.
+
+        Args:
+            ranks: Over which the rows are spread.
+            budget: Tokens of a micro-batch.
+        """
+        room = max(budget - self.prompt, self.response)
+        return min(float(self.samples), max(1.0, ranks / self.prompts, self.samples * self.response / room))
+
+    def packed_tokens(self, ranks: int, budget: float = inf) -> float:
+        """Return the tokens of a pass over all rows, see `copies`."""
+        return self.prompts * self.copies(ranks, budget) * self.prompt + self.sequences * self.response
+
+    def pairs(self, ranks: int, budget: float = inf) -> float:
         """Return the query–key pairs of that pass: causal in the prompt, and of a response with all before it."""
-        of_prompts = self.prompts * self.copies(ranks) * self.prompt**2 / 2
+        of_prompts = self.prompts * self.copies(ranks, budget) * self.prompt**2 / 2
         return of_prompts + self.sequences * (self.prompt * self.response + self.squared_response / 2)
 
-    def forward_flops(self, flops: ModelFlops, ranks: int) -> tuple[float, float]:
+    def forward_flops(self, flops: ModelFlops, ranks: int, budget: float = inf) -> tuple[float, float]:
         """Return the FLOPs of a forward over all rows: those of the layers, and those of the head on responses."""
-        tokens, pairs = self.packed_tokens(ranks), self.pairs(ranks)
+        tokens, pairs = self.packed_tokens(ranks, budget), self.pairs(ranks, budget)
         return flops.per_token * tokens + flops.per_pair * pairs, flops.per_head_token * self.sequences * self.response

@@ -114,7 +114,8 @@ class ResidentModel:
         shards: Number of processes that share one copy.
         tokens: Tokens of its largest micro-batch.
         recompute: Whether activations are recomputed in the backward pass.
-        keeps_cast: Whether weights in the compute dtype are kept for the whole update, see `keeps_cast_parameters`.
+        keeps_cast: Whether all weights in the compute dtype are there at once: a rank that is alone keeps them, see
+            `keeps_cast_parameters`, and several gather them for a whole pass if they don't reshard after the forward.
         param_offload, optimizer_offload: Whether these are in host memory while not in use.
         has_head: Whether it computes log-probs; a value or reward model has a head of one row.
         chunk: Number of logits held at once.
@@ -302,7 +303,8 @@ def _resident(
         shards=ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
         tokens=tokens,
         recompute=recompute,
-        keeps_cast=keeps_cast_parameters(ranks, torch.device(device), fsdp.reshard_after_forward),
+        keeps_cast=(ranks > 1 and not fsdp.reshard_after_forward)
+        or keeps_cast_parameters(ranks, torch.device(device), fsdp.reshard_after_forward),
         param_offload=fsdp.param_offload and device != "cpu",
         optimizer_offload=fsdp.optimizer_offload and device != "cpu",
         has_head=head,

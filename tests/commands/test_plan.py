@@ -22,7 +22,8 @@ def test_the_bare_command_plans_the_quickstart_here(capsys):
         "8 prompts × 8 samples on 1 process of this machine (products 340 GFLOP/s, copies 13.5 GB/s)\n"
     )
     assert "As given: 9." in text
-    assert "bottleneck: policy's update, products" in text
+    assert "  bottleneck: policy's update (64% of the step), mostly products\n" in text
+    assert "assumed" not in text
     assert "hrl has not run on a GPU" not in text
 
 
@@ -33,6 +34,16 @@ def test_a_plan_for_gpus_has_a_line_to_paste(capsys):
     assert "on 8 × a100" in text
     assert f"  {line} trainer.nnodes=1 trainer.n_gpus_per_node=8" in text
     assert "hrl has not run on a GPU" in text
+
+
+def test_what_is_assumed_is_said_and_lines_are_not_broken(capsys):
+    assert cli.main(["plan", "grpo", "data.max_response_length=32", "--gpus", "8", "--prompt-tokens", "40"]) == 0
+    text = capsys.readouterr().out
+    assert "prompts of 40 tokens, at most 64; responses of 16 tokens, at most 32 (means assumed, half" in text
+    assert "(means assumed, half of the most: --response-tokens)" in text
+    assert "weight sync           3.16 s" in text
+    assert "of 79.1 GiB, in the phase" in text
+    assert sum(line.startswith("  hrl train grpo ") for line in text.splitlines()) == 1
 
 
 def test_a_plan_as_json(capsys):

@@ -1,7 +1,7 @@
 """Steps that were measured on two cores with AVX512-BF16, in bfloat16, with the bundled model.
 
-Each is one step of a run, with the run's own lengths and rows, and with nothing or little beside it on the machine.
-`docs/scaling/compare.py` compares whole runs.
+Three runs, all their steps but the first, which compiles: each with its own lengths and rows, and with nothing or
+little beside it on the machine. `docs/scaling/compare.py` compares other runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ SMOL = ModelShape(
     Footprint(134515008, 28311552, 0, 3540096, 30, 576, 49152, 20268, 1152, 23040),
     ModelFlops(212336640.0, 69120.0, 56623104.0),
     heads=9,
+    kv_heads=3,
     tensors=272,
+)
+
+#: Qwen2.5-7B, likewise.
+SEVEN = ModelShape(
+    Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 0, 7168, 57344),
+    ModelFlops(13050576896.0, 401408.0, 1089994752.0),
+    heads=28,
+    kv_heads=4,
+    tensors=339,
 )
 
 
@@ -28,7 +38,8 @@ class Recorded(NamedTuple):
     """A measured step.
 
     Attributes:
-        name: What it is.
+        run: Name of its run.
+        number: Its number there.
         overrides: The run's.
         prompt: Mean tokens of a prompt.
         response: Mean tokens of a response.
@@ -37,7 +48,8 @@ class Recorded(NamedTuple):
         fixes: Phases that a constant of the model comes from; all others are predicted.
     """
 
-    name: str
+    run: str
+    number: int
     overrides: tuple[str, ...]
     prompt: float
     response: float
@@ -46,27 +58,55 @@ class Recorded(NamedTuple):
     fixes: tuple[str, ...] = ()
 
 
-SIXTEEN = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-PPO = ("recipe=ppo",)
+_PHASES = ("gen", "update_actor")
+_PHASES_OF_PPO = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+_SIXTEEN = ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+_FIXES = {("16 × 8", 4): ("gen", "update_actor"), ("8 × 8", 12): ("gen",)}
+_RUNS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...], tuple[tuple[float, ...], ...]], ...] = (
+    (
+        "16 × 8", _SIXTEEN, 128, _PHASES,
+        (
+            (2, 23.711, 120, 5.47, 11.33), (3, 21.078, 88, 4.90, 7.29), (4, 20.578, 104, 4.99, 8.43),
+            (5, 19.648, 120, 4.92, 9.94), (6, 19.539, 120, 5.32, 9.14),
+        ),
+    ),
+    (
+        "8 × 8", (), 64, _PHASES,
+        (
+            (2, 21.609, 56, 3.51, 6.06), (3, 20.719, 56, 3.33, 5.34), (4, 19.609, 64, 3.07, 5.54),
+            (5, 19.484, 56, 3.21, 5.22), (6, 19.188, 64, 3.22, 5.64), (7, 18.125, 64, 3.58, 5.63),
+            (8, 14.891, 48, 2.85, 3.53), (9, 15.922, 64, 2.71, 4.74), (10, 13.656, 64, 2.62, 4.18),
+            (11, 12.688, 56, 2.59, 3.73), (12, 12.312, 56, 2.50, 3.62), (13, 11.359, 56, 2.71, 3.77),
+            (14, 12.297, 40, 2.71, 3.12),
+        ),
+    ),
+    (
+        "PPO", ("recipe=ppo",), 64, _PHASES_OF_PPO,
+        (
+            (2, 19.141, 64, 2.87, 1.64, 1.67, 1.31, 5.00, 5.54), (3, 21.828, 64, 3.07, 1.74, 1.75, 1.40, 5.38, 6.08),
+            (4, 20.062, 64, 3.30, 1.82, 1.77, 1.49, 5.52, 5.43),
+        ),
+    ),
+)  # fmt: skip
+"""Run, overrides, rows, phases; for each step its number, mean tokens of a response, rows run, seconds of phases."""
 
 STEPS = [
-    Recorded("16 × 8, step 4", SIXTEEN, 45, 20.578, 104 / 128,
-             {"gen": 4.99, "update_actor": 8.43, "weight_sync": 0.289}, ("gen", "update_actor", "weight_sync")),
-    Recorded("16 × 8, step 2", SIXTEEN, 45, 23.711, 120 / 128, {"gen": 5.47, "update_actor": 11.33}),
-    Recorded("16 × 8, step 6", SIXTEEN, 45, 19.539, 120 / 128, {"gen": 5.32, "update_actor": 9.14}),
-    Recorded("8 × 8, step 12", (), 45, 12.312, 56 / 64, {"gen": 2.50, "update_actor": 3.62}, ("gen",)),
-    Recorded("8 × 8, step 2", (), 45, 21.609, 56 / 64, {"gen": 3.51, "update_actor": 6.06}),
-    Recorded("8 × 8, step 4", (), 45, 19.609, 1.0, {"gen": 3.07, "update_actor": 5.54}),
-    Recorded("8 × 8, step 9", (), 45, 15.922, 1.0, {"gen": 2.71, "update_actor": 4.74}),
-    Recorded("8 × 8, step 14", (), 45, 12.297, 40 / 64, {"gen": 2.72, "update_actor": 3.12}),
-    Recorded("PPO, step 2", PPO, 45, 19.141, 1.0,
-             {"gen": 2.87, "old_log_prob": 1.64, "ref": 1.67, "values": 1.31, "update_critic": 5.00,
-              "update_actor": 5.54}),
-    Recorded("PPO, step 3", PPO, 45, 21.828, 1.0,
-             {"gen": 3.07, "old_log_prob": 1.75, "ref": 1.75, "values": 1.40, "update_critic": 5.38,
-              "update_actor": 6.08}),
+    Recorded(
+        run, int(number), overrides, 45, response, ran / rows, dict(zip(phases, seconds, strict=True)),
+        _FIXES.get((run, int(number)), ()),
+    )
+    for run, overrides, rows, phases, steps in _RUNS
+    for number, response, ran, *seconds in steps
 ]  # fmt: skip
-"""Steps of three runs; the weight sync is `bench/RESULTS.md`'s."""
 
-DECODING = {1: (0.054, True)}
-"""Running requests → seconds of an iteration, and whether a constant comes from it."""
+DECODING = {1: (0.033, True), 16: (0.046, False), 64: (0.102, False), 128: (0.179, True)}
+"""Requests of 45 + 32 tokens, sampled by vLLM alone → seconds of the batch over its 32 tokens, and whether a constant
+comes from it."""
+
+SYNC_S = (0.289, 0.36)
+"""Seconds of a weight sync: the median of a run (`bench/RESULTS.md`, `grpo_step`), and of another."""
+
+HOPS = {8: 0.023, 64: 0.0405, 512: 0.195, 1024: 0.539}
+"""Ranks → seconds of a hop of 1,024 rows (`bench/RESULTS.md`, `driver_hop`)."""
+HOP_TOKENS = 1024 * (320 + 544)
+"""Mean tokens of these rows: prompts of 128 to 512, responses of 64 to 1,024."""

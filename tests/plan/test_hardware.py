@@ -15,6 +15,15 @@ def test_an_unknown_card_is_refused_with_the_nearest():
         hardware_named("h10")
 
 
+def test_a_card_is_known_in_capitals_too():
+    assert hardware_named("H100") == GPUS["h100"]
+
+
+def test_devices_bring_their_part_of_the_network():
+    four = GPUS["h100"].of_machines(4)
+    assert (four.per_machine, four.network_rate, four.link_rate) == (4, 200e9, 450e9)
+
+
 def test_processes_share_a_machine_without_a_gpu():
     two = cpu(100.0, 10.0, 64.0).shared_by(2)
     assert (two.flops, two.memory_rate, two.memory) == (50.0, 5.0, 64.0)

@@ -9,7 +9,7 @@ from hrl.config.run_kind import PPO
 from hrl.errors import ConfigError
 from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine, PlanError
-from hrl.plan.layout import best_layout, with_changes
+from hrl.plan.layout import LEFT_FREE, OPTIMIZER_OFFLOAD, SLEEPS, best_layout, with_changes
 from hrl.plan.plan import Lengths, cost_model, plan
 from hrl.plan.shapes import sizes_of
 from hrl.preflight.memory_ledger import ledgers_of
@@ -19,6 +19,7 @@ from tests.plan.recorded import TWO_CORES
 H100 = GPUS["h100"]
 WORK = ("data.train_files=rows.jsonl", "data.train_batch_size=512", "data.max_prompt_length=1024",
         "data.max_response_length=3072")  # fmt: skip
+ALONE = ("trainer.role_pools={actor: null}", "trainer.total_training_steps=0", "trainer.resume_mode=disable")
 ON_POLICY = ("actor_rollout_ref.actor.ppo_mini_batch_size=512", "actor_rollout_ref.actor.use_kl_loss=false")
 
 
@@ -37,14 +38,14 @@ def planned(folder, devices, *more, hardware=H100):
 def test_memory_is_the_ledgers(folders):
     found = planned(folders["seven"], 8)
     model = found.model
-    ledgers = ledgers_of(model.config, sizes_of(model.shapes), "cuda", 80e9)
+    ledgers = ledgers_of(model.config, sizes_of(model.shapes), "cuda", H100.memory)
     assert found.cost.peak_bytes == max(ledger.peak.num_bytes for ledger in ledgers)
 
 
 @pytest.mark.parametrize("name", ["seven", "experts"])
 def test_the_best_layout_fits_is_not_slower_and_its_line_composes(folders, name):
     found = planned(folders[name], 16)
-    assert found.best.model.misfit() is None
+    assert found.best.cost.peak_bytes <= (1 - LEFT_FREE) * H100.memory
     assert found.misfit is not None or found.best.cost.seconds <= found.cost.seconds
     config = found.best_line.config()
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
@@ -65,8 +66,54 @@ def test_what_fits_no_layout_is_told_with_the_number_that_it_takes(folders):
 
 
 def test_devices_fill_their_machines():
-    with pytest.raises(PlanError, match="take a multiple of 8"):
+    with pytest.raises(PlanError, match="take a multiple of 8, or say how many GPUs a machine has"):
         plan(LaunchLine.of(["grpo"]), H100, 12, Lengths())
+
+
+def test_machines_are_as_large_as_the_line_says(folders):
+    found = planned(folders["seven"], 12, "trainer.n_gpus_per_node=4")
+    trainer, hardware = found.model.config.trainer, found.model.hardware
+    assert (trainer.nnodes, trainer.n_gpus_per_node) == (3, 4)
+    assert (hardware.per_machine, hardware.network_rate) == (4, 200e9)
+    assert planned(folders["seven"], 4).model.hardware == H100  # half of a machine of eight
+
+
+def test_pools_of_another_number_of_devices_are_refused(folders):
+    pools = "trainer.resource_pools={global: [8]}"
+    assert planned(folders["seven"], 8, pools).cost.devices == 8
+    with pytest.raises(PlanError, match="--gpus 16 does not go with trainer.resource_pools, which have 8 devices"):
+        planned(folders["seven"], 16, pools)
+
+
+def test_a_run_that_does_not_learn_is_refused(folders):
+    with pytest.raises(PlanError, match="nothing learns"):
+        planned(folders["seven"], None, *ALONE)
+
+
+def test_engines_that_need_not_sleep_are_found_and_those_apart_where_they_are_quicker(folders):
+    small = ("quickstart=ppo", "data.train_files=rows.jsonl")
+    found = plan(LaunchLine.of(list(small)), H100, 8, Lengths())
+    assert dict(found.best.changes)[SLEEPS] is False
+    sleeping = next(phase for phase in found.cost.phases if phase.name == "weight_sync").seconds
+    awake = next(phase for phase in found.best.cost.phases if phase.name == "weight_sync").seconds
+    assert sleeping - awake == pytest.approx(3.0)
+    assert found.best.cost.seconds == min(found.apart.cost.seconds, found.together.cost.seconds)
+
+
+def test_the_given_layout_stays_where_none_is_better(folders):
+    first = planned(folders["seven"], 64)
+    again = plan(first.best_line, H100, None, Lengths())
+    assert (again.best.changes, again.best.cost) == ((), again.cost)
+
+
+def test_critic_and_reference_are_laid_out_as_the_actor(folders):
+    line = ("recipe=ppo", f"critic.model.path={folders['seven']}")
+    changes = dict(planned(folders["seven"], 4, *line).best.changes)
+    assert changes[OPTIMIZER_OFFLOAD] is True
+    assert changes["critic.model.fsdp_config.optimizer_offload"] is True
+    alone = dict(planned(folders["seven"], 1).best.changes)
+    assert alone["actor_rollout_ref.ref.fsdp_config.param_offload"] is True
+    assert not [key for key in alone if key.startswith("critic")]
 
 
 def test_phases_are_those_that_the_run_has(folders):
@@ -123,7 +170,21 @@ def test_a_launch_line_is_read_as_it_is_typed(words, program, implied):
     assert str(line.with_values((("trainer.seed", 4),))) == f"{program} trainer.seed=4"
 
 
+def test_a_plan_needs_no_rows(folders):
+    line = LaunchLine.of(["grpo", f"actor_rollout_ref.model.path={folders['seven']}"])
+    assert not line.names_rows
+    with_rows = plan(line.with_values((("data.train_files", "rows.parquet"),)), H100, 8, Lengths())
+    found = plan(line, H100, 8, Lengths())
+    assert found.cost == with_rows.cost
+    assert "train_files" not in str(found.best_line)
+    assert LaunchLine.of([]).names_rows  # the quickstart's are bundled
+    with pytest.raises(ConfigError, match=r"^1 problem in the configuration:\n  1. data.train_batch_size"):
+        line.with_values((("data.train_batch_size", 0),)).config()
+
+
 def test_other_kinds_of_run_and_wrong_keys_are_refused():
+    with pytest.raises(PlanError, match=r"python -m hrl.trainer.main_dpo … can't be planned: only python -m hrl"):
+        LaunchLine.of(["python", "-m", "hrl.trainer.main_dpo", "trainer.seed=3"])
     with pytest.raises(PlanError, match="dpo can't be planned"):
         LaunchLine.of(["dpo"])
     with pytest.raises(ConfigError):

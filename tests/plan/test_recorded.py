@@ -5,9 +5,11 @@ import pytest
 from hrl.cluster.precision import with_dtypes
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import PPO
-from hrl.plan.step import CostModel
+from hrl.plan.assumptions import ON_CPU, ON_GPU
+from hrl.plan.step import CostModel, driver_s
+from hrl.plan.sync import sync_s
 from hrl.plan.workload import Workload
-from tests.plan.recorded import DECODING, SMOL, STEPS, TWO_CORES
+from tests.plan.recorded import DECODING, HOP_TOKENS, HOPS, SMOL, STEPS, SYNC_S, TWO_CORES
 
 WITHIN = 0.20
 
@@ -19,18 +21,35 @@ def model_of(step):
 
 
 CASES = [(step, phase) for step in STEPS for phase in step.seconds]
+NAMES = [f"{step.run}, step {step.number}: {phase}" for step, phase in CASES]
 
 
-@pytest.mark.parametrize(("step", "phase"), CASES, ids=[f"{step.name}: {phase}" for step, phase in CASES])
+@pytest.mark.parametrize(("step", "phase"), CASES, ids=NAMES)
 def test_a_phase_takes_what_the_model_says(step, phase):
     said = {each.name: each.seconds for each in model_of(step).cost().phases}
     assert said[phase] == pytest.approx(step.seconds[phase], rel=WITHIN)
 
 
+def of_a_token(requests):
+    """Return the seconds of a batch of requests of 45 + 32 tokens over these 32, without hrl's own part."""
+    engines = model_of(STEPS[0]).engines()
+    work = Workload(max(1, requests // 8), min(requests, 8), 45, 32, 32)
+    return (sum(engines.seconds(work).values()) - ON_CPU.wave_s) / 32
+
+
 @pytest.mark.parametrize("requests", DECODING)
-def test_a_decode_step_takes_what_the_model_says(requests):
-    said = sum(model_of(STEPS[0]).engines().iteration(requests, 60).values())
-    assert said == pytest.approx(DECODING[requests][0], rel=WITHIN)
+def test_an_engine_takes_what_the_model_says(requests):
+    assert of_a_token(requests) == pytest.approx(DECODING[requests][0], rel=WITHIN)
+
+
+def test_a_weight_sync_takes_what_the_model_says():
+    said = sum(sync_s(SMOL, 1, TWO_CORES, ON_CPU, shares=True, sleeps=True).values())
+    assert [said] * 2 == pytest.approx(SYNC_S, rel=WITHIN)
+
+
+@pytest.mark.parametrize("ranks", HOPS)
+def test_a_hop_takes_what_the_model_says(ranks):
+    assert driver_s(ON_GPU, HOP_TOKENS, ranks) == pytest.approx(HOPS[ranks], rel=WITHIN)
 
 
 def test_most_of_what_is_compared_was_predicted():

@@ -42,6 +42,7 @@ def test_a_critic_has_no_head_of_words():
 def test_rows_that_teach_nothing_are_not_run_and_every_pass_runs_the_others():
     half = replace(WORK, teaching=0.5)
     assert ONE.update(half, 1, 1)[PRODUCTS] == pytest.approx(ONE.update(WORK, 1, 1)[PRODUCTS] / 2)
+    assert set(ONE.update(replace(WORK, teaching=0.0), 1, 1)) == {BETWEEN, OPTIMIZER}
     assert ONE.update(WORK, 8, 4)[PRODUCTS] == pytest.approx(2 * ONE.update(WORK, 4, 4)[PRODUCTS])
 
 
@@ -62,9 +63,37 @@ def test_collectives_cost_only_what_products_do_not_hide():
     assert GATHERS not in eight.forward(WORK)
     slow = replace(H100, link_rate=1e6)
     compute = eight.forward(WORK)[PRODUCTS] * 1.02
-    passes = -(-TOKENS // 8 // 16384)
+    passes = -(-TOKENS // 8 // 16384)  # 34.7: 35
     gathers = passes * (2 * 134515008 * 7 / 8 / (1e6 * ON_GPU.collective_share) + 32 * 7 * ON_GPU.hop_s)
     assert replace(eight, hardware=slow).forward(WORK)[GATHERS] == pytest.approx(gathers - ON_GPU.overlap * compute)
+
+
+def test_an_update_gathers_again_for_its_backward_where_it_resharded_and_reduces_in_float32():
+    eight = replace(ONE, ranks=8, shards=8, budget=10**9, hardware=replace(H100, link_rate=1e6), recompute=True)
+    rate = 1e6 * ON_GPU.collective_share
+    gather, reduction = (width * 134515008 * 7 / 8 / rate + 32 * 7 * ON_GPU.hop_s for width in (2, 4))
+    hidden = ON_GPU.overlap * 1.02 * eight.update(WORK, 1, 1)[PRODUCTS]
+    assert eight.update(WORK, 1, 1)[GATHERS] == pytest.approx(2 * gather + reduction - hidden)
+    kept = replace(eight, reshards=False)  # what is recomputed finds its weights there
+    assert kept.update(WORK, 1, 1)[GATHERS] == pytest.approx(gather + reduction - hidden)
+
+
+def test_ranks_wait_for_the_longest_row_of_every_mini_batch():
+    work = Workload(prompts=64, samples=8, prompt=100, response=500, longest_response=4000)  # power 7
+    learner = replace(ONE, ranks=64, shards=64)
+    whole, cut = (learner.update(work, steps, steps) for steps in (1, 16))
+    mean = 100 + 8 * 500  # a group for each rank; of a mini-batch of 4 groups a rank has half a row
+    assert whole[UNEVEN] == pytest.approx(whole[PRODUCTS] * 0.02)
+    assert (100 + 4000 * (512 / 513) ** 7) / mean < 1.02
+    longest = 100 + 4000 * (32 / 33) ** 7
+    assert cut[UNEVEN] == pytest.approx(cut[PRODUCTS] * (longest / ((4 * 8 * 100 + 32 * 500) / 64) - 1))
+
+
+def test_a_group_that_no_micro_batch_holds_computes_its_prompt_again():
+    work = Workload(prompts=1, samples=16, prompt=1000, response=1000, longest_response=1000)
+    seconds = replace(ONE, has_head=False, budget=5000).forward(work)[PRODUCTS]
+    tokens, pairs = 4 * 1000 + 16 * 1000, 4 * 1000**2 / 2 + 16 * (1000**2 + 1000**2 / 2)
+    assert seconds == pytest.approx((212336640 * tokens + 69120 * pairs) / RATE)
 
 
 def test_offloaded_weights_come_and_go_and_moments_pass_by():
@@ -85,4 +114,5 @@ def test_more_ranks_are_never_slower(shards):
 def test_no_rank_is_done_before_the_longest_row():
     many = replace(ONE, ranks=4096, shards=8).forward(WORK)
     one_row = 212336640 * (512 + 1024) + 69120 * (512**2 / 2 + 512 * 1024 + 1024**2 / 2) + 56623104 * 1024
+    assert UNEVEN in many
     assert many[PRODUCTS] + many.get(UNEVEN, 0.0) >= one_row / RATE

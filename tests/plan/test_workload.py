@@ -19,6 +19,12 @@ def test_lengths_have_the_mean_and_the_longest_that_are_given():
     assert (FOUR.alive(0), FOUR.alive(200)) == (1.0, 0.0)
 
 
+def test_a_limit_far_above_the_mean_is_not_reached():
+    far = Workload(4, 8, 100, 50, 2000)
+    assert (far.longest, far.tail, far.alive(400)) == (400, 7, 0.0)
+    assert Workload(4, 8, 100, 50, 300).longest == 300
+
+
 def test_a_running_response_is_met_in_its_middle_and_a_long_one_more_often():
     assert Workload(4, 8, 100, 200, 200).running_response == 100
     assert FOUR.running_response == pytest.approx(
@@ -37,6 +43,24 @@ def test_a_prompt_is_computed_once_for_its_samples_and_again_on_every_rank_that_
     assert FOUR.packed_tokens(ranks=8) == 4 * 2 * 100 + 32 * 50  # two ranks to a prompt
     assert FOUR.packed_tokens(ranks=1024) == 4 * 8 * 100 + 32 * 50  # no more than its samples
     assert FOUR.tokens == 32 * 150
+
+
+def test_a_prompt_is_computed_again_where_a_micro_batch_ends_its_group():
+    assert FOUR.copies(1, budget=300) == 2  # of its 8 × 50 tokens, 200 beside the prompt
+    assert FOUR.copies(1, budget=1000) == 1
+    assert FOUR.copies(1, budget=100) == 8  # no more than its samples
+    assert FOUR.packed_tokens(1, budget=300) == 4 * 2 * 100 + 32 * 50
+    assert FOUR.pairs(1, budget=300) - FOUR.pairs(1) == 4 * 100**2 / 2
+
+
+def test_a_part_has_as_long_rows_and_fewer_prompts():
+    assert FOUR.part(0.25).packed_tokens(1) == FOUR.packed_tokens(1) / 4
+    assert FOUR.part(0.25).longest_response == 200
+
+
+def test_the_longest_of_few_is_shorter_than_the_longest_of_all():
+    assert FOUR.longest_of(1) == 200 / 2**3  # the power is 3
+    assert FOUR.longest_of(999) == pytest.approx(200 * 0.999**3)
 
 
 def test_pairs_are_causal_in_the_prompt_and_whole_between_response_and_prompt():

@@ -103,6 +103,17 @@ def test_a_shard_is_the_whole_divided_by_the_processes():
     assert shares[1]["actor moments"] == 8 * SEVEN.parameters
 
 
+def test_weights_that_stay_gathered_between_forward_and_backward_are_counted():
+    gathered = {}
+    for reshards in ("true", "false"):
+        key = f"actor_rollout_ref.actor.fsdp_config.reshard_after_forward={reshards}"
+        given = config(*ONE_CARD, "trainer.n_gpus_per_node=8", "data.train_batch_size=8", key)
+        (ledger,) = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
+        update = next(phase for phase in ledger.phases if phase.name == "actor update")
+        gathered[reshards] = {entry.label: entry.num_bytes for entry in update.entries}["actor gathered weights"]
+    assert gathered == {"true": 2 * (2 * 544997376 + 2 * 233057792), "false": 2 * SEVEN.parameters}
+
+
 def test_gradients_and_what_layers_keep_do_not_peak_together():
     (ledger,) = ledgers_of(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
     update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
