@@ -1,4 +1,6 @@
-"""Compare runs with the model of cost: `python docs/scaling/compare.py RUN_FOLDER … [--gpu NAME | --rates GFLOP/s GB/s]`.
+"""Compare runs with the model of cost.
+
+`python docs/scaling/compare.py RUN_FOLDER … [--gpu NAME | --rates GFLOP/s GB/s]`
 
 Each step is predicted from its own lengths and from the rows that its update ran. The table has the median of every
 phase over all steps but the first, which compiles, the median of what the model is off by, and the step it is off most.
@@ -33,7 +35,7 @@ HEAD = (
 
 def compared(run: Path, hardware: Hardware) -> list[str]:
     """Return a row for each phase that takes a hundredth of a step or more, and one for the whole step."""
-    config = compose_kind(PPO, ["--config-path", str(run), "--config-name", "config"])
+    config = compose_kind(PPO, ["--config-path", str(run.resolve()), "--config-name", "config"])
     config = with_dtypes(config, "cpu" if hardware.is_cpu else "cuda")
     shapes = shapes_of(outline_of(config))
     seconds: dict[str, list[tuple[float, float]]] = {}
@@ -48,8 +50,8 @@ def compared(run: Path, hardware: Hardware) -> list[str]:
             if MEASURED + name in step:
                 seconds.setdefault(name, []).append((step[MEASURED + name], model))
     if not seconds:
-        return [f"| {run.name} | has no step after its first | | | | | |"]
-    return list(_rows(run.name, seconds))
+        return [f"| {run} | has no step after its first | | | | | |"]
+    return list(_rows(str(run), seconds))
 
 
 def _rows(run: str, seconds: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
@@ -60,18 +62,17 @@ def _rows(run: str, seconds: dict[str, list[tuple[float, float]]]) -> Iterator[s
             continue
         offs = [said / found - 1 for found, said in pairs]
         farthest = max(offs, key=abs)
-        yield f"| {run} | {name} | {len(pairs)} | {measured:.2f} | {model:.2f} | {median(offs):+.0%} | {farthest:+.0%} |"
+        both = f"{measured:.2f} | {model:.2f}"
+        yield f"| {run} | {name} | {len(pairs)} | {both} | {median(offs):+.0%} | {farthest:+.0%} |"
 
 
 def main() -> None:
     """Print the comparison."""
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--gpu", default=CPU, metavar="NAME", help="what they ran on, if not this CPU")
     parser.add_argument(
-        "--gpu", default=CPU, metavar="NAME", help="what the runs were on; this machine's CPU if not given"
-    )
-    parser.add_argument(
-        "--rates", nargs=2, type=float, metavar=("GFLOP/s", "GB/s"), help="of a CPU, instead of measuring"
+        "--rates", nargs=2, type=float, metavar=("GFLOP/s", "GB/s"), help="of a CPU, as measured before"
     )
     options = parser.parse_args()
     rates = options.rates
@@ -79,7 +80,7 @@ def main() -> None:
     sys.stdout.write(f"{hardware.flops / 1e9:,.0f} GFLOP/s, memory {hardware.memory_rate / 1e9:,.1f} GB/s\n\n")
     sys.stdout.write("\n".join(HEAD) + "\n")
     for run in options.runs:
-        sys.stdout.write("\n".join(compared(run.resolve(), hardware)) + "\n")
+        sys.stdout.write("\n".join(compared(run, hardware)) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hrl.cluster.precision import with_dtypes
@@ -29,6 +29,8 @@ class Published:
         prompt: Mean tokens of a prompt.
         response: Mean tokens of a response.
         seconds: Phase, several that run at once (`a | b`), or `step` → published seconds.
+        knows_lengths: Whether the lengths are published too, so that nothing was chosen: the row is a prediction.
+        fits: Phases by which something was chosen → what.
     """
 
     who: str
@@ -39,6 +41,8 @@ class Published:
     prompt: float
     response: float
     seconds: dict[str, float]
+    knows_lengths: bool = False
+    fits: dict[str, str] = field(default_factory=dict)
 
     def cost(self) -> StepCost:
         """Return what the model says of this line."""
@@ -83,26 +87,27 @@ _APART = (
 PUBLISHED = [
     Published(
         "NeMo RL 0.5", "Llama-3.1-8B, 16 H100; 64 × 32, mean 1,019 of 4,096 tokens, 4 optimizer steps", "h100",
-        "Llama-3.1-8B", (*_samples(64, 32, 16, 128, 3968), *_machines(2, 1)), 100, 919, {"step": 92.8},
+        "Llama-3.1-8B", (*_samples(64, 32, 16, 128, 3968), *_machines(2, 1)), 100, 919, {"step": 92.8}, True,
     ),
     Published(
         "NeMo RL 0.7", "Qwen3-32B, 32 H100; 64 × 32, mean 3,256 of 4,096 tokens", "h100",
-        "Qwen3-32B", (*_samples(64, 32, 64, 128, 3968), *_machines(4, 4)), 100, 3156, {"step": 323},
+        "Qwen3-32B", (*_samples(64, 32, 64, 128, 3968), *_machines(4, 4)), 100, 3156, {"step": 323}, True,
     ),
     Published(
         "NeMo RL 0.7", "Qwen3-30B-A3B, 32 H100; 64 × 32, mean 3,198 of 4,096 tokens", "h100",
-        "Qwen3-30B-A3B", (*_samples(64, 32, 64, 128, 3968), *_machines(4, 2)), 100, 3098, {"step": 171},
+        "Qwen3-30B-A3B", (*_samples(64, 32, 64, 128, 3968), *_machines(4, 2)), 100, 3098, {"step": 171}, True,
     ),
     *(
         Published(
             "verl, December 2025", f"Qwen2.5-7B, {gpus} H20; 512 × 16 of at most 28,672 tokens, mean not known: 1,800 "
-            "taken, by the update on 32; 16 optimizer steps", "h20", "Qwen2.5-7B",
+            "taken; 16 optimizer steps", "h20", "Qwen2.5-7B",
             (*_samples(512, 16, 32, 2048, 28672), *_machines(gpus // 8, 1, 0.8), *_NO_KL), 150, 1800, seconds,
+            fits={"update_actor": fits},
         )
-        for gpus, seconds in (
-            (32, {"gen": 357.41, "old_log_prob": 107.71, "update_actor": 269.80}),
-            (64, {"gen": 150.72, "old_log_prob": 70.26, "update_actor": 133.41}),
-            (128, {"gen": 177.85, "old_log_prob": 53.92, "update_actor": 113.81}),
+        for gpus, seconds, fits in (
+            (32, {"gen": 357.41, "old_log_prob": 107.71, "update_actor": 269.80}, "the mean length"),
+            (64, {"gen": 150.72, "old_log_prob": 70.26, "update_actor": 133.41}, "the longest over the mean"),
+            (128, {"gen": 177.85, "old_log_prob": 53.92, "update_actor": 113.81}, "the longest over the mean"),
         )
     ),
     Published(
@@ -132,8 +137,8 @@ PUBLISHED = [
 def rows() -> list[str]:
     """Return the lines of the table."""
     lines = [
-        "| who | what | phase | published s | model s | model / published |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| who | what | phase | published s | model s | model / published | what it shows |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for each in PUBLISHED:
         cost = each.cost()
@@ -142,7 +147,11 @@ def rows() -> list[str]:
             model = max(said[phase] for phase in phases.split(" | "))
             who, what = (each.who, each.what) if number == 0 else ("", "")
             name = phases if phases == "step" else ", ".join(f"`{phase}`" for phase in phases.split(" | "))
-            lines.append(f"| {who} | {what} | {name} | {seconds:,.0f} | {model:,.0f} | {model / seconds:.2f} |")
+            shows = "a prediction" if each.knows_lengths else "lengths guessed"
+            if phases in each.fits:
+                shows = f"fixes {each.fits[phases]}"
+            values = f"{seconds:,.0f} | {model:,.0f} | {model / seconds:.2f}"
+            lines.append(f"| {who} | {what} | {name} | {values} | {shows} |")
     return lines
 
 
