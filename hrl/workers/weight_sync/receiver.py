@@ -188,9 +188,11 @@ class WeightReceiver:
             sync.writing = True
             self._writer.begin()
         bucket = sync.manifest.buckets[index]
-        weights = self._views.get(index) or list(sync.assembler.join(bucket, data))
-        if sync.reader.stays and all(piece.is_whole for piece in bucket.pieces):
-            self._views[index] = weights
+        weights = self._views.get(index)
+        if weights is None:
+            weights = list(sync.assembler.join(bucket, data))
+            if sync.reader.stays and all(piece.is_whole for piece in bucket.pieces):
+                self._views[index] = weights
         if weights:
             self._writer.write(weights)
 
@@ -198,10 +200,11 @@ class WeightReceiver:
         """Compare what the model has now with what was sent, and return how many tensors could be compared."""
         compared = []
         for piece, checksum in zip(sync.manifest.pieces, sync.checksums, strict=True):
-            written, sent = self._writer.read_back(piece.name), piece.tensor
-            if written is not None and (written.dtype, tuple(written.shape)) == (sent.torch_dtype, sent.shape):
+            sent = piece.tensor
+            written = self._writer.read_back(sent.name)
+            if written is not None and written.dtype == sent.torch_dtype and written.shape == sent.shape:
                 part = written if piece.is_whole else written.reshape(-1)[piece.elements]
-                compared.append((piece.name, checksum, part))
+                compared.append((sent.name, checksum, part))
         found = tensor_checksums([part for *_, part in compared], sync.device)
         for (name, checksum, _), got in zip(compared, found, strict=True):
             if got != checksum:

@@ -12,15 +12,21 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from hrl.workers.weight_sync.wire import Bucket, Deadline, Manifest, ReceiverReport, TensorSpec, WeightSyncError, seal
+from hrl.workers.weight_sync.wire import (
+    Bucket,
+    Deadline,
+    Manifest,
+    ReceiverReport,
+    TensorSpec,
+    WeightSyncError,
+    copy_to_host,
+    seal,
+)
 
 logger = logging.getLogger(__name__)
 
-_THREADED_ELEMENTS = 1 << 15  # torch copies no more than these with one thread
 ABORT_TIMEOUT_S = 10.0
 """How long an abort waits for a receiver, which may itself be the reason for it."""
 
@@ -161,9 +167,7 @@ class WeightSync:
             if target is not None and index >= transport.depth:
                 self._wait_loaded(loads, index - transport.depth, deadline)
             data = transport.buffer(index)
-            for place in self._places(index, bucket, data):
-                _copy(next(contents), place)
-            seal(data, bucket, index, version)
+            seal(data, bucket, index, version, self._fill(index, bucket, data, contents))
             deadline.remaining_s(f"bucket {index} of {len(buckets)}")
             transport.publish(index)
             if target is not None:
@@ -179,6 +183,16 @@ class WeightSync:
         for report in reports:
             self._check(report, version)
         return reports
+
+    def _fill(self, index: int, bucket: Bucket, data: Tensor, contents: Iterator[Tensor]) -> list[int] | None:
+        """Copy tensors into a bucket; return the checksums of its pieces where it lies in host memory."""
+        places = self._places(index, bucket, data)
+        if data.is_cuda:
+            for place in places:
+                place.copy_(next(contents))
+            return None
+        raw = memoryview(data.numpy())
+        return [copy_to_host(next(contents), place, raw[run]) for place, run in zip(places, bucket.places, strict=True)]
 
     def _places(self, index: int, bucket: Bucket, data: Tensor) -> Sequence[Tensor]:
         """Return where the pieces of a bucket lie in its memory."""
@@ -210,17 +224,6 @@ class WeightSync:
             logger.warning("weight sync: the receiver did not answer the abort: %s: %s", type(error).__name__, error)
 
 
-def _copy(tensor: Tensor, place: Tensor) -> None:
-    """Copy a tensor to its place in a bucket, and cast it there if it has another dtype."""
-    is_plain = tensor.is_cpu and place.is_cpu and tensor.dtype == place.dtype and tensor.is_contiguous()
-    if is_plain and tensor.numel() > _THREADED_ELEMENTS:
-        # One thread copies as fast as several. Those of torch would spin on while the engine copies on the same cores.
-        source = tensor.detach().view(-1).view(torch.uint8)
-        np.copyto(place.view(-1).view(torch.uint8).numpy(), source.numpy())
-    else:
-        place.copy_(tensor)
-
-
 def _contents(manifest: Manifest, source: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
     """Yield what belongs into each piece of the manifest, in order; pieces of a cut tensor are `(elements,)`.
 
@@ -248,6 +251,6 @@ def _take(source: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
         raise WeightSyncError(f"the trainer's weights end before {spec.name!r}")
     if name != spec.name:
         raise WeightSyncError(f"the trainer sent {name!r} where {spec.name!r} was expected")
-    if tuple(tensor.shape) != spec.shape:
+    if tensor.shape != spec.shape:
         raise WeightSyncError(f"{name!r} has shape {tuple(tensor.shape)}, the manifest says {spec.shape}")
     return tensor

@@ -20,7 +20,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from hrl.errors import HrlError
 
@@ -97,6 +97,13 @@ _WORD_BYTES = 8
 _SEAL_MAGIC = 0x68726C5F73796E63  # "hrl_sync"
 _SEAL_WORDS = 3
 
+_THREADED_ELEMENTS = 1 << 15
+"""torch copies no more than these with one thread."""
+_CACHED_BYTES = 1 << 20
+"""What is read again from the processor's cache just after it was written."""
+_THREADED_BYTES = 1 << 24
+"""Bytes from which two threads compute checksums: both cores together read memory faster than one."""
+
 _ROW_WORDS = 8192
 _ROWS_AT_ONCE = 256  # 16 MiB, which a GPU's second-level cache holds
 _MIX_FACTOR = 0x2545F4914F6CDD1D  # any large odd numbers
@@ -151,7 +158,7 @@ class TensorPiece:
         """Name of the tensor."""
         return self.tensor.name
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether this is all of the tensor."""
         return self.nbytes == self.tensor.nbytes
@@ -188,6 +195,11 @@ class Bucket:
 
     start: int
     pieces: tuple[TensorPiece, ...]
+
+    @cached_property
+    def places(self) -> tuple[slice, ...]:
+        """Where the bytes of each piece lie."""
+        return tuple(slice(piece.offset, piece.offset + piece.nbytes) for piece in self.pieces)
 
     @property
     def payload_bytes(self) -> int:
@@ -327,7 +339,7 @@ class Manifest:
         return sorted(found)
 
 
-def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
+def seal(data: Tensor, bucket: Bucket, index: int, version: int, checksums: Sequence[int] | None = None) -> None:
     """Write checksums, bucket number and version behind the payload.
 
     Args:
@@ -335,6 +347,7 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
         bucket: What it holds.
         index: Its number in the manifest.
         version: Policy version of the weights.
+        checksums: Of the pieces as `copy_to_host` returned them; None computes them here.
     """
     if data.is_cuda:
         for piece in bucket.pieces:  # padding may hold what another bucket left; it must not enter the checksum
@@ -343,7 +356,7 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
     words = _seal_words(data, bucket)
     for place, word in enumerate((_SEAL_MAGIC, version, index)):
         words[place].fill_(word)  # on the device: a copy from the host would wait for the bucket
-    words[_SEAL_WORDS:] = _checksums(data, bucket)
+    words[_SEAL_WORDS:] = _checksums(data, bucket) if checksums is None else torch.from_numpy(_signed(checksums))
 
 
 def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[int]:
@@ -395,8 +408,29 @@ class Assembler:
 def tensor_checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
     """Return the checksums of tensors, or of runs of their elements, as those of buckets on a device are."""
     if device.type != "cuda":
-        return _signed([xxh3_64_intdigest(_host_bytes(tensor)) for tensor in tensors]).tolist()
+        return _signed(_digests([_host_bytes(tensor) for tensor in tensors])).tolist()
     return torch.stack([tensor_checksum(tensor) for tensor in tensors]).tolist() if tensors else []
+
+
+def copy_to_host(source: Tensor, place: Tensor, written: memoryview) -> int:
+    """Copy a tensor to its place in a bucket in host memory, cast it if it has another dtype, and return its checksum.
+
+    Args:
+        source: A tensor, or a run of its elements.
+        place: Of the same shape.
+        written: The bytes of `place`. The checksum is of these, not of the source.
+    """
+    is_plain = source.is_cpu and source.dtype == place.dtype and source.is_contiguous()
+    if not is_plain or source.numel() <= _THREADED_ELEMENTS:
+        place.copy_(source)
+        return xxh3_64_intdigest(written)
+    # One thread copies as fast as several. Those of torch would spin on while the engine copies on the same cores.
+    target, taken, found = np.asarray(written), np.asarray(_host_bytes(source)), xxh3_64()
+    for start in range(0, len(target), _CACHED_BYTES):
+        part = slice(start, start + _CACHED_BYTES)
+        np.copyto(target[part], taken[part])
+        found.update(written[part])
+    return found.intdigest()
 
 
 def _checksums(data: Tensor, bucket: Bucket) -> Tensor:
@@ -404,8 +438,7 @@ def _checksums(data: Tensor, bucket: Bucket) -> Tensor:
     if data.is_cuda:
         return sums_of_pieces(data, bucket)
     raw = memoryview(data.numpy())
-    pieces = ((piece.offset, piece.offset + piece.nbytes) for piece in bucket.pieces)
-    return torch.from_numpy(_signed([xxh3_64_intdigest(raw[start:end]) for start, end in pieces]))
+    return torch.from_numpy(_signed(_digests([raw[place] for place in bucket.places])))
 
 
 def sums_of_pieces(data: Tensor, bucket: Bucket) -> Tensor:
@@ -443,9 +476,22 @@ def _signed(digests: Sequence[int]) -> np.ndarray:
     return np.array(digests, dtype=np.uint64).view(np.int64)
 
 
+def _digests(runs: Sequence[memoryview]) -> list[int]:
+    """Return the checksum of each run of bytes."""
+    ends = np.cumsum([len(run) for run in runs])
+    if not len(runs) or ends[-1] < _THREADED_BYTES:
+        return list(map(xxh3_64_intdigest, runs))
+    half = int(np.searchsorted(ends, ends[-1] / 2)) + 1
+    with ThreadPoolExecutor(1, "weight-checksums") as second_thread:
+        first = second_thread.submit(list, map(xxh3_64_intdigest, runs[:half]))
+        rest = list(map(xxh3_64_intdigest, runs[half:]))
+        return first.result() + rest
+
+
 def _host_bytes(tensor: Tensor) -> memoryview:
     host = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous()
-    return memoryview(host.detach().view(-1).view(torch.uint8).numpy())
+    host = host.detach() if host.requires_grad else host
+    return memoryview((host if host.dim() else host.view(1)).view(torch.uint8).numpy().reshape(-1))
 
 
 def checksum(words: Tensor) -> Tensor:

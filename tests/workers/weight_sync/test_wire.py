@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from xxhash import xxh3_64_intdigest
 
 from hrl.workers.weight_sync import wire
 from hrl.workers.weight_sync.wire import (
@@ -18,6 +19,7 @@ from hrl.workers.weight_sync.wire import (
     Manifest,
     WeightSyncError,
     checksum,
+    copy_to_host,
     open_sealed,
     seal,
     sums_of_pieces,
@@ -175,6 +177,44 @@ def test_another_version_another_bucket_and_an_unwritten_one_are_refused():
         open_sealed(data[0], manifest.buckets[0], 1, 3)
     with pytest.raises(WeightSyncError, match="was not written"):
         open_sealed(torch.zeros_like(data[0]), manifest.buckets[0], 0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (300, 400), (700, 1100)])
+def test_what_is_copied_into_a_bucket_has_the_checksum_of_what_was_written(shape, dtype):
+    source = torch.randn(shape).to(dtype)
+    data = torch.zeros(source.numel() * 2 + 4, dtype=torch.uint8)
+    place = data[2 : 2 + source.numel() * 2].view(torch.bfloat16).view(shape)
+
+    found = copy_to_host(source, place, memoryview(data.numpy())[2 : 2 + source.numel() * 2])
+
+    assert torch.equal(place, source.bfloat16()) and not data[:2].any() and not data[-2:].any()
+    assert found == xxh3_64_intdigest(data[2:-2].numpy())
+
+
+def test_what_another_writes_into_a_large_piece_meanwhile_is_noticed(monkeypatch):
+    source = torch.randn(1 << 20)
+    place = torch.zeros_like(source)
+    written = memoryview(place.numpy()).cast("B")
+    copyto = np.copyto
+
+    def disturbed(target, taken):
+        copyto(target, taken)
+        target[7] ^= 1
+
+    monkeypatch.setattr("hrl.workers.weight_sync.wire.np.copyto", disturbed)
+
+    assert copy_to_host(source, place, written) == xxh3_64_intdigest(written)
+    assert not torch.equal(place, source)
+
+
+@pytest.mark.parametrize("sizes", [(1 << 22,) * 5, (1 << 24, 1, 0), (3, 1 << 24), (1 << 25,), (0, 0), ()])
+def test_checksums_of_much_are_those_of_each_tensor_in_order(sizes):
+    tensors = [torch.full((size,), number + 1, dtype=torch.uint8) for number, size in enumerate(sizes)]
+
+    found = tensor_checksums(tensors, torch.device("cpu"))
+
+    assert [digest % (1 << 64) for digest in found] == [xxh3_64_intdigest(tensor.numpy()) for tensor in tensors]
 
 
 @settings(max_examples=30, deadline=None)
