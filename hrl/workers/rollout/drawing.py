@@ -7,6 +7,8 @@ probabilities pass it. The exponentials whose sums give the probabilities also g
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,7 +22,8 @@ CPU_ROWS = 8
 def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token from each row of `softmax(logits)`.
 
-    A row's results do not depend on the other rows, bit for bit.
+    A row's results do not depend on the other rows, bit for bit. A row in which a logit is NaN or plus infinity, as of
+    weights that are not finite, gives some token with the log-prob NaN.
 
     Args:
         logits: `(B, V)` float32; minus infinity where a token is excluded, finite somewhere in every row. Overwritten.
@@ -47,15 +50,22 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         .double()
     )
     entry, _ = _place(weights.cumsum(1), rest)
-    return block * BLOCK + entry, logits.sub_(tops).sub_(total.log().float())
+    return (block * BLOCK + entry).clamp_max_(logits.shape[1] - 1), logits.sub_(tops).sub_(total.log().float())
+
+
+def seeded_number(seed: int, position: int) -> float:
+    """Return the random number in [0, 1) that a seed has for one position of its answer."""
+    digest = blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _place(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return where the targets `(B, 1)` fall between the ascending `bounds (B, N)`, and how far into their interval.
 
-    A target at or above the last bound, which only rounding can make, falls into the last interval that is not empty.
+    A target at or above the last bound, which only rounding can make, falls into the last interval that is not empty;
+    one that is NaN into the last.
     """
     below_end = torch.minimum(target, torch.nextafter(bounds[:, -1:], torch.zeros_like(bounds[:, -1:])))
-    index = torch.searchsorted(bounds, below_end, right=True)
+    index = torch.searchsorted(bounds, below_end, right=True).clamp_max_(bounds.shape[1] - 1)
     start = bounds.gather(1, (index - 1).clamp_min(0)).masked_fill_(index == 0, 0.0)
     return index.squeeze(1), below_end - start

@@ -29,7 +29,7 @@ from hrl.models.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
 from hrl.processes.lifetime import die_with_parent
 from hrl.profiling.recorder import start_profile, stop_profile
 from hrl.profiling.spans import phase_span
-from hrl.workers.rollout.drawing import draw
+from hrl.workers.rollout.drawing import draw, seeded_number
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import WeightSyncError
 
@@ -43,6 +43,8 @@ _TRACE = ".json.gz"
 #: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
 #: shapes, and a token's logits, and so what its seed draws, must not depend on how many other requests run.
 HEAD_ROWS = 32
+#: How far one number takes the offset of a GPU's generator.
+PHILOX_STEP = 4
 #: Entries of the vocabulary whose weights are float32 at once.
 HEAD_ENTRIES = 8192
 
@@ -368,20 +370,24 @@ def _draw_by_one_number(top_k_top_p: Any) -> None:
 
     if top_k_top_p.logprobs_mode != "processed_logprobs":
         return
-    # A GPU's generators give numbers on the GPU, by a kernel each: their seeds go to generators of the CPU.
-    streams: WeakKeyDictionary[torch.Generator, torch.Generator] = WeakKeyDictionary()
+    drawn: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
 
-    def number_of(generator: torch.Generator) -> Tensor:
-        if generator.device.type != "cpu" and generator not in streams:
-            streams[generator] = torch.Generator().manual_seed(generator.initial_seed())
-        return torch.rand((), dtype=torch.float64, generator=streams.get(generator, generator))
+    def position_of(generator: torch.Generator) -> int:
+        """Return for which token of its answer a number is wanted, and count it."""
+        if generator.device.type == "cpu":  # has no offset; prompts are not cut there, so no token is dropped
+            drawn[generator] = position = drawn.get(generator, -1) + 1
+            return position
+        # For a token that it drops, after a piece of a prompt, vLLM takes the generator's offset back by this much.
+        offset = generator.get_offset()
+        generator.set_offset(offset + PHILOX_STEP)
+        return offset // PHILOX_STEP
 
     def forward(
         logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         uniform = torch.rand(len(logits), dtype=torch.float64)
         for row, generator in generators.items():
-            uniform[row] = number_of(generator)
+            uniform[row] = seeded_number(generator.initial_seed(), position_of(generator))
         return draw(apply_top_k_top_p(logits, k, p), uniform.to(logits.device, non_blocking=True))
 
     top_k_top_p.forward = forward

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hrl.workers.rollout.drawing import BLOCK, draw
+from hrl.workers.rollout.drawing import BLOCK, draw, seeded_number
 
 
 def logits_of(rows: int, entries: int, seed: int = 0) -> torch.Tensor:
@@ -69,6 +69,25 @@ def test_a_row_does_not_depend_on_the_others():
 def test_huge_logits_do_not_overflow():
     tokens, log_probs = draw(torch.tensor([[1e4, -1e4, 1e4]]), numbers(0.75))
     assert tokens.tolist() == [2] and log_probs[0].tolist() == pytest.approx([-0.6931472, -20000.6931, -0.6931472])
+
+
+@pytest.mark.parametrize("entries", [3, BLOCK, 2 * BLOCK + 17])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_row_that_is_not_finite_gives_a_token_without_a_log_prob_and_leaves_the_others_alone(entries, broken):
+    logits, uniform = logits_of(3, entries), numbers(0.3, 0.9, 0.6)
+    whole, _ = draw(logits.clone(), uniform)
+    logits[1, :: 2 if broken > 0 else 1] = broken
+    tokens, log_probs = draw(logits, uniform)
+    assert 0 <= tokens[1] < entries and log_probs[1, tokens[1]].isnan()
+    assert torch.equal(tokens[[0, 2]], whole[[0, 2]]) and log_probs[[0, 2]].isfinite().all()
+
+
+def test_the_numbers_of_seeds_are_spread_evenly_and_are_no_others_in_the_next_run():
+    assert seeded_number(3, 5) == 0.07751155314723623
+    found = torch.tensor([[seeded_number(seed, position) for position in range(100)] for seed in range(100)])
+    assert (torch.histc(found, 10, 0, 1) - 1000).abs().max() < 130  # more than four standard deviations
+    assert torch.corrcoef(found.T).fill_diagonal_(0).abs().max() < 0.5
+    assert torch.corrcoef(found).fill_diagonal_(0).abs().max() < 0.5
 
 
 @pytest.mark.gpu

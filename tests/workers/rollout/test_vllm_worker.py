@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from hrl.workers.rollout import vllm_worker
+from hrl.workers.rollout.drawing import seeded_number
 from hrl.workers.rollout.vllm_worker import HEAD_ROWS, FloatHead, _get_logits, _has_head_dtype, _load_numel
 
 
@@ -89,25 +91,50 @@ def test_a_version_without_head_dtype_computes_logits_in_float32() -> None:
         assert _get_logits(processor, processor._get_logits, hidden, other, None).tolist() == [[-1.0] * 5]
 
 
-def test_tokens_of_a_seed_are_drawn_from_one_stream_whatever_device_its_generator_is_on():
+class OfGpu:
+    """A generator that says that it is a GPU's."""
+
+    device = torch.device("cuda")
+    offset = 0
+
+    def initial_seed(self) -> int:
+        return 7
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        assert offset >= 0 and offset % 4 == 0
+        self.offset = offset
+
+
+def drawing_sampler() -> Any:
     class Sampler:
         logprobs_mode = "processed_logprobs"
         forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
-    class OfGpu:
-        """A generator that says that it is a GPU's."""
+    sampler = Sampler()
+    vllm_worker._draw_by_one_number(sampler)
+    return sampler
 
-        device = torch.device("cuda")
 
-        def initial_seed(self) -> int:
-            return 7
+EXPECTED = [int(seeded_number(7, position) * 1000) for position in range(5)]
 
-    drawn = []
-    for generator in (torch.Generator().manual_seed(7), OfGpu()):
-        sampler = Sampler()
-        vllm_worker._draw_by_one_number(sampler)
-        steps = [sampler.forward(torch.zeros(3, 1000), {1: generator}, None, None)[0] for _ in range(5)]
-        drawn.append([step[1].item() for step in steps])
-    assert drawn[0] == drawn[1] and len(set(drawn[0])) > 1
-    expected = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) * 1000
-    assert drawn[0] == expected.long().tolist()
+
+@pytest.mark.parametrize("generator", [torch.Generator().manual_seed(7), OfGpu()], ids=["cpu", "gpu"])
+def test_the_tokens_of_a_seed_are_the_same_whatever_device_its_generator_is_on(generator):
+    sampler = drawing_sampler()
+    steps = [sampler.forward(torch.zeros(3, 1000), {1: generator}, None, None)[0] for _ in range(5)]
+    assert [step[1].item() for step in steps] == EXPECTED and len(set(EXPECTED)) > 1
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_tokens_of_a_seed_do_not_depend_on_how_its_prompt_was_cut(pieces):
+    sampler, generator, answer = drawing_sampler(), OfGpu(), []
+    for step in range(pieces - 1 + 5):
+        token = sampler.forward(torch.zeros(1, 1000), {0: generator}, None, None)[0].item()
+        if step < pieces - 1:
+            generator.set_offset(generator.get_offset() - 4)  # as vLLM's model runner where it drops a token
+        else:
+            answer.append(token)
+    assert answer == EXPECTED
