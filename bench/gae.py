@@ -9,21 +9,19 @@ rows), and whitens later; the others whiten here.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor
 
 from bench.harness import Case
-from bench.peers import OPENRLHF, VERL
+from bench.peers import OPENRLHF, OPENRLHF_NEEDS, VERL, stand_ins
 from hrl.algos.advantages import gae
 
 AXIS = "tokens of a response"
+SECONDS = 45
 THREADS = 1
 _ROWS, _GAMMA, _LAM = 1024, 0.99, 0.95
 _MICRO_BATCH = 16
@@ -75,22 +73,11 @@ def cases() -> Iterator[Case]:
 
 
 def _experience_maker() -> Any:
-    """Return OpenRLHF's class. Its module imports packages that hrl does without and that its GAE does not use."""
-    # What looks whether these are installed must look before they are stood in for.
-    import transformers.utils  # noqa: F401
+    """Return OpenRLHF's class."""
+    # What looks whether packages are installed that are stood in for must look before.
     import vllm  # noqa: F401
 
-    names = [
-        "pylatexenc",
-        *("peft", "peft.tuners", "peft.tuners.lora"),
-        *("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed"),
-        *("torchdata", "torchdata.stateful_dataloader"),
-        *("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero", "deepspeed.runtime.zero.partition_parameters"),
-    ]
-    missing = {
-        name: MagicMock(__spec__=ModuleSpec(name, None), __path__=[]) for name in names if name not in sys.modules
-    }
-    with patch.dict(sys.modules, missing):
+    with stand_ins(*OPENRLHF_NEEDS):
         return importlib.import_module("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
 
 

@@ -4,7 +4,9 @@ A benchmark is a module of this folder with a function `cases`, which makes the 
 first line of its docstring is its title in the results, the rest says what is compared and why; `AXIS` names the axis
 of its growth curve, and `THREADS` is the number of its threads. A case has two callables, ours and the peer's. Their
 results are compared first; then they run in turns of at least 20 ms, A/B/A/B, so that whatever else the machine does
-meets both, and medians are compared. What a number means on another machine is the ratio, not the seconds.
+meets both, and medians are compared. What a number means on another machine is the ratio, not the seconds. What is
+there before the rounds is frozen for Python's garbage collector, as it is in vLLM's server and in hrl's processes: a
+collection walks through what the two have made, and not through the libraries.
 
 A callable may start processes; their CPU time counts once they have ended. It may also start a whole program, from
 whose result is read what each of its steps took.
@@ -76,6 +78,7 @@ class Comparison:
         x: Place on the axis of the growth curve.
         series: Which curve it belongs to.
         spread: Of hrl's and the peer's rounds, the largest distance from the median, as a share of it.
+        rounds: Of how many values hrl's and the peer's are the medians.
     """
 
     label: str
@@ -87,6 +90,7 @@ class Comparison:
     x: float | None = None
     series: str = ""
     spread: tuple[float, float] = (0.0, 0.0)
+    rounds: tuple[int, int] = (1, 1)
 
     @property
     def ratio(self) -> float:
@@ -144,10 +148,15 @@ def measure(case: Case) -> list[Comparison]:
         case.check(case.ours(), case.theirs())
         if case.settle is not None:
             case.settle()
-    for _ in range(case.rounds):
-        results = ours.run(case.ours), theirs.run(case.theirs)
-        if not case.warms_up:
-            case.check(*results)
+    gc.collect()
+    gc.freeze()
+    try:
+        for _ in range(case.rounds):
+            results = ours.run(case.ours), theirs.run(case.theirs)
+            if not case.warms_up:
+                case.check(*results)
+    finally:
+        gc.unfreeze()
     found = [
         Comparison(
             case.label,
@@ -159,6 +168,7 @@ def measure(case: Case) -> list[Comparison]:
             case.x,
             case.series,
             (ours.spread, theirs.spread) if quantity == "seconds" else (0.0, 0.0),
+            (len(a), len(b)),
         )
         for quantity, a, b in (("seconds", ours.wall_s, theirs.wall_s), ("CPU seconds", ours.cpu_s, theirs.cpu_s))
         # Of a program only processes count that its own ones waited for, which Ray's aren't.

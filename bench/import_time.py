@@ -17,6 +17,7 @@ from bench import peers
 from bench.harness import Case
 from bench.peers import TRL, VERL
 
+SECONDS = 40
 THREADS = 1
 _MOST_S = 0.3
 

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-from dataclasses import asdict
+import time
 from pathlib import Path
 
-from bench import peers
+from bench import origin, peers
 from bench.harness import Comparison, measure
+from bench.results import Found, write
 
 
 def main(name: str, out: Path) -> None:
     """Measure the cases of `bench/NAME.py`; each is said on stderr as soon as it is there."""
+    began, commit = time.perf_counter(), origin.commit()
     peers.importable()
     module = importlib.import_module(f"bench.{name}")
-    found: list[Comparison] = []
+    rows: list[Comparison] = []
     for case in module.cases():
         first, *others = measure(case)
-        found += [first, *others]
+        rows += [first, *others]
         sys.stderr.write(
             f"  {name}: {case.label}: {first.ours:.4g} s, {case.peer} {first.theirs:.4g} s, {first.ratio:.1f}×\n"
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps([asdict(one) for one in found], indent=1))
+    took_s = time.perf_counter() - began
+    write(out, Found(origin.Origin(commit, origin.today(), origin.threads(), took_s, origin.machine()), rows))
 
 
 if __name__ == "__main__":

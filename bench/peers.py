@@ -6,18 +6,29 @@ besides.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import MagicMock
 
 FOLDER = Path(__file__).parent / ".peers"
 VERL, TRL, OPENRLHF = "verl 0.9.1", "TRL 1.16.0", "OpenRLHF 0.11.2"
 _PACKAGES = ("verl==0.9.1", "trl==1.16.0", "openrlhf==0.11.2")
 _SMALL = ("tensordict==0.10.0", "TransferQueue==0.1.11", "codetiming==1.4.0", "orjson==3.13.0")
+
+#: What OpenRLHF's modules import, and what of them is measured here doesn't use.
+OPENRLHF_NEEDS = (
+    "pylatexenc",
+    *("peft", "peft.tuners", "peft.tuners.lora"),
+    *("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed"),
+    *("torchdata", "torchdata.stateful_dataloader"),
+    *("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero", "deepspeed.runtime.zero.partition_parameters"),
+)
 
 
 def install() -> None:
@@ -60,3 +71,15 @@ def stand_ins(*names: str) -> Iterator[None]:
     finally:
         for name in missing:
             del sys.modules[name]
+
+
+def without_its_package(name: str) -> ModuleType:
+    """Return a peer's module whose package can't be imported here, and isn't needed: an empty one stands in for it.
+
+    verl's packages of engines insist on builds for CUDA.
+    """
+    package = name.rpartition(".")[0]
+    if package not in sys.modules:
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [str(FOLDER.joinpath(*package.split(".")))]
+    return importlib.import_module(name)

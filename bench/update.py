@@ -6,8 +6,9 @@ is `Policy.update` as its trainer plans and asks for it. verl's is `train_batch`
 rows as its trainer prepares them; `padded` and `packed` are its two ways (`use_remove_padding`; the flash attention
 that packing is for has no CPU build, so attention is PyTorch's, of which transformers masks what is packed).
 OpenRLHF's is `ActorPPOTrainer.training_step` with its `Actor` and its loss, which needs DeepSpeed: in its place stand
-PyTorch's backward pass and AdamW, on bfloat16 weights. Old log-probs are each one's own. Loss and gradient norm of the
-first step are compared. The prompt of a group is computed once by hrl, and 8 times by the others.
+PyTorch's backward pass and AdamW, on bfloat16 weights. Old log-probs are each one's own. Of the first step the losses
+must agree to 0.001 and the norms of the gradients, whose products are in bfloat16, to 5 %; the gradients themselves are
+not compared. The prompt of a group is computed once by hrl, and 8 times by the others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.harness import Case
-from bench.peers import OPENRLHF, VERL, stand_ins
+from bench.peers import OPENRLHF, OPENRLHF_NEEDS, VERL, stand_ins
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.cluster.precision import with_dtypes
 from hrl.config.compose import compose_cli
@@ -39,7 +40,7 @@ from hrl.trainer.ppo.old_log_probs import policy_update
 from hrl.workers.policy import Policy
 from hrl.workers.requests import Training
 
-MINUTES = 2
+SECONDS = 120
 THREADS = 2
 _PROMPTS, _SAMPLES, _PROMPT_TOKENS, _RESPONSE_TOKENS = 4, 8, 45, 32
 _ROWS = _PROMPTS * _SAMPLES
@@ -283,13 +284,7 @@ class _OpenRLHF:
 
 def _openrlhf() -> tuple[Any, Any, Any]:
     """Return its trainer, its models and its rows."""
-    with stand_ins(
-        "pylatexenc",
-        *("peft", "peft.tuners", "peft.tuners.lora"),
-        *("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed"),
-        *("torchdata", "torchdata.stateful_dataloader"),
-        *("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero", "deepspeed.runtime.zero.partition_parameters"),
-    ):
+    with stand_ins(*OPENRLHF_NEEDS):
         trainer = importlib.import_module("openrlhf.trainer.ray.ppo_actor").ActorPPOTrainer
         models = importlib.import_module("openrlhf.models")
         experiences = importlib.import_module("openrlhf.trainer.ppo_utils.experience")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import os
 import statistics
 import sys
@@ -33,7 +32,7 @@ from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from bench.harness import ROUNDS, Case, Comparison
-from bench.peers import FOLDER, VERL, importable
+from bench.peers import VERL, importable, without_its_package
 from hrl.workers.weight_sync import wire
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.sender import WeightSync
@@ -41,6 +40,7 @@ from hrl.workers.weight_sync.shared_memory import SharedMemorySender
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
 
 AXIS = "tensors"
+SECONDS = 65
 THREADS = 2
 _BUCKET_MIB = 2048  # verl's default
 _LAYERS, _HIDDEN, _MLP, _KV, _VOCABULARY = 30, 576, 1536, 192, 49152
@@ -76,7 +76,8 @@ def _unchecked(label: str, ours: _Hrl, theirs: _Verl) -> Iterator[Comparison]:
                 started = time.perf_counter()
                 function()
                 seconds.append(time.perf_counter() - started)
-    yield Comparison(f"{label}, nothing checked", VERL, "seconds", statistics.median(mine), statistics.median(verls))
+    medians = statistics.median(mine), statistics.median(verls)
+    yield Comparison(f"{label}, nothing checked", VERL, "seconds", *medians, rounds=(ROUNDS, ROUNDS))
 
 
 def _smollm2() -> Named:
@@ -270,13 +271,7 @@ class _Verl:
 
 def _verl() -> ModuleType:
     """Return verl's module of both ends."""
-    # Its package insists on a vLLM with CUDA, which the module does not use: an empty one stands in for it.
-    package = "verl.workers.rollout.vllm_rollout"
-    if f"{package}.bucketed_weight_transfer" not in sys.modules:
-        stand_in = ModuleType(package)
-        stand_in.__path__ = [str(FOLDER.joinpath(*package.split(".")))]
-        sys.modules[package] = stand_in
-    module = importlib.import_module(f"{package}.bucketed_weight_transfer")
+    module = without_its_package("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
     # verl has no platform without an accelerator: there is nothing to wait for, and no cache to empty.
     device = SimpleNamespace(synchronize=_nothing, empty_cache=_nothing)
     module.get_torch_device, module.is_support_ipc = lambda: device, lambda: False  # type: ignore[attr-defined]
