@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from bench.data_plane import pickled
 from bench.harness import ROUNDS, Case, Comparison
-from bench.peers import VERL, importable
+from bench.peers import VERL, importable, stand_ins
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import RankCall
@@ -44,6 +43,7 @@ from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.requests import LogProbRequest
 
 AXIS = "ranks"
+SECONDS = 130
 THREADS = 1
 TRANSFER_QUEUE = "verl 0.9.1 with TransferQueue 0.1.11"
 _ROWS, _PROMPT, _RESPONSE, _SAMPLES = 1024, 512, 1024, 8
@@ -385,28 +385,13 @@ def _of_whole_rows(tensors: dict[str, Tensor], column: Tensor, rows: np.ndarray)
 def _verl() -> tuple[type, type, type]:
     """Return verl's classic trainer, its V1 trainer, and its worker."""
     # Their modules import two packages that nothing here calls.
-    names = ("torchdata", "torchdata.stateful_dataloader", "peft", "peft.utils", "peft.utils.save_and_load")
-    for name in names:
-        sys.modules[name] = _Empty(name)
-    try:
+    with stand_ins(
+        *("torchdata", "torchdata.stateful_dataloader"), *("peft", "peft.utils", "peft.utils.save_and_load")
+    ):
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
         from verl.workers.engine_workers import ActorRolloutRefWorker as VerlWorker
-    finally:
-        for name in names:
-            del sys.modules[name]
     return RayPPOTrainer, PPOTrainer, VerlWorker
-
-
-class _Empty(ModuleType):
-    """A package that is not installed: every name in it is an empty class."""
-
-    __path__ = ()
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
 
 
 # ---- bytes -------------------------------------------------------------------------------------------------------

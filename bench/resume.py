@@ -1,10 +1,11 @@
-"""Weights and moments from a checkpoint, as a run that goes on takes them.
+"""Reading weights and moments back from a checkpoint.
 
-A model in float32 with AdamW's two moments, 100 to 400 MiB together, on one rank, into a model and an optimizer that
-are there already. hrl's is `Engine.load`: names and shapes are compared, then every shard is read to its place, with
-the step counts and the generators. The peer is what verl's checkpoint manager and transformers' `Trainer` do of it on a
-rank: `torch.load` of both files, then `load_state_dict` of the model and of torch's AdamW. The files are in the page
-cache, so it is not the disk that is compared.
+A part of resuming: a run that goes on also starts its processes, loads its model and wakes its engine, which is not in
+here. A model in float32 with AdamW's two moments, 100 to 400 MiB together, on one rank, is read into a model and an
+optimizer that are there already. hrl's is what `Engine.load` calls: names and shapes are compared, then every shard is
+read to its place, with the step counts and the generators. The peer is what verl's checkpoint manager and
+transformers' `Trainer` do of it on a rank: `torch.load` of both files, then `load_state_dict` of the model and of
+torch's AdamW. The files are in the page cache, so it is not the disk that is compared.
 """
 
 from __future__ import annotations

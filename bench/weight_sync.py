@@ -40,7 +40,7 @@ from hrl.workers.weight_sync.shared_memory import SharedMemorySender
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
 
 AXIS = "tensors"
-SECONDS = 65
+SECONDS = 35
 THREADS = 2
 _BUCKET_MIB = 2048  # verl's default
 _LAYERS, _HIDDEN, _MLP, _KV, _VOCABULARY = 30, 576, 1536, 192, 49152
@@ -52,13 +52,17 @@ def cases() -> Iterator[Case]:
     """Yield the model as it is, then the same bytes in fewer and more tensors."""
     weights = _smollm2()
     total = sum(tensor.numel() for _, tensor in weights)
-    for label, named in {
-        "SmolLM2-135M": weights,
-        "30 tensors": _cut(total, 30),
-        "1,000 tensors": _cut(total, 1_000),
-        "10,000 tensors": _cut(total, 10_000),
-    }.items():
-        with _sampler(named) as sampler, _sampler(named) as verls:
+    with _sampler() as sampler, _sampler() as verls:
+        for label, named in {
+            "SmolLM2-135M": weights,
+            "30 tensors": _cut(total, 30),
+            "1,000 tensors": _cut(total, 1_000),
+            "10,000 tensors": _cut(total, 10_000),
+        }.items():
+            shapes = [(name, tuple(tensor.shape)) for name, tensor in named]
+            for process in (sampler, verls):
+                process.send(("model", shapes))
+                process.recv()
             ours, theirs = _Hrl(named, sampler), _Verl(named, verls)
             floor, others = None, None
             if label == "SmolLM2-135M":
@@ -154,21 +158,23 @@ class _Model:
         return found.hexdigest()
 
 
-def _sample(orders: Connection, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    """Hold a model and follow orders: a method of hrl's receiver, `verl` with a socket, or `digest`."""
+def _sample(orders: Connection) -> None:
+    """Follow orders: `model` with shapes, and of it a method of hrl's receiver, `verl` with a socket, or `digest`."""
     importable()
-    model = _Model(shapes)
-    receiver = WeightReceiver(model, "sampler")
+    answer: Any
     while True:
         what, *given = orders.recv()
         if what == "end":
             return
-        if what == "begin":
+        if what == "model":
+            model = _Model(given[0])
+            receiver, answer = WeightReceiver(model, "sampler"), None
+        elif what == "begin":
             manifest, handle, version = given
-            answer: Any = receiver.begin(receiver.manifest_of(manifest), handle, version)
+            answer = receiver.begin(receiver.manifest_of(manifest), handle, version)
         elif what == "verl":
             verl_receiver = _verl().BucketedWeightReceiver(given[0], torch.device("cpu"), use_shm=True)
-            answer = verl_receiver.receive_weights(lambda weights, is_last: model.write(weights))
+            answer = verl_receiver.receive_weights(lambda weights, is_last, model=model: model.write(weights))
         elif what == "digest":
             answer = model.digest()
         elif what == "check":
@@ -179,15 +185,12 @@ def _sample(orders: Connection, shapes: Sequence[tuple[str, tuple[int, ...]]]) -
 
 
 @contextmanager
-def _sampler(named: Named) -> Iterator[Connection]:
+def _sampler() -> Iterator[Connection]:
     """Yield the pipe to a process that samples."""
     ours, theirs = get_context("spawn").Pipe()
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in named]
-    process = get_context("spawn").Process(target=_sample, args=(theirs, shapes), daemon=True)
+    process = get_context("spawn").Process(target=_sample, args=(theirs,), daemon=True)
     process.start()
     try:
-        ours.send(("digest",))
-        ours.recv()
         yield ours
     finally:
         ours.send(("end",))

