@@ -52,8 +52,8 @@ class StoreWatch:
             return metrics, None
         self._is_told = True
         return metrics, (
-            f"step {step}: {_gib(spilled)} of its batches did not fit into Ray's object store of "
-            f"{_gib(use.capacity_bytes)} and went to disk, which is slow: {_ADVICE}. "
+            f"step {step}: the object store of the driver's node, which holds {_gib(use.capacity_bytes)} for all runs "
+            f"of this Ray, wrote {_gib(spilled)} to disk, which is slow: {_ADVICE}. "
             "perf/object_store_spilled_gib has the steps to come"
         )
 

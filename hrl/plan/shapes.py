@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import torch
 
@@ -172,6 +172,19 @@ def _folder_of(path: str) -> Path:
     return kept.parent
 
 
+class _Redirects(HTTPRedirectHandler):
+    """Redirects as the hub answers with them; the user's token does not go with one to another host."""
+
+    def redirect_request(self, req: Request, *answer: Any) -> Request | None:
+        onward = super().redirect_request(req, *answer)
+        if onward is not None and (onward.type, onward.host) != (req.type, req.host):
+            onward.remove_header("Authorization")
+        return onward
+
+
+_open = build_opener(_Redirects).open
+
+
 def _fetched(path: str) -> bytes:
     """Return the `config.json` of a model on the hub; one request without retries, for somebody waits."""
     from huggingface_hub import constants, hf_hub_url
@@ -181,7 +194,7 @@ def _fetched(path: str) -> bytes:
     try:
         if constants.HF_HUB_OFFLINE:
             raise URLError("HF_HUB_OFFLINE is set")
-        with urlopen(Request(hf_hub_url(path, _CONFIG), headers=build_hf_headers()), timeout=_FETCH_S) as answer:
+        with _open(Request(hf_hub_url(path, _CONFIG), headers=build_hf_headers()), timeout=_FETCH_S) as answer:
             return bytes(answer.read())
     except HTTPError as error:
         raise ModelSourceError(f"the hub answers {error.code} when asked for {_CONFIG} of {path}. {hint}") from error

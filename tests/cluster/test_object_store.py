@@ -26,7 +26,8 @@ def test_what_goes_to_disk_is_counted_by_step_and_told_once(monkeypatch):
     assert watch.look(1) == ({"perf/object_store_gib": 1.0, "perf/object_store_spilled_gib": 0.0}, None)
     metrics, news = watch.look(2)
     assert metrics == {"perf/object_store_gib": 3.0, "perf/object_store_spilled_gib": 2.0}
-    assert news.startswith("step 2: 2.0 GiB of its batches did not fit into Ray's object store of 4.0 GiB")
+    store = "the object store of the driver's node, which holds 4.0 GiB for all runs of this Ray"
+    assert news.startswith(f"step 2: {store}, wrote 2.0 GiB to disk")
     assert watch.look(3) == ({}, None)
     assert watch.look(4) == ({"perf/object_store_gib": 2.0, "perf/object_store_spilled_gib": 1.0}, None)
 

@@ -1,9 +1,12 @@
 """Sizes and FLOPs from a `config.json` alone."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from types import SimpleNamespace
 from urllib.error import HTTPError, URLError
+from urllib.request import Request
 
 import pytest
 
@@ -12,7 +15,7 @@ from hrl.config.outline import outline_of
 from hrl.config.run_kind import PPO
 from hrl.errors import UnreachableError
 from hrl.models.source import ModelSourceError
-from hrl.plan.shapes import shapes_of
+from hrl.plan.shapes import _open, shapes_of
 from tests.plan.models import EXPERTS, SEVEN, folder_of
 
 
@@ -61,17 +64,18 @@ LINE = ["actor_rollout_ref.model.path=nobody/nothing", "data.train_files=rows.js
 def hub(monkeypatch, tmp_path):
     """Stand in for the hub: what it is asked for, and what it answers."""
     monkeypatch.setenv("HRL_CACHE", str(tmp_path))
-    asked, answers = [], []
+    asked, answers, tokens = [], [], []
 
-    def urlopen(request, timeout):
+    def open_(request, timeout):
         asked.append(request.full_url)
+        tokens.append(request.get_header("Authorization"))
         answer = answers.pop()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr("hrl.plan.shapes.urlopen", urlopen)
-    return SimpleNamespace(asked=asked, answers=answers)
+    monkeypatch.setattr("hrl.plan.shapes._open", open_)
+    return SimpleNamespace(asked=asked, answers=answers, tokens=tokens)
 
 
 def test_of_a_model_on_the_hub_only_the_config_is_fetched_and_once(hub):
@@ -79,6 +83,47 @@ def test_of_a_model_on_the_hub_only_the_config_is_fetched_and_once(hub):
     outline = outline_of(compose_kind(PPO, LINE))
     assert shapes_of(outline) == shapes_of(outline)
     assert [url.rpartition("/")[2] for url in hub.asked] == ["config.json"]
+
+
+def test_the_hub_gets_the_users_token_and_nobody_is_asked_offline(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UnreachableError, match="HF_HUB_OFFLINE is set"):
+        shapes_of(outline_of(compose_kind(PPO, LINE)))
+    assert hub.asked == []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    hub.answers.append(BytesIO(json.dumps(SEVEN).encode()))
+    shapes_of(outline_of(compose_kind(PPO, LINE)))
+    assert hub.tokens == ["Bearer hf_mine"]
+
+
+@pytest.mark.parametrize(
+    ("onward", "token"),
+    [("/api/config.json", "Bearer hf_mine"), ("http://localhost:{port}/config.json", None)],
+    ids=["same host", "another host"],
+)
+def test_a_redirect_to_another_host_leaves_the_token_behind(onward, token):
+    seen = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append((self.path, self.headers["Authorization"]))
+            if len(seen) == 1:
+                self.send_response(307)
+                self.send_header("Location", onward.format(port=self.server.server_port))
+            else:
+                self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/m/resolve/main/config.json"
+        _open(Request(url, headers={"authorization": "Bearer hf_mine"}), timeout=10).close()
+        server.shutdown()
+    assert [found for _, found in seen] == ["Bearer hf_mine", token]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 from hrl.profiling import spans
 from hrl.profiling.operators import ATTENTION, ELEMENTWISE, PRODUCTS
@@ -40,6 +42,22 @@ def test_operators_of_every_thread_are_seen_in_their_phases(tmp_path: Path) -> N
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert [e["name"] for e in events if e.get("cat") == "user_annotation"].count("inside") == 2
     assert [file.name for file in trace.parent.iterdir()] == [trace.name]
+
+
+def test_a_trace_has_shapes_and_numbers_and_no_contents_of_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "hush-hush")
+    tokens, weight = torch.tensor([73217321, 3]), torch.full((5, 7), 0.734251)
+    start_profile()
+    functional.embedding(tokens.clamp(max=4), weight).clamp(max=99887766)
+    assert tokens.tolist()[0] == 73217321
+    stop_profile(tmp_path / "step_1.json.gz")
+    text = gzip.decompress((tmp_path / "step_1.json.gz").read_bytes()).decode()
+    for there in ("[5, 7]", '"99887766"', f'"host_name": "{socket.gethostname()}"'):
+        assert there in text
+    for absent in ("73217321", "0.734", "hush-hush", "SOME_KEY", str(Path(__file__).parents[2])):
+        assert absent not in text
 
 
 def test_a_second_start_begins_anew(tmp_path: Path) -> None:
