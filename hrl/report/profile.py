@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
+
 from hrl.profiling.operators import CLASSES, PRODUCTS, Phase, Profile, Spent
 from hrl.report.phases import TITLES
 from hrl.report.run_folder import PROFILE, DamagedFileError, read_object, write_text
@@ -81,6 +83,48 @@ def _phase_row(name: str, phase: Phase) -> dict[str, Any]:
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
+class _DriverPhase(BaseModel):
+    phase: str
+    seconds: float
+
+
+class _Spent(BaseModel):
+    kind: str = Field(alias="class")
+    seconds: float
+    share: float
+    calls: float
+    gflop_per_s: float | None
+
+
+class _Operator(_Spent):
+    operator: str
+
+
+class _Phase(BaseModel):
+    phase: str
+    seconds: float
+    busy: float
+    classes: dict[str, float]
+    gflop_per_s: float | None
+
+
+class _Process(BaseModel):
+    name: str
+    count: int
+    seconds: float
+    classes: list[_Spent]
+    phases: list[_Phase]
+    operators: list[_Operator]
+
+
+class _Record(BaseModel):
+    """What `profile_record` returns."""
+
+    step: int
+    driver: list[_DriverPhase]
+    processes: list[_Process]
+
+
 def write_profile(folder: Path, record: Mapping[str, Any]) -> Path:
     """Write `profile/step_<n>.json` and `.txt` into a run folder; return the text's path."""
     place = folder / PROFILE
@@ -95,13 +139,19 @@ def read_profiles(folder: Path) -> list[dict[str, Any]]:
     Raises:
         DamagedFileError: A file holds something else.
     """
-    records = []
-    for file in (folder / PROFILE).glob("step_*.json"):
-        record = read_object(file)
-        if not {"step", "driver", "processes"} <= record.keys():
-            raise DamagedFileError(f"{file} is damaged: it holds no profile. Remove it; nothing else needs it.")
-        records.append(record)
+    records = [_read(file) for file in (folder / PROFILE).glob("step_*.json")]
     return sorted(records, key=lambda record: int(record["step"]))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return _Record.model_validate(read_object(file)).model_dump(by_alias=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DamagedFileError(
+            f"{file} is damaged: it holds no profile ({what}). Remove it; nothing else needs it."
+        ) from error
 
 
 # ---- text ------------------------------------------------------------------------------------------------------

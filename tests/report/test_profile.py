@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ def test_profiles_are_read_back_in_the_order_of_steps(tmp_path: Path) -> None:
     (tmp_path / "profile" / "step_2_a_rank_0.json.gz").touch()
     assert [record["step"] for record in read_profiles(tmp_path)] == [2, 10]
     assert read_profiles(tmp_path)[0] == profile_record(2, {"a": [RANK]}, METRICS)
-    (tmp_path / "profile" / "step_3.json").write_text("{}")
-    with pytest.raises(DamagedFileError, match=r"step_3\.json is damaged: it holds no profile"):
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({}, ""),
+        ({"step": "x"}, r"\(step: .*integer"),
+        ({"driver": None}, r"\(driver: .*list"),
+        ({"processes": "x"}, r"\(processes: .*list"),
+        ({"processes": [{"name": "a"}]}, r"\(processes\.0\.count: "),
+        ({"driver": [{"phase": "step", "seconds": 10**400}]}, r"\(driver\.0\.seconds: "),
+    ],
+)
+def test_a_file_that_holds_something_else_is_named_with_what_is_wrong(tmp_path: Path, changes, what: str) -> None:
+    write_profile(tmp_path, profile_record(3, {"a": [RANK]}, METRICS))
+    file = tmp_path / "profile" / "step_3.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes if changes else {}))
+    with pytest.raises(DamagedFileError, match=r"step_3\.json is damaged: it holds no profile " + what):
         read_profiles(tmp_path)

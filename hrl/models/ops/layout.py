@@ -14,8 +14,10 @@ so that the prompt is computed once. A sequence of its own is one segment withou
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,6 +61,12 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums of products of this dtype are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed, which torch brings where it has CUDA."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

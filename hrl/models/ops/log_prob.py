@@ -20,17 +20,15 @@ pass over it several times, elsewhere: on a CPU a tile stays in the cache.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hrl.models.ops.cpu_product import BLOCK, PackedWeight, can_multiply
-from hrl.models.ops.layout import accumulation_dtype
+from hrl.models.ops.layout import accumulation_dtype, has_triton
 
 #: Logits held at once. On a CPU a few megabytes, which the last-level cache holds.
 CPU_CHUNK = 1 << 22
@@ -168,13 +166,8 @@ def allow_bf16_matmul() -> None:
 
 
 def _has_kernels(logits: Tensor) -> bool:
-    """Return whether a tile is passed over by `log_prob_kernels`; torch brings Triton where it has CUDA."""
-    return logits.is_cuda and logits.dtype == torch.float32 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Return whether a tile is passed over by `log_prob_kernels`."""
+    return logits.is_cuda and logits.dtype == torch.float32 and has_triton()
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
+from hrl.models.ops.layout import has_triton
 from hrl.workers.engine.host_memory import Lane, host_zeros_like, local
 
 if TYPE_CHECKING:
@@ -409,6 +410,8 @@ def round_stochastically(wide: Tensor, key: int, first: int) -> Tensor:
     Returns:
         `(n,)` bfloat16. NaN and infinities stay what they are.
     """
+    if wide.is_cuda and has_triton():
+        return by_kernel(wide, key, first)
     # As integers, the bits of float32 numbers of one sign grow with the magnitude: adding chance below the cut carries
     # into the kept bits with exactly the probability that is wanted.
     bits = wide.view(torch.int32) + noise(wide.numel(), key, first, wide.device)
@@ -416,17 +419,34 @@ def round_stochastically(wide: Tensor, key: int, first: int) -> Tensor:
     return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)
 
 
+def by_kernel(wide: Tensor, key: int, first: int) -> Tensor:
+    """Do as `round_stochastically`, in one kernel."""
+    from hrl.workers.engine.rounding_kernel import round_run
+
+    wide = wide.contiguous()
+    out = torch.empty_like(wide, dtype=torch.bfloat16)
+    for run, run_key, low in _runs(wide.numel(), key, first):
+        round_run(wide[run], out[run], run_key, low)
+    return out
+
+
 def noise(count: int, key: int, first: int, device: torch.device) -> Tensor:
     """Return `(count,)` int32, uniform in [0, 65536); element i depends on `key` and `first + i` alone."""
     out = torch.empty(count, dtype=torch.int32, device=device)
+    for run, run_key, low in _runs(count, key, first):
+        places = torch.arange(run.stop - run.start, dtype=torch.int32, device=device)
+        out[run] = _hash(places.add_(low), run_key)
+    return out.bitwise_and_(_DROPPED)
+
+
+def _runs(count: int, key: int, first: int) -> Iterator[tuple[slice, int, int]]:
+    """Yield elements whose places have the same upper word: which, their key, and the first one's lower word."""
     start = 0
     while start < count:  # once, unless a parameter has more elements than 32 bits can count
         block, low = divmod(first + start, _WORD)
         stop = min(count, start + _WORD - low)
-        places = torch.arange(stop - start, dtype=torch.int32, device=device)
-        out[start:stop] = _hash(places.add_(_signed(low)), _signed((key ^ (key >> 32) * (2 * block + 1)) % _WORD))
+        yield slice(start, stop), _signed((key ^ (key >> 32) * (2 * block + 1)) % _WORD), _signed(low)
         start = stop
-    return out.bitwise_and_(_DROPPED)
 
 
 def _hash(words: Tensor, key: int) -> Tensor:
