@@ -307,24 +307,26 @@ class Manifest:
     @cached_property
     def fingerprint(self) -> str:
         """A digest, equal for equal manifests."""
-        return hashlib.sha256(json.dumps(self._plain, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(self._json.encode()).hexdigest()
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the manifest as lists, strings and integers; `from_plain` is the inverse."""
-        return self._plain | {"fingerprint": self.fingerprint}
+    def to_plain(self) -> dict[str, str]:
+        """Return the manifest as strings; `from_plain` is the inverse."""
+        # One string is sent, and left unread by who knows the fingerprint, at no cost for a tensor.
+        return {"manifest": self._json, "fingerprint": self.fingerprint}
 
     @cached_property
-    def _plain(self) -> dict[str, Any]:
-        tensors = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
-        return {"tensors": tensors, "limit_bytes": self.limit_bytes, "kept": list(self.kept)}
+    def _json(self) -> str:
+        tensors = [[tensor.name, tensor.dtype, tensor.shape] for tensor in self.tensors]
+        return json.dumps({"tensors": tensors, "limit_bytes": self.limit_bytes, "kept": self.kept})
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], known: Manifest | None = None) -> Manifest:
         """Undo `to_plain`; `known` is returned if it has the same fingerprint."""
         if known is not None and plain["fingerprint"] == known.fingerprint:
             return known
-        tensors = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in plain["tensors"])
-        return cls(tuple(tensors), plain["limit_bytes"], tuple(plain["kept"]))
+        parsed = json.loads(plain["manifest"])
+        tensors = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in parsed["tensors"])
+        return cls(tuple(tensors), parsed["limit_bytes"], tuple(parsed["kept"]))
 
     def difference(self, other: Manifest) -> list[str]:
         """Return how `other` differs: a phrase for each tensor that is missing, extra or different."""
