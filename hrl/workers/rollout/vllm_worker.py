@@ -386,8 +386,9 @@ def _draw_by_one_number(top_k_top_p: Any) -> None:
         logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         uniform = torch.rand(len(logits), dtype=torch.float64)
+        numbers = uniform.numpy()  # the same memory, which a tensor takes longer to write one by one
         for row, generator in generators.items():
-            uniform[row] = seeded_number(generator.initial_seed(), position_of(generator))
+            numbers[row] = seeded_number(generator.initial_seed(), position_of(generator))
         return draw(apply_top_k_top_p(logits, k, p), uniform.to(logits.device, non_blocking=True))
 
     top_k_top_p.forward = forward
