@@ -48,6 +48,8 @@ _ANSWER_TIMEOUT_S = 120.0
 _SHUTDOWN_TIMEOUT_S = 10.0
 _MARGIN_S = 10.0
 _CONCURRENT_CALLS = 8
+_MAX_OPEN = 2
+"""A validation, and the step after it whose samples are drawn beside it."""
 
 
 class RewardError(HrlError, RuntimeError):
@@ -56,7 +58,6 @@ class RewardError(HrlError, RuntimeError):
 
 @dataclass
 class _Step:
-    number: int
     title: str
     rows: dict[Hashable, RewardRow]
     submitted: dict[Hashable, Future[RewardOutcome]] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class _Step:
 
 
 class RewardLoop:
-    """Scores the samples of one step at a time.
+    """Scores the samples of a step, or of two at a time.
 
     A sample fails if the function raises, returns something that isn't a reward or exceeds the deadline, or if its
     process dies twice. With `reward.on_error=raise` the first failure ends the step; `skip` leaves failed samples out
@@ -81,9 +82,9 @@ class RewardLoop:
         self._on_error = reward.on_error
         self._pool = RewardPool(spec, reward)
         self._changed = threading.Condition()
-        self._step: _Step | None = None
+        self._steps: dict[int, _Step] = {}
         self._refused: list[str] = []
-        self._given_up: int | None = None  # the step that `collect` last raised for
+        self._given_up: set[int] = set()  # steps that were dropped, or that `collect` raised for
 
     def start(self) -> None:
         """Start the processes.
@@ -94,7 +95,7 @@ class RewardLoop:
         self._pool.start()
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
-        """Announce the samples of a step and drop what is left of the previous one.
+        """Announce the samples of a step. If two others were not collected, the older one is dropped.
 
         Args:
             step: Identifies the samples in later calls; never used twice.
@@ -110,8 +111,9 @@ class RewardLoop:
             if by_key.setdefault(row.key, row) is not row:
                 raise ValueError(f"two samples of {title} have the key {row.key!r}")
         with self._changed:
-            self._drop()
-            self._step = _Step(step, title, by_key)
+            while len(self._steps) >= _MAX_OPEN:
+                self._give_up(next(iter(self._steps)))
+            self._steps[step] = _Step(title, by_key)
 
     def submit(self, step: int, key: Hashable, solution_str: str) -> None:
         """Queue a finished sample for scoring.
@@ -120,9 +122,9 @@ class RewardLoop:
         isn't plain data) is therefore reported by the next `collect`.
         """
         with self._changed:
-            state = self._running(step)
+            state = self._steps.get(step)
             if state is None:
-                if step != self._given_up:  # late samples of a step that `collect` raised for need no report
+                if step not in self._given_up:  # late samples of a step that was given up need no report
                     self._refuse(f"step {step}", key, f"step {step} was not begun, or is collected already")
             elif key not in state.rows:
                 self._refuse(state.title, key, "the sample was not announced")
@@ -151,7 +153,7 @@ class RewardLoop:
         """
         end = time.monotonic() + deadline_s
         with self._changed:
-            state = self._running(step)
+            state = self._steps.get(step)
             if state is None:
                 raise KeyError(f"step {step} was not begun, or is collected already")
             try:
@@ -163,10 +165,9 @@ class RewardLoop:
                 self._check_failures(state)
                 outcomes = [state.outcomes[key] for key in state.rows]
             except RewardError:
-                self._given_up = step
+                self._give_up(step)
                 raise
-            finally:
-                self._drop()
+            del self._steps[step]
         return outcomes
 
     def shutdown(self) -> None:
@@ -175,18 +176,14 @@ class RewardLoop:
 
     # ------------------------------------------------------------------ under the lock
 
-    def _running(self, step: int) -> _Step | None:
-        return self._step if self._step is not None and self._step.number == step else None
-
     def _refuse(self, title: str, key: Hashable, reason: str) -> None:
         self._refused.append(f"{_show(key)} of {title}: {reason}")
         self._changed.notify_all()
 
-    def _drop(self) -> None:
-        if self._step is not None:
-            for future in self._step.submitted.values():
-                future.cancel()  # affects queued samples; running ones end at their deadline
-        self._step = None
+    def _give_up(self, step: int) -> None:
+        for future in self._steps.pop(step).submitted.values():
+            future.cancel()  # affects queued samples; running ones end at their deadline
+        self._given_up.add(step)
 
     def _note(self, state: _Step, key: Hashable, future: Future[RewardOutcome]) -> None:
         """Record an outcome from the pool's thread, and wake `collect` if it may be done."""

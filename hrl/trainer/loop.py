@@ -106,6 +106,7 @@ class TrainingLoop(ABC):
         self._workers: WorkerGroups | None = None
         self.global_steps = 0
         self.data_position = Position()
+        self._upcoming: tuple[DataProto, Position] | None = None
         self.keeps_validation_samples = True
         self.callbacks: Callback = Callback()
         self.run_state = RunState(total_training_steps, reporter.folder.path)
@@ -140,6 +141,18 @@ class TrainingLoop(ABC):
 
         Args:
             metrics: Those of a step, with `val/...` if there was a validation after it.
+        """
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the next batch can be drawn ahead of its step, and `look_ahead` has a use for it."""
+        return False
+
+    def look_ahead(self, upcoming: DataProto) -> None:
+        """Begin what can be begun of the next step. Called before a validation of the weights that it starts with.
+
+        Args:
+            upcoming: The batch that the step will get.
         """
 
     def report_samples(self, batch: DataProto) -> None:
@@ -189,6 +202,7 @@ class TrainingLoop(ABC):
         if self.global_steps >= self.total_training_steps:
             self.validate_only()
         elif self.config.trainer.val_before_train and self.global_steps == 0:
+            self._look_ahead()
             self.validate_alone()
         if self._is_stopped():
             return
@@ -206,6 +220,7 @@ class TrainingLoop(ABC):
                     with self.phase("step"):
                         batch = self.train_step(batch, metrics)
                 if self.is_due(self.config.trainer.test_freq, self.config.trainer.validates_last):
+                    self._look_ahead()
                     metrics |= self.validate()
                 metrics.observe(*self.workers.peak_memory())
                 self.on_step_end(batch, metrics)
@@ -313,8 +328,25 @@ class TrainingLoop(ABC):
 
     def next_batch(self) -> DataProto:
         """Return the batch at the current position in the data, which moves on."""
-        indices, self.data_position = self.draw(self.data_position, self.config.data.train_batch_size)
-        return self.train_dataset.batch(indices)
+        batch, self.data_position = self._upcoming or self._batch_at_position()
+        self._upcoming = None
+        return batch
+
+    def _batch_at_position(self) -> tuple[DataProto, Position]:
+        indices, position = self.draw(self.data_position, self.config.data.train_batch_size)
+        return self.train_dataset.batch(indices), position
+
+    def _look_ahead(self) -> None:
+        """Let the next step begin, if there is one.
+
+        The position in the data stays where it is, so that a checkpoint is the same as without it.
+        """
+        step, stopped = self.global_steps + 1, self.run_state.stop_reason is not None
+        if step > self.total_training_steps or stopped or self.val_dataset is None:
+            return
+        if self.looks_ahead and step not in self.config.trainer.profile:  # which is to show all of the step
+            self._upcoming = self._batch_at_position()
+            self.look_ahead(self._upcoming[0])
 
     def draw(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
         """Return the rows of the next batch, and the position in the data after it."""

@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hrl.workers.engine.engine import Engine
     from hrl.workers.policy import Policy
     from hrl.workers.requests import AnyPolicyUpdate, LogProbRequest, SampleRequest, Training
-    from hrl.workers.rollout.host import RolloutHost
+    from hrl.workers.rollout.host import OnSample, RolloutHost
     from hrl.workers.weight_sync.sender import SyncReport, WeightSync
     from hrl.workers.weight_sync.tensor_parallel import FellowRank, Lead
     from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
@@ -248,15 +248,21 @@ class ActorRolloutRefWorker(ModelWorker):
     # ------------------------------------------------------------------ sampling
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def begin_sampling(self, batch: DataProto, request: SampleRequest[RankPlan]) -> None:
+        """Begin the responses that `generate_sequences` will be asked for; see `RolloutHost.begin_sampling`."""
+        if len(batch):
+            self.host.begin_sampling(batch, request, self._reward_hook(batch, request.reward_round))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def generate_sequences(self, batch: DataProto, request: SampleRequest[RankPlan]) -> DataProto:
-        """Sample one response per row.
+        """Sample one response per row, or wait for those that were begun.
 
         Each finished sample goes to the reward service at once, so that rewards are computed while the rest of the
         batch is still being generated.
         """
         if len(batch) == 0:  # a tensor-parallel peer of the rank that drives the engine
             return DataProto()
-        on_sample = None if request.reward_round is None else self._reward_hook(batch, request.reward_round)
+        on_sample = self._reward_hook(batch, request.reward_round)
         return self.host.generate_sequences(batch, request, on_sample, timeout_s=self.runtime.collective_timeout_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -265,7 +271,9 @@ class ActorRolloutRefWorker(ModelWorker):
         self._reward_sink = sink
         self._tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self.model.trust_remote_code)
 
-    def _reward_hook(self, batch: DataProto, reward_round: int) -> Callable[[int, list[int], str], None]:
+    def _reward_hook(self, batch: DataProto, reward_round: int | None) -> OnSample | None:
+        if reward_round is None:
+            return None
         keys = sample_keys(batch)
 
         def send(row: int, token_ids: list[int], finish_reason: str) -> None:

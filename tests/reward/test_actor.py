@@ -144,6 +144,23 @@ def test_a_step_after_a_failed_one_is_untouched(strict):
     assert scores(run(strict, ["2", "3"], step=8)) == [2.0, 3.0]
 
 
+def test_two_steps_are_scored_at_a_time_and_a_third_drops_the_older_one(strict):
+    for step in (21, 22):
+        strict.begin(step, rows(2))
+    for index, text in enumerate("12"):
+        strict.submit(22, ("g", index), text)
+        strict.submit(21, ("g", index), text + text)
+    assert scores(strict.collect(21, deadline_s=20)) == [11.0, 22.0]
+    strict.begin(23, rows(1))
+    strict.begin(24, rows(1))
+    for step in (22, 23, 24):
+        strict.submit(step, ("g", 0), "3")  # late for the first, which is no news
+    assert scores(strict.collect(24, deadline_s=20)) == [3.0]
+    assert scores(strict.collect(23, deadline_s=20)) == [3.0]
+    with pytest.raises(KeyError, match="step 22 was not begun, or is collected already"):
+        strict.collect(22, deadline_s=20)
+
+
 def test_wrong_keys_and_steps_are_refused(strict):
     with pytest.raises(ValueError, match="two samples of step 1 have the key"):
         strict.begin(1, rows(1) + rows(1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,11 +16,38 @@ from hrl.config.rollout import RolloutConfig
 from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
-from hrl.workers.requests import SamplingParams
+from hrl.workers.requests import SampleRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from hrl.batching.plan import BatchPlan
 
 
 class PolicyVersionError(HrlError, RuntimeError):
     """A batch was sampled from other weights than the ones it would train."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Samples that the engines are asked for.
+
+    Attributes:
+        prompts: One row per prompt.
+        rows: One per sample.
+        request: How they are sampled.
+    """
+
+    prompts: DataProto
+    rows: DataProto
+    request: SampleRequest[BatchPlan]
+
+    def is_for(self, prompts: DataProto, step: int, seed: int) -> bool:
+        """Return whether these are the first samples of a step (or validation, by the seed) from these prompts."""
+        mine, other = self.prompts, prompts
+        return (
+            (self.request.step, self.request.seed) == (step, seed)
+            and np.array_equal(mine.non_tensor_batch["index"], other.non_tensor_batch["index"])
+            and torch.equal(mine.batch["prompts"], other.batch["prompts"])
+        )
 
 
 def prompt_batch(

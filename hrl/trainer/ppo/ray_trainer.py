@@ -32,6 +32,7 @@ from hrl.trainer.ppo.advantage import (
 )
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
 from hrl.trainer.ppo.generation import (
+    Asked,
     check_policy_version,
     count_troubles,
     prompt_batch,
@@ -68,6 +69,7 @@ from hrl.workers.requests import (
 if TYPE_CHECKING:
     import torch
 
+    from hrl.batching.plan import BatchPlan
     from hrl.config.ppo import PPOTrainerConfig
     from hrl.trainer.ppo.rewards import RewardService
 
@@ -109,6 +111,7 @@ class RayPPOTrainer(TrainingLoop):
         self.estimator = estimator_traits(config.algorithm.adv_estimator)
         self.drift_gate = DriftGate(config.trainer.alarms[SAMPLER_GAP] or math.inf)
         self.policy_version = -1
+        self._begun: list[Asked] = []
         self.sampler = _sampler_of(config, self.train_dataset)
 
     def init_workers(self) -> None:
@@ -216,7 +219,7 @@ class RayPPOTrainer(TrainingLoop):
             metrics: Receives the engines' counts.
             wave: How many batches the step has sampled before this one.
         """
-        return self._sample(batch, metrics, wave=wave, with_greedy=self.estimator.needs_baseline)
+        return self._sample(batch, metrics, wave=wave)
 
     def refill(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Drop groups without spread and sample further prompts until the batch is full (DAPO's dynamic sampling).
@@ -239,50 +242,84 @@ class RayPPOTrainer(TrainingLoop):
         metrics |= counts
         return batch
 
-    def _sample(
-        self,
-        prompts: DataProto,
-        metrics: StepMetrics,
-        *,
-        validate: bool = False,
-        wave: int = 0,
-        with_greedy: bool = False,
-    ) -> DataProto:
-        step, settings = self.global_steps, self.config.actor_rollout_ref.rollout
-        samples = settings.val_kwargs.n if validate else settings.n
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a validation and the samples of the next step may be drawn at the same time.
+
+        Not if a sampler chooses the prompts, whose state is in checkpoints; if rows are streamed, and may turn out bad;
+        if a reward model would score a validation beside engines that sample; or if a subclass samples in its own way.
+        """
+        draws_late = self.sampler is not None or getattr(self.train_dataset, "is_streamed", False)
+        return not (draws_late or self.use_rm) and type(self).generate is RayPPOTrainer.generate
+
+    def look_ahead(self, upcoming: DataProto) -> None:
+        """Begin the samples of the validation, and beside them those of the next step.
+
+        So both share the engines' iterations, and wait for their longest responses together. `validate` and `generate`
+        ask for them as ever.
+        """
+        with self.phase("testing"):
+            self._begun = [
+                self._asked(self._validation_prompts(), self.global_steps, validate=True),
+                self._asked(upcoming, self.global_steps + 1),
+            ]
+            for asked in self._begun:
+                self.workers.rollout.begin_sampling(asked.rows, asked.request)
+
+    def _sample(self, prompts: DataProto, metrics: StepMetrics, *, validate: bool = False, wave: int = 0) -> DataProto:
+        step, seed = self.global_steps, seed_of(self.config.trainer.seed, validate=validate)
+        asked = next((begun for begun in self._begun if begun.is_for(prompts, step, seed)), None)
+        if asked is None:
+            self._begun = []  # the engines drop it too
+            asked = self._asked(prompts, step, validate=validate, wave=wave)
+        else:
+            self._begun.remove(asked)
+        sampled = self._responses(asked)
+        check_policy_version(sampled, self.policy_version)
+        metrics.observe(count_troubles(sampled))
+        return sampled
+
+    def _asked(self, prompts: DataProto, step: int, *, validate: bool = False, wave: int = 0) -> Asked:
+        settings = self.config.actor_rollout_ref.rollout
+        samples, with_greedy = settings.n, self.estimator.needs_baseline
+        if validate:
+            samples, with_greedy = settings.val_kwargs.n, False
         rows = prompt_batch(prompts, samples, step=step, validate=validate, wave=wave, with_greedy=with_greedy)
-        sampled = self._responses(
+        request = self._request(
             rows,
+            step,
             sampling_of(settings, self.config.data.max_response_length, validate=validate),
             seed_of(self.config.trainer.seed, validate=validate),
             with_greedy=with_greedy,
             reward_round=self.rewards.begin(rows, step, validate=validate),
         )
-        check_policy_version(sampled, self.policy_version)
-        metrics.observe(count_troubles(sampled))
-        return sampled
+        return Asked(prompts, rows, request)
 
-    def _responses(
+    def _request(
         self,
         rows: DataProto,
+        step: int,
         sampling: SamplingParams,
         seed: int,
         *,
         with_greedy: bool = False,
         reward_round: int | None = None,
-    ) -> DataProto:
-        """Return the rows with a response each, by the weights that the engines have."""
+    ) -> SampleRequest[BatchPlan]:
         rollout, parallel = self.workers.rollout, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        request = SampleRequest(
+        return SampleRequest(
             plan=plan_generation(rows.non_tensor_batch["uid"], rollout.world_size, parallel),
             sampling=sampling,
             seed=seed,
-            step=self.global_steps,
+            step=step,
             with_greedy=with_greedy,
             reward_round=reward_round,
         )
+
+    def _responses(self, asked: Asked) -> DataProto:
+        """Return the rows with a response each, by the weights that the engines have."""
+        sampled = self.workers.rollout.generate_sequences(asked.rows, asked.request)
         # The sampler's columns are prompt and response together; they replace the prompt's own.
-        return rows.select(batch_keys=[]).union(rollout.generate_sequences(rows, request))
+        return asked.rows.select(batch_keys=[]).union(sampled)
 
     def answer(
         self,
@@ -308,11 +345,13 @@ class RayPPOTrainer(TrainingLoop):
                 matched with prompts by their order.
         """
         self.prepare()
-        prompts = self.train_dataset.of_prompts(rows)
-        prompts.require_all()
-        batch = prompt_batch(prompts.batch(range(len(prompts))), n, step=self.global_steps, validate=True)
-        seed = seed_of(self.config.trainer.seed, validate=True)
-        sampled = self._responses(batch, sampling, seed)
+        dataset = self.train_dataset.of_prompts(rows)
+        dataset.require_all()
+        prompts, step = dataset.batch(range(len(dataset))), self.global_steps
+        samples = prompt_batch(prompts, n, step=step, validate=True)
+        request = self._request(samples, step, sampling, seed_of(self.config.trainer.seed, validate=True))
+        self._begun = []
+        sampled = self._responses(Asked(prompts, samples, request))
         records = rollout_records(sampled, self.tokenizer)
         if with_log_probs:
             for record, log_probs in zip(records, sampled.batch["rollout_log_probs"], strict=True):
@@ -510,7 +549,7 @@ class RayPPOTrainer(TrainingLoop):
             return {}
         with self.phase("testing"):
             counters = StepMetrics()
-            batch = self._validate_batch(self.val_dataset.batch(range(len(self.val_dataset))), counters)
+            batch = self._validate_batch(self._validation_prompts(), counters)
         kept = batch.pop(["kept"]).batch["kept"]
         scored, left_out = batch.select_idxs(kept), count_left_out(batch, kept)
         if left_out:
@@ -522,9 +561,15 @@ class RayPPOTrainer(TrainingLoop):
             self.reporter.validation_samples(self.global_steps, samples, tracked=tracked)
         return metrics | left_out | validation_troubles(counters)
 
+    def _validation_prompts(self) -> DataProto:
+        rows = self.val_dataset
+        assert rows is not None, "there is something to validate on"
+        prompts: DataProto = rows.batch(range(len(rows)))
+        return prompts
+
     def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:
         batch = self._with_model_scores(self._sample(prompts, counters, validate=True))
-        combined = self.rewards.collect(batch, counters)
+        combined = self.rewards.collect(batch, counters, validate=True)
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
         batch.batch["kept"] = combined.kept
         return batch

@@ -6,7 +6,7 @@ still generated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -23,6 +23,11 @@ from hrl.workers.rollout.base import sample_keys
 
 if TYPE_CHECKING:
     from hrl.config import PPOTrainerConfig
+
+
+class _Round(NamedTuple):
+    number: int = 0
+    title: str = "no step"
 
 
 class RewardService:
@@ -54,8 +59,8 @@ class RewardService:
         self._reward = reward
         self.shaping = RewardShaping(reward.shaping)
         self._has_model = config.needs_reward_model
-        self._round = 0
-        self._title, self._validates = "no step", False
+        self._num_rounds = 0
+        self._rounds = {validate: _Round() for validate in (True, False)}
         self._loop: RewardActor | None = None
         if reward.entries or function is not None:  # otherwise the reward model alone decides
             folder = config.trainer.default_local_dir
@@ -76,7 +81,7 @@ class RewardService:
             self._loop.shutdown()
 
     def begin(self, rows: DataProto, step: int, *, validate: bool) -> int | None:
-        """Announce the samples of a batch.
+        """Announce the samples of a batch. Those of a validation and of a step may be announced at the same time.
 
         Args:
             rows: One per sample.
@@ -86,10 +91,11 @@ class RewardService:
         Returns:
             The number under which workers send the samples as they finish; None where the reward model alone decides.
         """
-        self._title, self._validates = f"the validation after step {step}" if validate else f"step {step}", validate
+        self._num_rounds += 1
+        title = f"the validation after step {step}" if validate else f"step {step}"
+        self._rounds[validate] = _Round(self._num_rounds, title)
         if self._loop is None:
             return None
-        self._round += 1
         announced = [
             RewardRow(key, str(source), reward_model.get("ground_truth"), extra or {}, columns)
             for key, source, reward_model, extra, columns in zip(
@@ -98,10 +104,10 @@ class RewardService:
                 strict=True,
             )
         ]
-        self._loop.begin(self._round, announced, self._title)
-        return self._round
+        self._loop.begin(self._num_rounds, announced, title)
+        return self._num_rounds
 
-    def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
+    def collect(self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False) -> CombinedScores:
         """Return the scores of the announced batch: `scores` to train on, `plain` to validate by.
 
         Rows that a reward function left out (it returned `None`, or failed with `reward.on_error=skip`) lose their
@@ -111,14 +117,16 @@ class RewardService:
         Args:
             batch: Sampled rows, with `rm_scores (B,)` where the run has a reward model.
             metrics: Receives the counters of the reward function and the means of the parts.
+            validate: The batch was announced as that of a validation.
 
         Raises:
             RewardError: Rewards are missing or wrong; the message names function or model, and sample.
         """
+        number, title = self._rounds[validate]
         function_scores: list[float | None] | None = None
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]
         if self._loop is not None:
-            outcomes = self._loop.collect(self._round, self._deadline_s)
+            outcomes = self._loop.collect(number, self._deadline_s)
             metrics.observe(reward_metrics(outcomes))
             function_scores = [outcome.score for outcome in outcomes]
             parts = [dict(outcome.parts) for outcome in outcomes]
@@ -130,11 +138,11 @@ class RewardService:
                 lengths_of(batch)[1],
                 self._max_response_tokens,
                 self._reward,
-                None if self._validates else self.shaping,
+                None if validate else self.shaping,
             )
         except NonFiniteScoreError as error:
             uid, sample = sample_keys(batch)[error.row]
-            raise RewardError(f"{error.what} in {self._title}: uid {uid}, sample {sample}. {error.way_out}") from error
+            raise RewardError(f"{error.what} in {title}: uid {uid}, sample {sample}. {error.way_out}") from error
         for row, part in enumerate(parts):
             if model_scores is not None:
                 part["reward_model"] = float(model_scores[row])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+_LOWEST_PRIORITY = 19
+
 
 class BackgroundWriter:
-    """Writes in one thread, one job after the other."""
+    """Writes in one thread, one job after the other. It gives way to threads that compute."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way)
         self._jobs: list[Future[None]] = []
 
     def begin(self, write: Callable[[], Iterable[Path]], record: Path | None = None) -> None:
@@ -34,6 +38,17 @@ class BackgroundWriter:
             finally:
                 if job.done():  # and not Ctrl-C
                     self._jobs.pop(0)
+
+
+def _give_way() -> None:
+    """Give this thread the lowest priority.
+
+    It still gets about a hundredth of a busy core, and a whole one while the run waits for it.
+    """
+    # An engine's threads share each product and wait for the last of them: a writer that takes half of one core costs
+    # them half of all. Elsewhere than on Linux the call is for a whole process.
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 def _run(write: Callable[[], Iterable[Path]], record: Path | None) -> None:

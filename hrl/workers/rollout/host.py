@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -82,7 +82,8 @@ class RolloutHost:
         self._loop: LoopThread | None = None
         self._starting: Future[None] | None = None
         self._sync: WeightSync | None = None
-        self._requests = 0
+        self._num_waves = 0
+        self._begun: list[_Wave] = []
         module, kind = ENGINES[setup.config.name]
         self.engine: RolloutEngine = getattr(importlib.import_module(module), kind)(setup)
 
@@ -125,6 +126,7 @@ class RolloutHost:
     def shutdown(self) -> None:
         """End the engine, its processes and its thread. Harmless when repeated."""
         loop, self._loop, self._starting = self._loop, None, None
+        self._drop_begun()
         try:
             if loop is not None:
                 self._shutdown_engine(loop)
@@ -151,6 +153,15 @@ class RolloutHost:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
+    def begin_sampling(
+        self, batch: DataProto, request: SampleRequest[RankPlan], on_sample: OnSample | None = None
+    ) -> None:
+        """Begin the responses that `generate_sequences` will be asked for, and return at once.
+
+        What is begun together shares the engine's iterations. No weights are synced before all of it was asked for.
+        """
+        self._begun.append(self._begin(_Asked.of(batch, request), on_sample))
+
     def generate_sequences(
         self,
         batch: DataProto,
@@ -159,7 +170,9 @@ class RolloutHost:
         *,
         timeout_s: float = GENERATE_TIMEOUT_S,
     ) -> DataProto:
-        """Sample one response for every row.
+        """Sample one response for every row, or wait for those that were begun.
+
+        If these rows were not begun, what was begun is dropped: nobody asked for it when its turn came.
 
         Args:
             batch: The columns that the request names: `prompts` and `attention_mask` `(B, P)`, left-padded.
@@ -174,25 +187,23 @@ class RolloutHost:
         Raises:
             RolloutError: Names the row, or the engine.
         """
-        prompts, prompt_mask, objects = batch.batch["prompts"], batch.batch["attention_mask"], batch.non_tensor_batch
-        keys, sampling = sample_keys(batch), request.sampling
-        is_greedy = objects["greedy"] if request.with_greedy else [False] * len(keys)
-        samplings = [
-            replace(
-                sampling,
-                temperature=0.0 if greedy else sampling.temperature,
-                seed=sample_seed(request.seed, request.step, *key),
-            )
-            for key, greedy in zip(keys, is_greedy, strict=True)
-        ]
-        token_ids = prompt_tokens(prompts, prompt_mask)
-        # One thread, so that calls come one at a time; not the engine's, which has other requests to serve meanwhile.
-        listener = ThreadPoolExecutor(1, f"{self.name} samples")
-        work = self._generate_all(token_ids, keys, samplings, on_sample, listener)
+        asked = _Asked.of(batch, request)
+        wave = next((begun for begun in self._begun if begun.asked == asked), None)
+        if wave is None:
+            self._drop_begun()
+            wave = self._begin(asked, on_sample)
+        else:
+            self._begun.remove(wave)
+        keys, sampling = asked.keys, request.sampling
         try:
-            outputs = self._control(work, f"sampling {len(keys)} rows", timeout_s)
+            outputs = self._running().wait(
+                wave.outputs, timeout_s=timeout_s, what=f"{self.name}: sampling {len(keys)} rows"
+            )
+        except TimeoutError as error:
+            raise RolloutError(str(error)) from None
         finally:
-            listener.shutdown(wait=False, cancel_futures=True)
+            wave.end()
+        prompts, prompt_mask, objects = batch.batch["prompts"], batch.batch["attention_mask"], batch.non_tensor_batch
         reasons = np.array([output.finish_reason for output in outputs], dtype=object)
         columns = response_columns(prompts, prompt_mask, outputs, sampling.max_tokens, self._setup.tokens.pad)
         check_values(columns, keys, self._setup.tokens.vocab_size)
@@ -201,6 +212,17 @@ class RolloutHost:
             non_tensors={"uid": objects["uid"], "sample_index": objects["sample_index"], "finish_reason": reasons},
             meta_info={"temperature": sampling.temperature, "policy_version": self.policy_version},
         )
+
+    def _begin(self, asked: _Asked, on_sample: OnSample | None) -> _Wave:
+        # One thread, so that calls come one at a time; not the engine's, which has other requests to serve meanwhile.
+        listener = ThreadPoolExecutor(1, f"{self.name} samples")
+        return _Wave(asked, self._running().submit(self._generate_all(asked, on_sample, listener)), listener)
+
+    def _drop_begun(self) -> None:
+        begun, self._begun = self._begun, []
+        for wave in begun:
+            wave.outputs.cancel()
+            wave.end()
 
     def sleep(self) -> None:
         """Have the engine give its device memory to the trainer, if it can."""
@@ -314,17 +336,10 @@ class RolloutHost:
             await self.engine.weights_abort(str(error))
             raise
 
-    async def _generate_all(
-        self,
-        prompts: list[list[int]],
-        keys: list[tuple[str, int]],
-        samplings: list[SamplingParams],
-        on_sample: OnSample | None,
-        listener: Executor,
-    ) -> list[SampleOutput]:
+    async def _generate_all(self, asked: _Asked, on_sample: OnSample | None, listener: Executor) -> list[SampleOutput]:
         version = self.policy_version
-        self._requests += 1
-        wave = self._requests
+        self._num_waves += 1
+        wave = self._num_waves
         loop = asyncio.get_running_loop()
 
         async def one(row: int, prompt: list[int], key: tuple[str, int], sampling: SamplingParams) -> SampleOutput:
@@ -336,7 +351,7 @@ class RolloutHost:
 
         try:
             async with asyncio.TaskGroup() as group:
-                requests = enumerate(zip(prompts, keys, samplings, strict=True))
+                requests = enumerate(zip(asked.prompts, asked.keys, asked.samplings, strict=True))
                 tasks = [group.create_task(one(row, *request)) for row, request in requests]
         except ExceptionGroup as failures:  # the first is the cause; the others were cancelled or failed because of it
             raise failures.exceptions[0] from None
@@ -355,6 +370,57 @@ class RolloutHost:
 
 
 # ---------------------------------------------------------------------- batches to requests and back
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a call asks for.
+
+    Attributes:
+        prompts: Tokens of each row's prompt.
+        keys: Of each row, see `sample_keys`.
+        samplings: How each row's response is sampled.
+        reward_round: Where finished samples are sent.
+    """
+
+    prompts: list[list[int]]
+    keys: list[tuple[str, int]]
+    samplings: list[SamplingParams]
+    reward_round: int | None
+
+    @classmethod
+    def of(cls, batch: DataProto, request: SampleRequest[RankPlan]) -> Self:
+        keys, sampling = sample_keys(batch), request.sampling
+        is_greedy = batch.non_tensor_batch["greedy"] if request.with_greedy else [False] * len(keys)
+        samplings = [
+            replace(
+                sampling,
+                temperature=0.0 if greedy else sampling.temperature,
+                seed=sample_seed(request.seed, request.step, *key),
+            )
+            for key, greedy in zip(keys, is_greedy, strict=True)
+        ]
+        prompts = prompt_tokens(batch.batch["prompts"], batch.batch["attention_mask"])
+        return cls(prompts, keys, samplings, request.reward_round)
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """Responses that are being sampled.
+
+    Attributes:
+        asked: What they answer.
+        outputs: One for each row.
+        listener: The thread that hears of each sample as it ends.
+    """
+
+    asked: _Asked
+    outputs: Future[list[SampleOutput]]
+    listener: Executor
+
+    def end(self) -> None:
+        """Let the thread go."""
+        self.listener.shutdown(wait=False, cancel_futures=True)
 
 
 def prompt_tokens(prompts: Tensor, attention_mask: Tensor) -> list[list[int]]:
@@ -479,7 +545,11 @@ class LoopThread:
         Raises:
             TimeoutError: It took longer and was cancelled; the message says what it was.
         """
-        future = self.submit(coroutine)
+        return self.wait(self.submit(coroutine), timeout_s=timeout_s, what=what)
+
+    @staticmethod
+    def wait(future: Future[T], *, timeout_s: float, what: str) -> T:
+        """Return the result of what was submitted; see `run`."""
         try:
             return future.result(timeout=timeout_s)
         except FutureTimeoutError:

@@ -65,6 +65,7 @@ class Workers:
         sampler, trainer: what each takes for the log-prob of every token.
         sampled, scored, learnt: the batches that were asked for, given log-probs and learnt from.
         draws: the requests for samples.
+        begun: those that were made ahead.
         asked: the requests of the updates.
     """
 
@@ -79,6 +80,7 @@ class Workers:
         self.scored: list[DataProto] = []
         self.learnt: list[DataProto] = []
         self.draws: list[Any] = []
+        self.begun: list[Any] = []
         self.asked: list[Any] = []
         self.trained: list[Any] = []
 
@@ -96,6 +98,9 @@ class Workers:
 
     def sleep_rollout(self) -> None:
         self.done.append("sleep")
+
+    def begin_sampling(self, rows: DataProto, request: Any) -> None:
+        self.begun.append(request)
 
     def generate_sequences(self, rows: DataProto, request: Any) -> DataProto:
         self.done.append("generate")
@@ -166,7 +171,7 @@ class Rewards:
     def parts_of(self, batch: DataProto) -> list[dict[str, Any]]:
         return [{} for _ in range(len(batch))]
 
-    def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
+    def collect(self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False) -> CombinedScores:
         model = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
         scores, lengths = self.scores_of(batch), torch.full((len(batch),), 2)
         tenfold = None if scores is None else [None if score is None else 10 * score for score in scores]

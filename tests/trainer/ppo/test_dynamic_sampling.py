@@ -168,7 +168,7 @@ def test_a_part_of_the_reward_may_decide(tmp_path: Path) -> None:
 class Overlong(BySolvability):
     """The first sample of every prompt is too long, which costs it all it can cost; the second is right."""
 
-    def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
+    def collect(self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False) -> CombinedScores:
         combined = super().collect(batch, metrics)
         penalty = torch.tensor([float(sample == 0) for sample in batch.non_tensor_batch["sample_index"]])
         return replace(combined, scores=combined.scores - penalty)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from threading import Timer
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def test_a_validation_of_which_everything_was_left_out_says_so(tmp_path: Path) -
 
 def test_what_went_wrong_in_a_validation_is_counted(tmp_path: Path) -> None:
     class Late(Rewards):
-        def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
+        def collect(self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False) -> CombinedScores:
             metrics.observe({"reward/num_timeouts": Metric.total(2), "reward/num_retries": Metric.total(0)})
             return super().collect(batch, metrics)
 
@@ -371,3 +372,126 @@ def test_prompts_are_answered_only_if_each_can_be(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Prompts, "of_prompts", lambda self, rows: Short(2), raising=False)
     with pytest.raises(DatasetError, match="row 1 is too long"):
         driver.trainer.answer([{"prompt": "a"}] * 3, SamplingParams(1.0, 1.0, max_tokens=4))
+
+
+# ---------------------------------------------------------------------------------------------- looking ahead
+
+EVERY_STEP = ("trainer.test_freq=1", "actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=grpo")
+
+
+class Mixed(Rewards):
+    """Every second response is right."""
+
+    def scores_of(self, batch: DataProto) -> list[float | None]:
+        return [float(row % 2) for row in range(len(batch))]
+
+
+def asked_ahead(driver: Driver) -> list[tuple[int, int]]:
+    """Step and seed of what the engines were asked for before its turn; a validation's seed is negative."""
+    return [(request.step, request.seed) for request in driver.workers.begun]
+
+
+def test_a_validation_and_the_samples_of_the_next_step_are_asked_for_together(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, *EVERY_STEP, "trainer.save_freq=1", rewards=Mixed(None), steps=3)
+    driver.fit()
+    assert asked_ahead(driver) == [(0, -2), (1, 1), (1, -2), (2, 1), (2, -2), (3, 1)], "not behind the last step"
+    assert [request in driver.workers.begun for request in driver.workers.draws] == [True] * 6 + [False]
+    assert [len(rows) for rows in driver.workers.sampled] == [3, 6] * 3 + [3]
+
+
+class Alone(Driver):
+    """A driver whose trainer looks at one thing after the other."""
+
+    def fit(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(self.trainer), "looks_ahead", False)
+            super().fit()
+
+
+def test_looking_ahead_changes_nothing_but_the_times_of_a_run_nor_of_its_checkpoints(tmp_path: Path) -> None:
+    found = []
+    for kind, folder in ((Driver, tmp_path / "ahead"), (Alone, tmp_path / "alone")):
+        driver = kind(folder, *EVERY_STEP, "trainer.save_freq=1", rewards=Mixed(None), prompts=5, steps=3)
+        driver.fit()
+        records = read_jsonl(folder / "metrics.jsonl")
+        states = [(folder / "checkpoints" / f"step_{step}" / "state.json").read_text() for step in (2, 3)]
+        prompts = [rows.non_tensor_batch["uid"].tolist() for rows in driver.workers.sampled]
+        noisy = ("timing", "perf/", "memory", "time")
+        found.append(([{k: v for k, v in r.items() if not k.startswith(noisy)} for r in records], states, prompts))
+    ahead, alone = found
+    assert ahead == alone
+    assert driver.workers.begun == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("trainer.profile=[1,2]",), [(2, -2), (3, 1)]),  # its profile is to show all of a step
+        ((*MODEL_ONLY,), []),  # it would score beside engines that sample
+        (("trainer.test_freq=2", "trainer.val_before_train=false"), [(2, -2), (3, 1)]),
+    ],
+)
+def test_a_step_is_not_begun_ahead_where_that_would_harm_or_share_nothing(
+    tmp_path: Path, overrides: tuple[str, ...], expected: list[tuple[int, int]]
+) -> None:
+    rewards = Rewards(None) if overrides == MODEL_ONLY else Mixed(None)
+    driver = Driver(tmp_path, *EVERY_STEP, *overrides, rewards=rewards, steps=3)
+    driver.workers.start_profile = lambda: None  # type: ignore[attr-defined]
+    driver.workers.stop_profile = lambda step: {}  # type: ignore[attr-defined]
+    driver.trainer.reporter.profile = lambda *_: None  # type: ignore[method-assign,assignment]
+    driver.fit()
+    assert asked_ahead(driver) == expected
+
+
+def test_a_trainer_that_samples_in_its_own_way_is_asked_when_its_turn_comes(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, *EVERY_STEP, rewards=Mixed(None))
+
+    class Own(type(driver.trainer)):  # type: ignore[misc]
+        def generate(self, batch: DataProto, metrics: StepMetrics, wave: int = 0) -> DataProto:
+            return super().generate(batch, metrics, wave)
+
+    driver.trainer.__class__ = Own
+    driver.fit()
+    assert asked_ahead(driver) == []
+    driver.trainer.__class__ = Own.__base__
+    for name, value in (("sampler", object()), ("train_dataset", SimpleNamespace(is_streamed=True))):
+        with pytest.MonkeyPatch.context() as patch:
+            assert driver.trainer.looks_ahead
+            patch.setattr(driver.trainer, name, value)
+            assert not driver.trainer.looks_ahead
+
+
+def test_a_run_that_is_stopped_by_its_validation_has_lost_nothing_and_goes_on_with_the_same_prompts(
+    tmp_path: Path,
+) -> None:
+    class Stop(Callback):
+        def on_validation(self, run: RunState, metrics: Any) -> None:
+            if run.step == 2:
+                run.stop("good enough")
+
+    def sampled(driver: Driver) -> list[list[str]]:
+        return [rows.non_tensor_batch["uid"].tolist() for rows in driver.workers.sampled]
+
+    every = (*EVERY_STEP, "trainer.save_freq=1")
+    driver = Driver(tmp_path / "straight", *every, rewards=Mixed(None), prompts=5, steps=4)
+    driver.fit()
+    straight = sampled(driver)
+    driver = Driver(tmp_path / "stopped", *every, rewards=Mixed(None), prompts=5, steps=4)
+    driver.trainer.callbacks = Callbacks([Stop()])
+    driver.fit()
+    assert sampled(driver) == straight[:5] and asked_ahead(driver)[-1] == (3, 1)
+    driver = Driver(tmp_path / "stopped", *every, rewards=Mixed(None), prompts=5, steps=4)
+    driver.fit()
+    assert sampled(driver) == straight[5:]
+
+
+def test_what_was_begun_is_forgotten_if_something_else_is_asked_for(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, *EVERY_STEP, rewards=Mixed(None))
+    trainer = driver.trainer
+    trainer.sync_weights()
+    trainer.look_ahead(trainer._batch_at_position()[0])
+    trainer.global_steps = 1
+    begun, other = trainer._begun[1], trainer.next_batch()
+    other.batch["prompts"] = other.batch["prompts"] + 1
+    trainer.generate(other, StepMetrics())
+    assert trainer._begun == [] and driver.workers.draws[-1] is not begun.request

@@ -29,11 +29,13 @@ class Loop:
     def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
         self.spec, self.reward = spec, reward
         self.announced: list[tuple[int, Sequence[RewardRow], str | None]] = []
+        self.collected: list[int] = []
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
         self.announced.append((step, rows, title))
 
     def collect(self, step: int, deadline_s: float) -> list[RewardOutcome]:
+        self.collected.append(step)
         return [RewardOutcome("skip" if score is None else "ok", score) for score in (1.0, None, 0.0)]
 
 
@@ -105,7 +107,7 @@ def test_what_is_learnt_from_is_shaped_by_the_spread_of_training_rewards_alone(l
     nothing = DataProto.from_dict(non_tensors={name: np.empty(0, dtype=object) for name in names})
     for step in (0, 1):
         service.begin(nothing, step, validate=step == 0)
-        combined = service.collect(sampled(), StepMetrics())
+        combined = service.collect(sampled(), StepMetrics(), validate=step == 0)
         assert service.shaping.state_dict()["standardise"]["count"] == 2 * step
     assert combined.scores.tolist() == pytest.approx([0.5**0.5, 0.0, -(0.5**0.5)])  # of 1, left out, 0
     assert combined.plain.tolist() == [1.0, 0.0, 0.0]
@@ -132,6 +134,9 @@ def test_samples_are_announced_by_their_keys_and_called_by_the_step_they_belong_
     assert (validation, training) == ("the validation after step 4", "step 4")
     assert rounds == [1, 2], "rounds count on, so that a late sample of the first is told apart"
     assert service.sink == "the actor"
+    for validate in (True, False):
+        service.collect(sampled(), StepMetrics(), validate=validate)
+    assert loops[0].collected == rounds, "those of a validation and of the step beside it are not mixed up"
 
 
 def test_the_function_is_named_by_where_it_lies_not_from_where_the_run_was_started(
@@ -170,6 +175,6 @@ def test_a_sum_that_float32_cannot_hold_is_named_with_the_sample(loops: list[Loo
     service = RewardService(compose_cli(["reward.functions=[data_source]", *model]), ())
     batch = sampled(rm_scores=torch.tensor([1.0, 0.0, 0.0]))
     batch.non_tensor_batch["sample_index"] = np.array([0, 1, 2], dtype=object)
-    service._title = "step 7"
+    service._rounds[False] = service._rounds[False]._replace(title="step 7")
     with pytest.raises(RewardError, match="sum of weighted and shaped scores is inf in step 7: uid a, sample 0"):
         service.collect(batch, StepMetrics())

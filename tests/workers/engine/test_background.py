@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +50,21 @@ def test_jobs_come_one_after_the_other_and_an_error_is_raised_once(tmp_path: Pat
     assert not (tmp_path / "written.json").exists()
     writer.finish()
     assert is_written(tmp_path / "later.json")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
+def test_the_thread_that_writes_gives_way_to_those_that_compute(tmp_path: Path) -> None:
+    writer, found = BackgroundWriter(), []
+
+    def write() -> Iterator[Path]:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        yield from ()
+
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    writer.begin(write)
+    writer.finish()
+    assert found == [19]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
 def test_a_record_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,15 @@ def sample_rows(
     **sampling: Any,
 ) -> DataProto:
     """One response per row, as a driver would ask for it; `sampling` are fields of `SamplingParams`."""
-    request = SampleRequest(
+    request = sample_request(max_tokens=max_tokens, step=step, with_greedy=with_greedy, **sampling)
+    return host.generate_sequences(batch, request, on_sample, timeout_s=timeout_s)
+
+
+def sample_request(
+    *, max_tokens: int, step: int = 1, with_greedy: bool = False, **sampling: Any
+) -> SampleRequest[RankPlan]:
+    """What `sample_rows` asks for."""
+    return SampleRequest(
         plan=RankPlan(()),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         seed=1,
@@ -97,7 +105,6 @@ def sample_rows(
         with_greedy=with_greedy,
         reward_round=None,
     )
-    return host.generate_sequences(batch, request, on_sample, timeout_s=timeout_s)
 
 
 def score(host: RolloutHost, token_ids: list[int]) -> list[float]:

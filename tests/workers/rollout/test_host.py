@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -37,7 +38,7 @@ from hrl.workers.weight_sync import cuda_ipc
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models.tiny import SHAPE
-from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_request, sample_rows
 from tests.workers.weight_sync.fake_devices import FakeDevices
 
 CPU = torch.device("cpu")
@@ -215,6 +216,56 @@ def test_a_lying_engine_is_found_out_and_the_sample_named(script, message):
         sample(host, prompt_batch([[1]], n=1, width=2))
 
     assert "row 0 (uid group-0, sample 0)" in str(caught.value)
+
+
+def test_what_was_begun_is_sampled_beside_what_is_asked_for_and_is_the_same_as_without():
+    """A validation and the step after it: each has its own sampling."""
+    greedy, drawn = prompt_batch([[1], [2]], n=1, width=3), prompt_batch([[3]], n=4, width=2)
+    with scripted() as host:
+        alone = sample(host, greedy, temperature=0.0), sample(host, drawn, step=2)
+    heard: dict[str, list[int]] = {"greedy": [], "drawn": []}
+    at_once = []
+
+    class Recorder(ScriptedEngine):
+        async def _generate(self, prompt_ids, sampling, request_id):
+            at_once.append(self._in_flight)
+            return await super()._generate(prompt_ids, sampling, request_id)
+
+    with scripted({"delay_s": 0.2}) as host:
+        host.engine.__class__ = Recorder
+        for name, rows, request in (
+            ("greedy", greedy, sample_request(max_tokens=R, temperature=0.0)),
+            ("drawn", drawn, sample_request(max_tokens=R, step=2)),
+        ):
+            host.begin_sampling(rows, request, lambda row, ids, why, name=name: heard[name].append(row))
+        beside = sample(host, greedy, temperature=0.0), sample(host, drawn, step=2)
+    assert sorted(at_once) == [1, 2, 3, 4, 5, 6], "not one after the other, and none twice"
+    for one, other in zip(alone, beside, strict=True):
+        assert all(torch.equal(one.batch[name], column) for name, column in other.batch.items())
+        assert one.meta_info == other.meta_info
+    assert {name: sorted(rows) for name, rows in heard.items()} == {"greedy": [0, 1], "drawn": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize("other", [{"step": 2}, {"temperature": 0.5}])
+def test_what_was_begun_and_is_not_asked_for_is_dropped(other):
+    batch = prompt_batch([[1]], n=2, width=2)
+    with scripted({"hang_after": 2}) as host:
+        host.begin_sampling(batch, sample_request(max_tokens=R))
+        host.begin_sampling(batch[:1], sample_request(max_tokens=R))  # hangs
+        host.engine._script = replace(host.engine._script, hang_after=None)
+        assert len(sample(host, batch, **other)) == 2
+        assert host.push_weights(1, SPECS, weights(1)).version == 1, "no request is in flight"
+        assert sample(host, batch).meta_info["policy_version"] == 1, "and none of the old weights is given out"
+
+
+def test_what_fails_ahead_is_raised_when_it_is_asked_for():
+    batch = prompt_batch([[1]], n=1, width=2)
+    with scripted({"die_after": 1}) as host:
+        host.begin_sampling(batch, sample_request(max_tokens=R))
+        host.begin_sampling(batch, sample_request(max_tokens=R, step=2))
+        assert len(sample(host, batch)) == 1
+        with pytest.raises(EngineDeadError):
+            sample(host, batch, step=2)
 
 
 def test_a_hanging_engine_ends_at_the_deadline():

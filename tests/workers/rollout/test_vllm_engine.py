@@ -32,7 +32,7 @@ from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models import tiny
 from tests.workers.asked import Actor
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows, score
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_request, sample_rows, score
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -151,7 +151,7 @@ def score_error(host: RolloutHost, model, tokens: list[int]) -> float:
     return float((torch.tensor(score(host, tokens)) - models.token_log_probs(model, tokens)).abs().mean())
 
 
-def test_in_float32_the_same_seeds_give_the_same_tokens_in_any_order_and_all_samples_differ(folder, prompts):
+def test_in_float32_the_same_seeds_give_the_same_tokens_in_any_order_and_company(folder, prompts):
     batch = prompt_batch(prompts, n=N, width=P)
     order = torch.arange(len(batch) - 1, -1, -1)
 
@@ -160,9 +160,17 @@ def test_in_float32_the_same_seeds_give_the_same_tokens_in_any_order_and_all_sam
         exact.start()
         sampled = sample(exact, batch)
         again = sample(exact, batch[order])
+        validation = prompt_batch(prompts[::-1], n=1, width=P)
+        alone = sample(exact, validation, temperature=0.0)
+        exact.begin_sampling(validation, sample_request(max_tokens=R, temperature=0.0))
+        exact.begin_sampling(batch, sample_request(max_tokens=R))
+        beside = sample(exact, validation, temperature=0.0), sample(exact, batch)
 
     assert torch.equal(again.batch["responses"], sampled.batch["responses"][order])
     torch.testing.assert_close(again.batch["rollout_log_probs"], sampled.batch["rollout_log_probs"][order])
+    for one, other in zip((alone, sampled), beside, strict=True):
+        assert torch.equal(one.batch["responses"], other.batch["responses"])
+        torch.testing.assert_close(one.batch["rollout_log_probs"], other.batch["rollout_log_probs"])
     assert len({tuple(row) for row in sampled.batch["responses"].tolist()}) > 0.9 * len(batch)
 
 
