@@ -46,7 +46,7 @@ def configuration(model: Path, folder: Path, steps: int, data: dict[str, Any]) -
             "data": {"train_batch_size": 2, "max_prompt_length": 64, "max_response_length": 8, "seed": 5, **data},
             "actor_rollout_ref": {
                 "model": {"path": str(model)},
-                "actor": {"ppo_mini_batch_size": 2, "optim": {"lr": 1e-3}},
+                "actor": {"ppo_mini_batch_size": 2, "optim": {"lr": 1e-3}, "fsdp_config": {}},
                 "rollout": {"name": "hf", "n": 2},
             },
             "trainer": {
@@ -88,6 +88,29 @@ def test_a_run_on_two_sources_with_a_sampler_resumes_exactly(runner: Runner, sou
     assert metrics[-1]["data/pass_rate/seen"] == len(states[0]["sampler"]["rows"]) / 13
     assert set(states[0]["sampler"]["rates"]) <= {0.0, 1.0}
     assert {source for step in range(1, 5) for source, _ in drawn(straight, step)} == {"sums", "doubles"}
+
+
+def test_a_step_that_is_sampled_beside_a_validation_is_the_same_in_a_run_that_resumes_between_them(
+    runner: Runner, sources: Any, tmp_path: Path
+) -> None:
+    """In float32, where a sample does not depend on its company: the resumed run samples the step alone."""
+    files = [{name: value for name, value in source.items() if name != "weight"} for source in sources]
+    data = {"train_files": files, "val_files": files}
+
+    def answers(folder: str, *steps: int) -> list[list[tuple[Any, ...]]]:
+        for up_to in steps:
+            values = configuration(runner.model, tmp_path / folder, up_to, data).model_dump(exclude_unset=True)
+            for part in (values["actor_rollout_ref"]["rollout"], values["actor_rollout_ref"]["actor"]["fsdp_config"]):
+                part["dtype"] = "float32"
+            values["trainer"] |= {"test_freq": 1, "val_before_train": True}
+            run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(reward=reward))
+        rollouts = tmp_path / folder / "rollouts"
+        found = [read_jsonl(rollouts_file(rollouts, step, kind)) for step in (1, 2) for kind in ("train", "val")]
+        return [[(each["uid"], each["response"], each["score"]) for each in records] for records in found]
+
+    straight = answers("straight", 2)
+    assert [len(records) for records in straight] == [4, 13, 4, 13]
+    assert answers("resumed", 1, 2) == straight
 
 
 def test_a_prompt_that_comes_twice_in_a_step_is_two_groups(runner: Runner, sources: Any, tmp_path: Path) -> None:
