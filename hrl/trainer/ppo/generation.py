@@ -26,7 +26,7 @@ class PolicyVersionError(HrlError, RuntimeError):
     """A batch was sampled from other weights than the ones it would train."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Asked:
     """Samples that the engines are asked for.
 

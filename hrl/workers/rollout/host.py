@@ -404,7 +404,7 @@ class _Asked:
         return cls(prompts, keys, samplings, request.reward_round)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Wave:
     """Responses that are being sampled.
 

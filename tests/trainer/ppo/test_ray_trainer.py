@@ -489,9 +489,13 @@ def test_what_was_begun_is_forgotten_if_something_else_is_asked_for(tmp_path: Pa
     driver = Driver(tmp_path, *EVERY_STEP, rewards=Mixed(None))
     trainer = driver.trainer
     trainer.sync_weights()
-    trainer.look_ahead(trainer._batch_at_position()[0])
+    trainer.run_state._advance(0)
+    trainer._look_ahead()
     trainer.global_steps = 1
-    begun, other = trainer._begun[1], trainer.next_batch()
+    begun, mine = trainer._begun[1], trainer.next_batch()
+    trainer.generate(mine, StepMetrics())
+    assert trainer._begun[0].request.seed < 0 and len(trainer._begun) == 1, "in whatever order"
+    other = trainer.next_batch()
     other.batch["prompts"] = other.batch["prompts"] + 1
     trainer.generate(other, StepMetrics())
     assert trainer._begun == [] and driver.workers.draws[-1] is not begun.request
