@@ -3,7 +3,7 @@
 `python docs/scaling/compare.py RUN_FOLDER … [--gpu NAME | --rates GFLOP/s GB/s]`
 
 Each step is predicted from its own lengths and from the rows that its update ran. The table has the median of every
-phase over all steps but the first, which compiles, the median of what the model is off by, and the step it is off most.
+phase over all steps but the first, which compiles, and those after a validation, beside which they were sampled; the median of what the model is off by, and the step it is off most.
 On a CPU the rates of this machine are measured, unless both are given.
 """
 
@@ -39,8 +39,10 @@ def compared(run: Path, hardware: Hardware) -> list[str]:
     config = with_dtypes(config, "cpu" if hardware.is_cpu else "cuda")
     shapes = shapes_of(outline_of(config))
     seconds: dict[str, list[tuple[float, float]]] = {}
+    was_validated = False
     for step in read_jsonl(run / "metrics.jsonl"):
-        if step["step"] < 2 or f"{MEASURED}step" not in step:
+        was_sampled_before, was_validated = was_validated, f"{MEASURED}testing" in step
+        if step["step"] < 2 or was_sampled_before or f"{MEASURED}step" not in step:
             continue
         lengths = [step[f"{part}_length/mean"] for part in ("prompt", "response")]
         work = Workload.of(config, *lengths)
