@@ -3,8 +3,8 @@
 `python docs/scaling/compare.py RUN_FOLDER … [--gpu NAME | --rates GFLOP/s GB/s]`
 
 Each step is predicted from its own lengths and from the rows that its update ran. The table has the median of every
-phase, the median of what the model is off by, and the step it is off most. It leaves out the first step, which compiles,
-and steps after a validation, whose samples were drawn beside it.
+phase, the median of what the model is off by, and the step it is off most. The first step, which compiles, is left out,
+and so are steps after a validation, whose samples were drawn beside it.
 On a CPU the rates of this machine are measured, unless both are given.
 """
 
