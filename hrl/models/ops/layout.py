@@ -15,15 +15,21 @@ so that the prompt is computed once. A sequence of its own is one segment withou
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Tensors that are copied together start at multiples of this, so that any dtype can be viewed there.
@@ -65,8 +71,20 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed, which torch brings where it has CUDA."""
-    return importlib.util.find_spec("triton") is not None
+    """Return whether Triton's kernels can run on a GPU of this machine; if not, say once why.
+
+    torch brings Triton where it has CUDA. To load a kernel Triton compiles a little C against Python's headers.
+    """
+    if importlib.util.find_spec("triton") is None:
+        lacking = "Triton is not installed"
+    elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        lacking = "Triton finds no C compiler (gcc, clang or the environment variable CC)"
+    elif not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        lacking = f"Triton finds no Python.h in {sysconfig.get_paths()['include']}"
+    else:
+        return True
+    logger.warning("log-probs and rounding run by torch's operators, which is right and slower: %s", lacking)
+    return False
 
 
 @dataclass(frozen=True)

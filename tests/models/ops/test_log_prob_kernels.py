@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hrl.models.ops import log_prob
+from hrl.models.ops.layout import has_triton
 from hrl.models.ops.log_prob import LogitForm, token_statistics
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, not a GPU")
@@ -86,6 +87,19 @@ def test_the_kernels_compile(capability, monkeypatch, tmp_path):
 def test_operators_stay_where_no_kernel_fits():
     assert not log_prob._has_kernels(torch.zeros(1, 1))  # on a CPU
     assert not log_prob._has_kernels(torch.zeros(1, 1, device="meta"))
+
+
+@pytest.mark.parametrize("lacking", ["", "Triton is not installed", "C compiler", "Python.h"])
+def test_without_what_triton_needs_operators_run_and_it_is_said_why(lacking, monkeypatch, caplog, tmp_path):
+    headers = tmp_path if lacking == "Python.h" else tmp_path / "include"
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None if "installed" in lacking else "there")
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if lacking != "C compiler" else None)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(headers)})
+    monkeypatch.delenv("CC", raising=False)
+    assert has_triton.__wrapped__() is (not lacking)
+    assert lacking in caplog.text and bool(caplog.text) == bool(lacking)
 
 
 @pytest.mark.gpu
