@@ -422,8 +422,8 @@ def copy_to_host(source: Tensor, place: Tensor, written: memoryview) -> int:
         place: Of the same shape.
         written: The bytes of `place`. The checksum is of these, not of the source.
     """
-    is_plain = source.is_cpu and source.dtype == place.dtype and source.is_contiguous()
-    if not is_plain or source.numel() <= _THREADED_ELEMENTS:
+    is_large = source.numel() > _THREADED_ELEMENTS
+    if not (is_large and source.is_cpu and source.dtype == place.dtype and source.is_contiguous()):
         place.copy_(source)
         return xxh3_64_intdigest(written)
     # One thread copies as fast as several. Those of torch would spin on while the engine copies on the same cores.
