@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hrl.single_controller import ray_cluster
 from hrl.single_controller.rank_processes import ProcessInfo, _rank_environs
 from hrl.single_controller.resource_pool import _certainly_missing
 from hrl.single_controller.worker import RankEnv
@@ -17,7 +19,7 @@ from hrl.single_controller.worker import RankEnv
 ROOT = Path(__file__).parents[2]
 
 TWO_NODES = """
-import json, ray, torch
+import json, os, ray, torch
 from ray.cluster_utils import Cluster
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import Dispatch, register
@@ -31,7 +33,7 @@ from hrl.single_controller.worker_group import RayWorkerGroup
 class Place(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def place(self):
-        return ray.get_runtime_context().get_node_id(), self.rank_env.as_environ()
+        return ray.get_runtime_context().get_node_id(), self.rank_env.as_environ(), dict(os.environ)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def doubled(self, batch):
@@ -57,11 +59,22 @@ finally:
 """
 
 
+def advised_environ() -> dict[str, str]:
+    """Return what the page on clusters sets before `ray start`."""
+    page = (ROOT / "docs" / "several-nodes.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^first\$  export (.*)$", page, re.MULTILINE)
+    return dict(word.split("=") for word in line.split())
+
+
+def test_the_page_on_clusters_sets_what_a_ray_of_ones_own_has() -> None:
+    assert advised_environ() == ray_cluster._WORKER_ENVIRONMENT
+
+
 @pytest.mark.cluster
 def test_a_pool_over_two_nodes_has_one_placement_group_on_each(tmp_path: Path) -> None:
     script = tmp_path / "two_nodes.py"
     script.write_text(TWO_NODES)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"} | advised_environ()
     done = subprocess.run(
         [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=150, check=False
     )
@@ -71,9 +84,10 @@ def test_a_pool_over_two_nodes_has_one_placement_group_on_each(tmp_path: Path) -
     assert json.loads(lines["doubled"]) == [0, 2, 4, 6, 8], "each node has an object with its own ranks' rows"
     assert "one node must have 2 CPU and the best of 2 node(s) has 1" in lines["refused"]
     slots, places = json.loads(lines["placed"])
-    assert [node for node, _ in places] == [node for _, node in slots], "rank i runs in slot i"
-    assert len({node for node, _ in places}) == 2
-    for rank, (_, variables) in enumerate(places):
+    assert [node for node, *_ in places] == [node for _, node in slots], "rank i runs in slot i"
+    assert len({node for node, *_ in places}) == 2
+    for rank, (_, variables, environ) in enumerate(places):
+        assert environ.items() >= advised_environ().items(), "a node's processes have what its shell had"
         assert (variables["RANK"], variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == (str(rank), "0", "1")
         assert variables["WORLD_SIZE"] == "2" and variables["MASTER_ADDR"] == slots[0][0]
 
