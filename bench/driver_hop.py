@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bench.data_plane import pickled
 from bench.harness import ROUNDS, Case, Comparison
-from bench.peers import VERL, importable, stand_ins
+from bench.peers import VERL, VERL_NEEDS, importable, stand_ins
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import RankCall
@@ -43,7 +43,7 @@ from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.requests import LogProbRequest
 
 AXIS = "ranks"
-SECONDS = 130
+SECONDS = 120
 THREADS = 1
 TRANSFER_QUEUE = "verl 0.9.1 with TransferQueue 0.1.11"
 _ROWS, _PROMPT, _RESPONSE, _SAMPLES = 1024, 512, 1024, 8
@@ -384,10 +384,7 @@ def _of_whole_rows(tensors: dict[str, Tensor], column: Tensor, rows: np.ndarray)
 
 def _verl() -> tuple[type, type, type]:
     """Return verl's classic trainer, its V1 trainer, and its worker."""
-    # Their modules import two packages that nothing here calls.
-    with stand_ins(
-        *("torchdata", "torchdata.stateful_dataloader"), *("peft", "peft.utils", "peft.utils.save_and_load")
-    ):
+    with stand_ins(*VERL_NEEDS):
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
         from verl.workers.engine_workers import ActorRolloutRefWorker as VerlWorker

@@ -21,7 +21,9 @@ VERL, TRL, OPENRLHF = "verl 0.9.1", "TRL 1.16.0", "OpenRLHF 0.11.2"
 _PACKAGES = ("verl==0.9.1", "trl==1.16.0", "openrlhf==0.11.2")
 _SMALL = ("tensordict==0.10.0", "TransferQueue==0.1.11", "codetiming==1.4.0", "orjson==3.13.0")
 
-#: What OpenRLHF's modules import, and what of them is measured here doesn't use.
+#: What verl's modules import, and what of them is measured here doesn't use.
+VERL_NEEDS = ("peft", "peft.utils", "peft.utils.save_and_load", "torchdata", "torchdata.stateful_dataloader")
+#: The same of OpenRLHF's.
 OPENRLHF_NEEDS = (
     "pylatexenc",
     *("peft", "peft.tuners", "peft.tuners.lora"),

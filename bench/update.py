@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.harness import Case
-from bench.peers import OPENRLHF, OPENRLHF_NEEDS, VERL, stand_ins
+from bench.peers import OPENRLHF, OPENRLHF_NEEDS, VERL, VERL_NEEDS, stand_ins
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.cluster.precision import with_dtypes
 from hrl.config.compose import compose_cli
@@ -215,7 +215,7 @@ def _verl() -> tuple[Any, Any]:
             communication_backend_name=lambda: "gloo",
         )
     )
-    with stand_ins("peft", "peft.utils", "peft.utils.save_and_load"):
+    with stand_ins(*VERL_NEEDS):
         engines = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     # It patches a class of TRL that this one no longer has, where TRL is there.
     importlib.import_module("verl.models.transformers.monkey_patch").is_trl_available = lambda: False  # type: ignore[attr-defined]
