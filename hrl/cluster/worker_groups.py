@@ -16,6 +16,7 @@ from hrl.config.model import ModelConfig, OptimConfig
 from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.rollout import RolloutConfig
 from hrl.config.trainer import TimeoutsConfig
 from hrl.metrics import Metric
 from hrl.models.tokenizer import resolve_tokenizer
@@ -28,6 +29,7 @@ from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
 from hrl.workers.requests import Training
 from hrl.workers.reward_model import RewardModelWorker
+from hrl.workers.rollout import early_process
 from hrl.workers.runtime import Runtime
 
 #: The engine last, so that it sees how much memory the others left.
@@ -60,7 +62,11 @@ def worker_mapping(
         built = _offline_workers(config, runtime, total_training_steps)
     folder_of = {Role.Critic: "critic", Role.RewardModel: "rm"}
     paths = {role: str(folders[folder_of.get(role, "actor")]) for role in roles}
-    return {role: make(runtime=runtime, model_path=paths[role]) for role, make in built.items() if role in paths}
+    mapping = {role: make(runtime=runtime, model_path=paths[role]) for role, make in built.items() if role in paths}
+    if isinstance(config, PPOTrainerConfig):
+        for role in mapping.keys() & {Role.ActorRollout, Role.Rollout}:
+            mapping[role].prelude = _engine_prelude(config.actor_rollout_ref.rollout, runtime)
+    return mapping
 
 
 _Workers = dict[Role, Callable[..., RayClassWithInitArgs]]
@@ -105,6 +111,13 @@ def _offline_workers(config: OfflineConfig, runtime: Runtime, steps: int) -> _Wo
 def _training(optim: OptimConfig, grad_clip: float, total_steps: int, runtime: Runtime) -> Training:
     run_folder = Path(runtime.run_folder)
     return Training(optim=optim, grad_clip=grad_clip, total_steps=total_steps, seed=runtime.seed, run_folder=run_folder)
+
+
+def _engine_prelude(rollout: RolloutConfig, runtime: Runtime) -> Callable[[], None] | None:
+    """Return what starts the process of a rank's engine before the rank imports anything, if it is to have one."""
+    if rollout.name != "vllm" or runtime.device != "cpu" or rollout.tensor_model_parallel_size > 1:
+        return None
+    return partial(early_process.begin, runtime.num_threads)
 
 
 def _with_absolute_tokenizer(model: ModelConfig) -> ModelConfig:

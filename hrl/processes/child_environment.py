@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import hrl
@@ -75,3 +76,22 @@ def withheld_names(environ: Mapping[str, str] | None = None, *, keep: Collection
         for name, value in source.items()
         if name not in _NOT_A_SECRET and name not in keep and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
     )
+
+
+@contextmanager
+def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables for the processes that are started in the block; `None` removes one."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,26 +1,22 @@
-"""The processes of a group: one Ray actor per rank, with deadlines for calls and an orderly shutdown."""
+"""The processes of a group, seen by the driver: one Ray actor per rank, with deadlines and an orderly shutdown."""
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.single_controller import transport
 from hrl.single_controller.dispatch import RankCall
-from hrl.single_controller.packing import PackedBatch, pack_result
+from hrl.single_controller.rank_process import ProcessInfo, RankProcess
 from hrl.single_controller.resource_pool import RayResourcePool, Slot
-from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs, Worker
+from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs
 from hrl.single_controller.worker_errors import (
     WorkerDiedError,
     WorkerError,
@@ -39,72 +35,6 @@ _BUSY_GRACE_S = 10.0  # for finishing current work, such as loading a model, bef
 _CLOSE_TIMEOUT_S = 40.0  # for closing; an engine alone has 30 s (hrl.workers.rollout.host)
 _STUCK_GRACE_S = 10.0
 _DEATH_NOTICE_S = 2.0
-
-
-# ---- on the rank -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ProcessInfo:
-    """A rank's process and node."""
-
-    pid: int
-    node_id: str
-    node_ip: str
-
-
-class RankProcess:
-    """The process of one rank, with one worker per role. The driver talks to it through `RankProcesses`.
-
-    Args:
-        label: Prefix of the process's log lines.
-        log_level: Level of the root logger.
-    """
-
-    def __init__(self, label: str, log_level: int) -> None:
-        # The parent is the raylet, which dies with the driver that started it. Ray notices that within about a second;
-        # the kernel acts at once, even if this process is stuck inside a library.
-        die_with_parent()
-        guard_process_group()
-        self._label = label
-        self._workers: dict[str, Worker] = {}
-        logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname).1s [{label}] %(name)s: %(message)s")
-
-    def __repr__(self) -> str:  # Ray prefixes the process's output with it
-        return self._label
-
-    def info(self) -> ProcessInfo:
-        """Return the ids of this process and its node."""
-        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
-
-    def reserve_port(self) -> int:
-        """Return a TCP port on this node on which only this process can listen (with SO_REUSEADDR)."""
-        self._reserved = socket.socket()  # bound but never listening; stays open for the life of the process
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind(("", 0))
-        return self._reserved.getsockname()[1]
-
-    def set_environ(self, variables: Mapping[str, str]) -> None:
-        """Set environment variables."""
-        os.environ.update(variables)
-
-    def construct(self, role: str, spec: RayClassWithInitArgs) -> None:
-        """Construct the worker of a role."""
-        self._workers[role] = spec()
-
-    def call(self, message: transport.Message, *batches: PackedBatch) -> Any:
-        """Call a method of a role's worker, as `transport.send` says; batches in the result are packed."""
-        role, method, call = transport.receive(message, batches)
-        return pack_result(call.on(self._workers[role], method))
-
-    def close(self) -> None:
-        """Close the workers in reverse order of construction."""
-        for role in reversed(self._workers):
-            self._workers[role].close()
-        self._workers.clear()
-
-
-# ---- on the driver ---------------------------------------------------------------------------------------------
 
 
 class PendingCalls:
@@ -226,12 +156,20 @@ class RankProcesses:
         name: Prefix of each process's name.
         environ: Environment variables that the processes are started with.
         start_timeout_s: Deadline for all processes to be up.
+        preludes: What each does first; see `RayClassWithInitArgs.prelude`.
 
     Raises:
         PlacementError: The cluster lacks the resources.
     """
 
-    def __init__(self, pool: RayResourcePool, name: str, environ: Mapping[str, str], start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        pool: RayResourcePool,
+        name: str,
+        environ: Mapping[str, str],
+        start_timeout_s: float,
+        preludes: Sequence[Callable[[], None]] = (),
+    ) -> None:
         self._pool = pool
         self._slots = pool.take_place()
         self.names = [f"{name}_{rank}" for rank in range(len(self._slots))]
@@ -242,7 +180,7 @@ class RankProcesses:
         self._start_timeout_s = start_timeout_s
         try:
             for slot, actor_name in zip(self._slots, self.names, strict=True):
-                self.actors.append(self._start(slot, actor_name, environ))
+                self.actors.append(self._start(slot, actor_name, environ, preludes))
         except BaseException:  # including Ctrl-C: leave no process behind
             self.shutdown()
             raise
@@ -263,7 +201,9 @@ class RankProcesses:
     def _wait_for(self, refs: Sequence[ray.ObjectRef], method: str) -> list[Any]:
         return PendingCalls(self, refs, method, self._start_timeout_s).get()
 
-    def _start(self, slot: Slot, name: str, environ: Mapping[str, str]) -> ray.actor.ActorHandle:
+    def _start(
+        self, slot: Slot, name: str, environ: Mapping[str, str], preludes: Sequence[Callable[[], None]]
+    ) -> ray.actor.ActorHandle:
         options = {
             "name": name,
             "num_cpus": 1,
@@ -277,7 +217,8 @@ class RankProcesses:
         }
         if environ:
             options["runtime_env"] = {"env_vars": dict(environ)}
-        return ray.remote(RankProcess).options(**options).remote(name, logging.getLogger().getEffectiveLevel())
+        level = logging.getLogger().getEffectiveLevel()
+        return ray.remote(RankProcess).options(**options).remote(name, level, preludes)
 
     def construct(self, role: str, spec: RayClassWithInitArgs, timeout_s: float) -> PendingCalls:
         """Begin to construct a role's worker on every rank."""

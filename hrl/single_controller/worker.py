@@ -144,7 +144,14 @@ class RoleMethod:
 
 
 class RayClassWithInitArgs:
-    """A worker class, plain or wrapped by `ray.remote`, and the arguments to construct it with on every rank."""
+    """A worker class, plain or wrapped by `ray.remote`, and the arguments to construct it with on every rank.
+
+    Attributes:
+        prelude: What each process does first, before it imports the class and all that this needs, such as to start
+            another process that has much to import too. Its own module should import little.
+    """
+
+    prelude: Callable[[], None] | None = None
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         cls = _without_ray(cls)
@@ -159,6 +166,10 @@ class RayClassWithInitArgs:
     def roles(self) -> dict[str, RayClassWithInitArgs]:
         """Return role → class for the workers of each process; a single class has the role of its own name."""
         return {self.cls.__name__: self}
+
+    def preludes(self) -> list[Callable[[], None]]:
+        """Return the preludes of all roles."""
+        return [role.prelude for role in self.roles().values() if role.prelude is not None]
 
     def methods(self) -> dict[str, RoleMethod]:
         """Return name in the group → registered method."""

@@ -264,7 +264,7 @@ class RayWorkerGroup(WorkerGroup):
         if owned:
             raise ValueError(f"worker_env sets {', '.join(owned)}, which the worker group sets itself: leave them out")
         name = f"{name_prefix or uuid.uuid4().hex[:6]}_{'+'.join(ray_cls_with_init.roles())}"
-        self._processes = RankProcesses(resource_pool, name, environ, start_timeout_s)
+        self._processes = RankProcesses(resource_pool, name, environ, start_timeout_s, ray_cls_with_init.preludes())
         if wait:
             self.start_together([self])
 

@@ -26,14 +26,15 @@ import select
 import signal
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hrl.models.hf_config import engine_overrides
+from hrl.processes.child_environment import changed_environment
 from hrl.processes.imports import quick_imports
 from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout import early_process
 from hrl.workers.rollout.base import (
     EngineDeadError,
     EngineSetup,
@@ -42,7 +43,7 @@ from hrl.workers.rollout.base import (
     RolloutError,
     SampleOutput,
 )
-from hrl.workers.rollout.early_process import EarlyProcess, taken_by_vllm
+from hrl.workers.rollout.early_process import ENGINE_PROCESS_NAME, EarlyProcess, engine_environment, taken_by_vllm
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ END = (0, 33)
 _SHUTDOWN_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
 _LIVENESS_INTERVAL_S = 0.5
-_ENGINE_PROCESS_NAME = "EngineCore"
 _MODULES = ("vllm.v1.engine.async_llm", "vllm.engine.arg_utils")
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -107,41 +107,6 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
     return args | setup.arguments
 
 
-def engine_environment(setup: EngineSetup) -> dict[str, str | None]:
-    """Return environment variables for the engine's processes; `None` stands for one that they must not have."""
-    devices = {} if setup.visible_devices is None else {"CUDA_VISIBLE_DEVICES": setup.visible_devices}
-    threads = setup.num_threads
-    if threads is None and setup.device.type == "cpu":
-        threads = len(os.sched_getaffinity(0))
-    ranks = setup.config.tensor_model_parallel_size
-    values: dict[str, str | None] = {
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        # Ray gives an actor with one CPU OMP_NUM_THREADS=1. On a CPU, vLLM's own binding would leave one core to a
-        # scheduler process that is idle while the model runs. On a GPU, vLLM loads with many threads and serves with
-        # one, unless the variable is set.
-        "OMP_NUM_THREADS": None if threads is None else str(max(1, threads // ranks)),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    if setup.device.type == "cpu":
-        values["LD_PRELOAD"] = _with_openmp_of_torch(os.environ.get("LD_PRELOAD", ""))
-    return devices | values
-
-
-def _with_openmp_of_torch(preloaded: str) -> str | None:
-    """Return LD_PRELOAD with torch's OpenMP, so that vLLM's kernels share its threads.
-
-    vLLM sets that itself, but only when the early process is there already.
-    """
-    if any(name in preloaded for name in ("libomp", "libgomp", "libiomp")):
-        return preloaded
-    beside = Path(torch.__file__).parent
-    found = [*beside.parent.glob("torch.libs/libgomp*.so*"), *beside.glob("lib/libgomp*.so*")][:1]
-    return ":".join(filter(None, [preloaded, *map(str, found)])) or None
-
-
 class VllmEngine(RolloutEngine):
     """One `AsyncLLM`. All methods run on the event loop of the thread that owns the engine.
 
@@ -169,10 +134,11 @@ class VllmEngine(RolloutEngine):
         package = vllm_folder()
         if package is not None:  # before any import: other versions have other modules
             require_supported(vllm_version(package))
-        self._others = frozenset(process.pid for process in _engine_processes() if process.pid is not None)
-        with _environment(engine_environment(self.setup)):
-            if self.setup.device.type == "cpu" and package is not None:
-                self._early = EarlyProcess(_ENGINE_PROCESS_NAME)
+        if self.setup.device.type == "cpu":
+            self._early = early_process.take() or early_process.started(environment_of(self.setup))
+        others = {process.pid for process in _engine_processes() if process is not self._early}
+        self._others = frozenset(pid for pid in others if pid is not None)
+        with _own_environment(self.setup):
             try:
                 with quick_imports():
                     for module in _MODULES:
@@ -194,7 +160,7 @@ class VllmEngine(RolloutEngine):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        with _environment(engine_environment(self.setup)):
+        with _own_environment(self.setup):
             try:
                 # Blocks this loop on purpose: the child's life is bound to that of the thread that starts it.
                 with taken_by_vllm(self._early):
@@ -346,7 +312,7 @@ class VllmEngine(RolloutEngine):
 
 def _engine_processes() -> list[multiprocessing.process.BaseProcess]:
     """Return the engine processes of this process, of whichever engine."""
-    return [child for child in multiprocessing.active_children() if child.name.startswith(_ENGINE_PROCESS_NAME)]
+    return [child for child in multiprocessing.active_children() if child.name.startswith(ENGINE_PROCESS_NAME)]
 
 
 def vllm_folder() -> Path | None:
@@ -407,22 +373,22 @@ class ProcessLife:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables for the processes that are started in the block; `None` removes one."""
-    before = {name: os.environ.get(name) for name in values}
+def _own_environment(setup: EngineSetup) -> Iterator[None]:
+    """Have the environment of the engine's processes, and import vLLM without its effect on this one's threads."""
     threads = torch.get_num_threads()
-    _set_environment(values)
     try:
-        yield
+        with changed_environment(environment_of(setup)):
+            yield
     finally:
-        _set_environment(before)
         if torch.get_num_threads() != threads:  # vLLM's import lowers it
             torch.set_num_threads(threads)
 
 
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def environment_of(setup: EngineSetup) -> dict[str, str | None]:
+    """Return environment variables for the engine's processes; `None` stands for one that they must not have."""
+    return engine_environment(
+        setup.device.type == "cpu",
+        setup.num_threads,
+        ranks=setup.config.tensor_model_parallel_size,
+        visible_devices=setup.visible_devices,
+    )

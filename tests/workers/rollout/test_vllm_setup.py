@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hrl.models.tokenizer import TokenIds
+from hrl.processes.child_environment import changed_environment
 from hrl.workers.rollout.base import RolloutError
 from hrl.workers.rollout.vllm_engine import (
     END,
@@ -24,8 +25,7 @@ from hrl.workers.rollout.vllm_engine import (
     ProcessLife,
     VllmEngine,
     _engine_processes,
-    _environment,
-    engine_environment,
+    environment_of,
     request_errors,
     require_supported,
 )
@@ -45,7 +45,7 @@ def environment(device: str, num_threads: int | None, ranks: int = 1) -> dict[st
         num_threads=num_threads,
         tensor_model_parallel_size=ranks,
     )
-    return engine_environment(setup)
+    return environment_of(setup)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_threads_are_shared_by_the_ranks_of_an_engine():
 def test_the_number_of_threads_that_ray_sets_for_an_actor_does_not_reach_an_engine_on_a_gpu(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    with _environment(environment("cuda", None)):
+    with changed_environment(environment("cuda", None)):
         assert "OMP_NUM_THREADS" not in os.environ
 
     assert os.environ["OMP_NUM_THREADS"] == "1"
