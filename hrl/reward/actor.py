@@ -279,16 +279,23 @@ class RewardActor:
         options = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS, "scheduling_strategy": _on_this_node()}
         self.handle = ray.remote(**options)(_Actor).remote(spec, reward)
         self.pid = -1
+        self._starting: ray.ObjectRef | None = None
+
+    def begin_start(self) -> None:
+        """Start the processes; `start` waits for them."""
+        if self._starting is None:
+            self._starting = self.handle.start.remote()
 
     def start(self) -> None:
-        """Start the processes.
+        """Start the processes, and return when they are ready.
 
         Raises:
             RewardFunctionError: The function can't be loaded.
             RewardError: The actor died or did not answer, as in every other call.
         """
+        self.begin_start()
         self.pid = self._call("process_id")
-        self._call("start")
+        self._answer(self._starting, "start", _ANSWER_TIMEOUT_S)
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
         """Announce the samples of a step; see `RewardLoop.begin`."""
@@ -311,8 +318,11 @@ class RewardActor:
             ray.kill(self.handle)
 
     def _call(self, method: str, *args: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+        return self._answer(getattr(self.handle, method).remote(*args), method, timeout_s)
+
+    def _answer(self, ref: Any, method: str, timeout_s: float) -> Any:
         try:
-            return ray.get(getattr(self.handle, method).remote(*args), timeout=timeout_s)
+            return ray.get(ref, timeout=timeout_s)
         except RayTaskError as error:
             # Raise the loop's own error, which names function and sample; Ray's wrapper adds nothing to it.
             cause = cause_of(error)

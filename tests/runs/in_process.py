@@ -92,6 +92,9 @@ class InProcessRewards(RewardLoop):
     def handle(self) -> Any:
         return SimpleNamespace(submit=SimpleNamespace(remote=self.submit))
 
+    def begin_start(self) -> None:
+        """A pool of this process starts at once, in `start`."""
+
 
 @contextmanager
 def in_process(*, reports: bool = False) -> Iterator[None]:

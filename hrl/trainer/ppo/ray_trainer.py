@@ -117,6 +117,7 @@ class RayPPOTrainer(TrainingLoop):
     def init_workers(self) -> None:
         """Start the processes of every pool and load the models of every role into them."""
         super().init_workers()
+        self.rewards.start()  # whose processes have been starting beside the workers
         if self.rewards.sink is not None:
             self.workers.rollout.set_reward_sink(self.rewards.sink)
 

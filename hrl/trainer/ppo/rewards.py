@@ -31,7 +31,9 @@ class _Round(NamedTuple):
 
 
 class RewardService:
-    """Scores the samples of a batch by reward function, reward model or both. Leaving its context ends the pool.
+    """Scores the samples of a batch by reward function, reward model or both.
+
+    Entering its context begins to start the pool, `start` waits until it is there, leaving the context ends it.
 
     Args:
         config: The whole configuration.
@@ -73,12 +75,22 @@ class RewardService:
 
     def __enter__(self) -> Self:
         if self._loop is not None:
-            self._loop.start()
+            self._loop.begin_start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._loop is not None:
             self._loop.shutdown()
+
+    def start(self) -> None:
+        """Return when samples can be scored.
+
+        Raises:
+            RewardFunctionError: The reward function cannot be loaded in the pool's processes.
+            RewardError: They did not start.
+        """
+        if self._loop is not None:
+            self._loop.start()
 
     def begin(self, rows: DataProto, step: int, *, validate: bool) -> int | None:
         """Announce the samples of a batch. Those of a validation and of a step may be announced at the same time.
