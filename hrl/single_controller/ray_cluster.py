@@ -14,6 +14,7 @@ from ray._common.utils import get_system_memory
 from ray._private import ray_constants
 from ray._private.utils import get_shared_memory_bytes
 
+from hrl.processes.child_environment import changed_environment
 from hrl.processes.lifetime import guarded_processes
 from hrl.single_controller.worker_errors import PlacementError
 
@@ -80,15 +81,14 @@ def ray_cluster(
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; avoids its warning
-    for name, value in _WORKER_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    inherited = {name: os.environ.get(name, value) for name, value in _WORKER_ENVIRONMENT.items()}
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     if address == "local":
         # Silences a warning that the cluster is protected by a token, which is intended.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
         settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
-    with reaching(address), _on_loopback(alone=address == "local"):
+    with reaching(address), _on_loopback(alone=address == "local"), changed_environment(inherited):
         ray.init(address=address, **(settings | ray_kwargs))
     try:
         if address == "local":
@@ -137,17 +137,13 @@ def _on_loopback(*, alone: bool) -> Iterator[None]:
     if not alone:
         yield
         return
-    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR  # read by the processes that Ray starts; this one uses a constant
-    before = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        yield
+        # Read by the processes that Ray starts; this one uses the constant.
+        with changed_environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before[1]
-        if before[0] is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before[0]
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _raylet_pid() -> int:

@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,7 @@ def merged(pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
         "points": RayClassWithInitArgs(KMeans),
         "reducer": RayClassWithInitArgs(Reducer),
     }
+    roles["points"].prelude = partial(exec, "import os, sys; os.environ['HAD_TORCH'] = str('torch' in sys.modules)")
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles), name_prefix="step")
     yield group
     group.shutdown()
@@ -449,6 +451,16 @@ class Reducer(Worker):
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()
+
+
+def test_settings_of_memory_reach_the_ranks_and_do_not_stay_with_the_driver(adders: RayWorkerGroup) -> None:
+    name = "MALLOC_TRIM_THRESHOLD_"
+    assert set(adders.execute_all_sync(lambda worker: os.environ.get(name))) == {str(1 << 40)}
+    assert name not in os.environ
+
+
+def test_a_process_does_its_preludes_before_it_imports_torch(merged: RayWorkerGroup) -> None:
+    assert merged.spawn(["actor"])["actor"].execute_rank_zero_sync(lambda worker: os.environ["HAD_TORCH"]) == "False"
 
 
 def test_torch_distributed_starts_from_the_groups_environment(merged: RayWorkerGroup) -> None:

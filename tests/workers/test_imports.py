@@ -47,6 +47,8 @@ def test_they_need_none_of_the_packages_around_them() -> None:
 def test_a_rank_begins_before_anything_large_is_imported() -> None:
     """Its preludes start processes that have as much to import as it has itself."""
     modules = "hrl.single_controller.rank_process, hrl.workers.rollout.early_process"
-    script = f"import {modules}, sys; print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
+    script = (
+        f"import {modules}, sys; print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
