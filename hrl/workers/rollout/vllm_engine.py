@@ -26,6 +26,7 @@ import select
 import signal
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
