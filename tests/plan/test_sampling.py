@@ -122,4 +122,4 @@ def test_the_longest_response_bounds_what_more_engines_save():
     work = replace(EQUAL, response=64)
     many = sum(replace(ONE, count=128).seconds(work).values())
     alone = sum(ONE.iteration(1, 100).values())
-    assert many > 0.9 * work.longest_response * alone
+    assert many - ON_GPU.wave_s > 0.9 * work.longest_response * alone
