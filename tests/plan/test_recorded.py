@@ -1,5 +1,7 @@
 """The model of cost against steps that were measured: nothing is timed here."""
 
+from dataclasses import replace
+
 import pytest
 
 from hrl.cluster.precision import with_dtypes
@@ -8,6 +10,7 @@ from hrl.config.run_kind import PPO
 from hrl.plan.assumptions import ON_CPU, ON_GPU
 from hrl.plan.step import CostModel, driver_s
 from hrl.plan.sync import sync_s
+from hrl.plan.training import PRODUCTS
 from hrl.plan.workload import Workload
 from tests.plan.recorded import DECODING, HOP_TOKENS, HOPS, SMOL, STEPS, SYNC_S, TWO_CORES
 
@@ -55,3 +58,12 @@ def test_a_hop_takes_what_the_model_says(ranks):
 def test_most_of_what_is_compared_was_predicted():
     fixed = sum(len(step.fixes) for step in STEPS) + sum(fixes for _, fixes in DECODING.values())
     assert fixed < 0.25 * (len(CASES) + len(DECODING))
+
+
+def test_a_critic_learns_from_rows_that_teach_the_policy_nothing():
+    whole = model_of(STEPS[-1])  # of PPO
+    half = replace(whole, work=replace(whole.work, teaching=0.5))
+    said, less = ({phase.name: phase.terms[PRODUCTS] for phase in each._updates() if PRODUCTS in phase.terms}
+                  for each in (whole, half))  # fmt: skip
+    assert less["update_critic"] == said["update_critic"]
+    assert less["update_actor"] == pytest.approx(said["update_actor"] / 2)
