@@ -84,6 +84,7 @@ def plan(line: LaunchLine, hardware: Hardware, devices: int | None, lengths: Len
         hardware = hardware.of_machines(per_machine)
     model = cost_model(config, hardware, lengths)
     _check_placement(model, devices)
+    _check_lengths(config, lengths)
     misfit, given = model.misfit(), Layout((), model, model.cost())
     together, apart = best_layout(model), _apart(line, model, hardware, lengths)
     found = [layout for layout in (None if misfit else given, together, apart) if layout is not None]
@@ -131,6 +132,19 @@ def _check_placement(model: CostModel, devices: int | None) -> None:
             f"--gpus {devices} does not go with trainer.resource_pools, which have {pooled} devices: change the pools, "
             "or leave out --gpus"
         )
+
+
+def _check_lengths(config: PPOTrainerConfig, lengths: Lengths) -> None:
+    """Raise a PlanError if a mean length is above the longest that the line allows."""
+    for what, mean, key in (
+        ("prompt", lengths.prompt, "max_prompt_length"),
+        ("response", lengths.response, "max_response_length"),
+    ):
+        longest = getattr(config.data, key)
+        if mean is not None and mean > longest:
+            raise PlanError(
+                f"--{what}-tokens {mean:g} is above data.{key}={longest}: take a smaller mean, or raise the key"
+            )
 
 
 def _apart(line: LaunchLine, model: CostModel, hardware: Hardware, lengths: Lengths) -> Layout | None:

@@ -70,6 +70,15 @@ def test_devices_fill_their_machines():
         plan(LaunchLine.of(["grpo"]), H100, 12, Lengths())
 
 
+def test_a_mean_above_the_longest_is_refused():
+    for lengths, said in (
+        (Lengths(prompt=65), "--prompt-tokens 65 is above data.max_prompt_length=64"),
+        (Lengths(response=33), "--response-tokens 33 is above data.max_response_length=32"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            plan(LaunchLine.of([]), H100, 8, lengths)
+
+
 def test_machines_are_as_large_as_the_line_says(folders):
     found = planned(folders["seven"], 12, "trainer.n_gpus_per_node=4")
     trainer, hardware = found.model.config.trainer, found.model.hardware
