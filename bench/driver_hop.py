@@ -288,9 +288,8 @@ class _QueuedHop:
         self.trainer, self.worker, self.ranks, self.sink = trainer, worker, ranks, sink
         self.config = _verl_config()
         self.rows = tu.list_of_dict_to_tensordict(_unpadded(tensors, objects))
-        columns = zip(("log_probs", "entropy"), scores, strict=True)
-        of_tokens = {name: _of_whole_rows(tensors, column, np.arange(_ROWS)) for name, column in columns}
-        self.answers = tu.get_tensordict(of_tokens, {"metrics": {"mfu": 0.4, "loss": 0.0}})
+        for name, column in zip(("log_probs", "entropy"), scores, strict=True):
+            self.rows[name] = _of_whole_rows(tensors, column, np.arange(_ROWS))
         self.keys = [f"{uid}_{row % _SAMPLES}_0" for row, uid in enumerate(objects["uid"])]
         self.batch: Any = None
         self.renew()
@@ -304,16 +303,17 @@ class _QueuedHop:
         if self.batch is not None:
             return
         import transfer_queue as tq
-        from verl.utils.transferqueue_utils import _update_meta_with_output, kv_batch_meta2batch_meta
+        from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
         tq.kv_clear(self.keys, _PARTITION)
         tags = [{"status": "success", "seq_len": int(length)} for length in self.rows["input_ids"].offsets().diff()]
         tq.kv_batch_put(self.keys, _PARTITION, self.rows, tags)
         # What the replay buffer gives the trainer.
         self.batch = tq.KVBatchMeta(partition_id=_PARTITION, keys=self.keys, tags=tags)
-        put = _update_meta_with_output(self.answers, kv_batch_meta2batch_meta(self.batch))
-        handles = [_Rank(self.sink, answer) for answer in _ready(self.sink, put.chunk(self.ranks))]
-        self.actor_rollout_wg = _verl_group(self.worker, handles)
+        answers = [kv_batch_meta2batch_meta(part) for part in self.batch.chunk(self.ranks)]
+        for answer in answers:
+            answer.extra_info = {"metrics": {"mfu": 0.4, "loss": 0.0}}
+        self.actor_rollout_wg = _verl_group(self.worker, [_Rank(self.sink, one) for one in _ready(self.sink, answers)])
 
     def __call__(self) -> Callable[[], Columns]:
         batch, self.batch = self.batch, None
