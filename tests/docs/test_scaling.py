@@ -29,7 +29,7 @@ def block(name: str) -> list[str]:
     return found.splitlines()
 
 
-@pytest.mark.parametrize("name", ["measured", "hardware", "constants"])
+@pytest.mark.parametrize("name", ["measured", "others", "hardware", "constants"])
 def test_a_table_of_the_model_is_up_to_date(name: str) -> None:
     assert block(name) == TABLES[name]()
 
@@ -53,8 +53,18 @@ def test_a_run_is_compared_with_the_model(tmp_path: Path) -> None:
     step |= {"prompt_length/mean": 45, "response_length/mean": 20, "actor/rows_run": 32}
     lines = [step | {"step": number} for number in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    said = {line.split()[0]: line.split()[-1] for line in compare["compared"](tmp_path, TWO_CORES)[1:]}
-    assert said == {"gen": "+0%", "update_actor": "+0%", "weight_sync": "+0%", "step": "-50%"}
+    cells = [line.strip("| ").split(" | ") for line in compare["compared"](tmp_path, TWO_CORES)]
+    assert {(run, steps) for run, _, steps, *_ in cells} == {(str(tmp_path), "2")}
+    said = {phase: offs for _, phase, _, _, _, *offs in cells}
+    right = ["+0%", "+0%"]
+    assert said == {"gen": right, "update_actor": right, "weight_sync": right, "step": ["-50%", "-50%"]}
+
+
+def test_a_run_of_one_step_cannot_be_compared(tmp_path: Path) -> None:
+    compare = runpy.run_path(str(FOLDER / "compare.py"), run_name="compare")
+    (tmp_path / "config.yaml").write_text(to_yaml(compose_kind(PPO, ["trainer.device=cpu"])))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/step": 3.0}\n')
+    assert compare["compared"](tmp_path, TWO_CORES) == [f"| {tmp_path} | has no step after its first | | | | | |"]
 
 
 def test_the_picture_is_shown() -> None:
