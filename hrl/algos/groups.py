@@ -66,13 +66,13 @@ def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Grou
     exact = np.where(counts, values, 0.0)
     size = np.bincount(ids, counts)
     mean = np.bincount(ids, exact) / np.maximum(size, 1)
-    deviation = np.where(counts, exact - mean[ids], 0.0)
+    deviation = np.where(counts, exact - mean.take(ids), 0.0)
     std = np.sqrt(np.bincount(ids, deviation * deviation) / np.maximum(size - 1, 1))
     # Spread is a difference of scores, not a standard deviation above 0: the mean of equal rewards of 0.1 is rounded,
     # and dividing by that error would train on noise.
     lowest, highest = _extremes(values, ids, counts)
     of_groups = (size, mean, std, highest > lowest)
-    return GroupStatistics(*(torch.from_numpy(of_group[ids]).to(scores.device) for of_group in of_groups))
+    return GroupStatistics(*(torch.from_numpy(of_group.take(ids)).to(scores.device) for of_group in of_groups))
 
 
 def _columns(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Floats, Codes, Bools]:
@@ -151,7 +151,7 @@ def best_against_worst(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tu
     lowest, highest = _extremes(values, ids, counts)
 
     def first_row_at(extreme: Floats) -> Codes:
-        rows = np.flatnonzero(counts & (values == extreme[ids]))
+        rows = np.flatnonzero(counts & (values == extreme.take(ids)))
         first = np.full(len(extreme), len(values))
         np.minimum.at(first, ids[rows], rows)
         return first
