@@ -16,7 +16,7 @@ import sys
 from bench import peers
 from bench.results import FOLDER, HERE, below_floor, constant, read, write_page
 
-_NOT_BENCHMARKS = {"__init__", "__main__", "data_plane", "harness", "measure", "origin", "peers", "results"}
+_NOT_BENCHMARKS = {"__init__", "__main__", "harness", "measure", "origin", "peers", "results"}
 DEADLINE_S = 900
 
 

@@ -23,7 +23,7 @@ from hrl.protocol import DataProto
 from hrl.trainer.ppo.metrics import validation_metrics
 
 AXIS = "samples"
-SECONDS = 50
+SECONDS = 52
 THREADS = 1
 _SOURCE = "addition"
 

@@ -14,7 +14,7 @@ import pytest
 
 import bench.__main__ as program
 from bench import measure, peers, results
-from bench.harness import Case
+from bench.harness import Case, Comparison
 from bench.results import read
 from tests.bench.test_results import ORIGIN, ROW, Found, write
 
@@ -153,7 +153,7 @@ def test_an_unknown_name_ends_it_with_2_and_the_names_there_are(
 # ---- the process of one benchmark ---------------------------------------------------------------------------------
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, file: Path, *cases: Case) -> None:
+def measured(monkeypatch: pytest.MonkeyPatch, file: Path, *cases: Case | Comparison) -> None:
     module = ModuleType("bench.fake")
     module.cases = lambda: iter(cases)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "bench.fake", module)
@@ -177,6 +177,16 @@ def test_a_benchmark_writes_its_rows_with_the_commit(fakes: Path, monkeypatch: p
     assert found.origin.commit == "abc1234" and found.origin.took_s > 0
 
 
+def test_a_benchmark_without_a_peer_gives_what_it_has_compared_with_a_limit(
+    fakes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grown = replace(ROW, label="12 hops", peer="the limit", quantity="MiB")
+    measured(monkeypatch, fakes / "results" / "fake.json", grown)
+    found = read("fake")
+    assert found is not None and found.rows == [grown]
+    assert capsys.readouterr().err == "  fake: 12 hops: 0.5 MiB, the limit 2, 4.0×\n"
+
+
 def test_a_benchmark_whose_results_differ_writes_nothing(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = fakes / "results" / "fake.json"
     good, bad = (Case("a", "peer", lambda: 1, lambda n=n: n, equal, rounds=1) for n in (1, 2))
@@ -196,3 +206,7 @@ def test_every_benchmark_says_what_it_is_and_how_long_it_takes() -> None:
         assert title.endswith(".") and len(text) > 100, name
         assert int(results.constant(name, "THREADS")) > 0, name
         assert program.seconds(name) > 0, name
+
+
+def test_all_benchmarks_together_take_20_minutes_at_most() -> None:
+    assert sum(map(program.seconds, program.names())) <= 20 * 60
