@@ -170,7 +170,10 @@ def test_in_float32_the_same_seeds_give_the_same_tokens_in_any_order_and_company
     torch.testing.assert_close(again.batch["rollout_log_probs"], sampled.batch["rollout_log_probs"][order])
     for one, other in zip((alone, sampled), beside, strict=True):
         assert torch.equal(one.batch["responses"], other.batch["responses"])
-        torch.testing.assert_close(one.batch["rollout_log_probs"], other.batch["rollout_log_probs"])
+        # 4 rows and 36 are not multiplied by the same kernel.
+        torch.testing.assert_close(
+            one.batch["rollout_log_probs"], other.batch["rollout_log_probs"], atol=1e-4, rtol=0.0
+        )
     assert len({tuple(row) for row in sampled.batch["responses"].tolist()}) > 0.9 * len(batch)
 
 
