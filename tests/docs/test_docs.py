@@ -9,6 +9,7 @@ import pytest
 from hrl.config import ConfigError
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
+from hrl.plan.launch_line import LaunchLine
 from tests.docs.command_lines import command_lines, options_of, run_of
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,11 @@ def test_every_launch_line_composes(words, folder_of_a_reader, monkeypatch):
     kind, arguments = run_of(words)
     with pytest.raises(ConfigError) if MISTAKES & set(arguments) else nullcontext():
         compose_kind(KINDS[kind], arguments)
+
+
+@pytest.mark.parametrize("words", [line for line in lines_of_documents() if line.values[0][:2] == ["hrl", "plan"]])
+def test_every_line_that_is_planned_composes(words):
+    LaunchLine.of(options_of(words).overrides).config()
 
 
 @pytest.mark.parametrize("words", [line for line in lines_of_documents() if line.values[0][0] == "hrl"])
