@@ -192,7 +192,7 @@ def cases() -> Iterator[Comparison]:
     first = batch_of(rows, tokens)
     # The ids of the tokens that are there, in four bytes each, are most of it.
     packed_mib = 4 * int(first.batch["attention_mask"].sum()) / MIB
-    # Memory comes in pieces, so over few hops one of them would count for much. What shrinks has not grown: less than a page can't be told.
+    # Memory comes in pieces, and over few hops one of them would count for much. Less than a page can't be told.
     grown = max(growth_mib(list(hops_of(first, ranks, 1, 2, hops))), 1 / 256)
     label = f"{rows:,} rows of up to {tokens:,} tokens to {ranks} ranks, {hops} hops"
     yield Comparison(label, "the limit", "MiB that the driver grows with a hop", grown, packed_mib / 4, 1.0)
