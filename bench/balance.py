@@ -21,7 +21,7 @@ from bench.peers import VERL
 from hrl.batching.balance import balance
 
 AXIS = "rows"
-SECONDS = 30
+SECONDS = 26
 THREADS = 1
 _Bins = list[list[int]]
 

@@ -47,7 +47,7 @@ from hrl.workers.policy import Policy
 from hrl.workers.requests import Training
 
 AXIS = "MiB of model and optimizer"
-SECONDS = 45
+SECONDS = 40
 THREADS = 2
 _TORCH, _ASYNC = "torch.save", "dcp.async_save"
 _ROUNDS = 3  # of what is compared besides

@@ -23,7 +23,7 @@ from hrl.protocol import DataProto
 from hrl.trainer.ppo.metrics import validation_metrics
 
 AXIS = "samples"
-SECONDS = 52
+SECONDS = 50
 THREADS = 1
 _SOURCE = "addition"
 
