@@ -34,11 +34,10 @@ _SYSTEM_CONFIG = {
 
 #: What workers inherit through a Ray that is started here; those of a cluster that is joined have their nodes' own.
 _WORKER_ENVIRONMENT = {
-    # torch asks for huge pages for large tensors. The kernel clears memory that is new to a process, and 4 KiB at a
-    # time that takes longer than most operations: a weight of 57 MB in bfloat16 is float32 in a fifth of the time.
-    "THP_MEM_ALLOC_ENABLE": "1",
-    # And what a tensor leaves, the next one takes, instead of going back to the kernel to be cleared again: tensors of
-    # up to 32 MiB (the most that glibc allows) come from the heap, and the heap's end is not given back.
+    # The kernel clears memory that is new to a process, which takes longer than most operations on it. So what a tensor
+    # leaves, the next one takes, instead of going back to the kernel to be cleared again: tensors of up to 32 MiB (the
+    # most that glibc allows) come from the heap, and the heap's end is not given back. Huge pages (torch's
+    # THP_MEM_ALLOC_ENABLE) are no help: where memory is in pieces, the kernel stops the process to join them.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     # Ray's workers would yield to all other processes. Whatever else the machine did would hold one of the threads of a
