@@ -107,9 +107,11 @@ def _parts(label: str, mine: Ran, other: Ran) -> Iterator[Comparison]:
     theirs = {"sampling": sampled, "update": [step - part for step, part in zip(other.steps_s, sampled, strict=True)]}
     for part, timings in _PARTS.items():
         ours = [sum(step[f"timing_s/{timing}"] for timing in timings) for step in mine.metrics[1:]]
-        yield Comparison(label, TRL, f"seconds of {part}", statistics.median(ours), statistics.median(theirs[part]))
-    rows = statistics.mean(step["actor/rows_run"] for step in mine.metrics[1:])
-    yield Comparison(label, TRL, "rows of the update", rows, _PROMPTS * grpo.SAMPLES)
+        seconds = statistics.median(ours), statistics.median(theirs[part])
+        yield Comparison(label, TRL, f"seconds of {part}", *seconds, rounds=(len(ours), len(theirs[part])))
+    rows = [step["actor/rows_run"] for step in mine.metrics[1:]]
+    peers = _PROMPTS * grpo.SAMPLES
+    yield Comparison(label, TRL, "rows of the update", statistics.median(rows), peers, rounds=(len(rows),) * 2)
 
 
 def _starts(mine: Ran, theirs: Mapping[str, Ran]) -> Iterator[Comparison]:
