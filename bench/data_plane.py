@@ -36,7 +36,7 @@ from hrl.single_controller.resource_pool import RayResourcePool
 from hrl.single_controller.worker import RayClassWithInitArgs, Worker
 from hrl.single_controller.worker_group import RayWorkerGroup, WorkerGroup
 
-SECONDS = 35
+SECONDS = 31
 THREADS = 1
 MIB, GIB = 1 << 20, 1 << 30
 COLUMNS = ("attention_mask", "prompts", "response_mask", "responses")

@@ -36,7 +36,7 @@ from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.vllm_engine import VllmEngine
 
 AXIS = "tokens of a response"
-SECONDS = 36
+SECONDS = 33
 THREADS = 1
 _REQUESTS, _VOCABULARY = 64, 32_000
 _PROMPT = list(range(1, 65))

@@ -21,7 +21,7 @@ from bench.peers import OPENRLHF, OPENRLHF_NEEDS, VERL, stand_ins
 from hrl.algos.advantages import gae
 
 AXIS = "tokens of a response"
-SECONDS = 40
+SECONDS = 41
 THREADS = 1
 _ROWS, _GAMMA, _LAM = 1024, 0.99, 0.95
 _MICRO_BATCH = 16

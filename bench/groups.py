@@ -23,7 +23,7 @@ from hrl.algos.advantages import AdvantageConfig, AdvantageInput, compute_advant
 from hrl.algos.groups import group_codes
 
 AXIS = "responses"
-SECONDS = 12
+SECONDS = 14
 THREADS = 1
 _SAMPLES = 8
 

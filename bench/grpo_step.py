@@ -29,7 +29,7 @@ from bench.programs import grpo
 from bench.programs.program import Ran
 
 HEAVY = True
-SECONDS = 550
+SECONDS = 545
 THREADS = 2
 _PROMPTS = 16
 _BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}}

@@ -24,7 +24,7 @@ from bench.peers import TRL, VERL
 from hrl.models.ops.log_prob import default_chunk, token_statistics
 
 AXIS = "entries of the vocabulary"
-SECONDS = 32
+SECONDS = 48
 THREADS = 2
 _TOKENS, _HIDDEN, _LARGEST = 128, 896, 151_936
 _FUSED = f"{VERL}, fused"

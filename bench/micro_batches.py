@@ -21,7 +21,7 @@ from bench.peers import VERL
 from hrl.batching.planner import MicroBatchLimits, RowLengths, plan_forward
 
 AXIS = "sequences"
-SECONDS = 15
+SECONDS = 13
 THREADS = 1
 _BUDGET = 16384
 _MicroBatches = list[list[int]]

@@ -21,7 +21,7 @@ from bench.harness import Case
 from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, load_state
 
 AXIS = "MiB of model and optimizer"
-SECONDS = 15
+SECONDS = 10
 THREADS = 2
 _TORCH = "torch.load"
 

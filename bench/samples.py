@@ -28,7 +28,7 @@ from hrl.workers.rollout.base import SampleOutput
 from hrl.workers.rollout.host import check_output, check_values, response_columns
 
 AXIS = "samples"
-SECONDS = 18
+SECONDS = 19
 THREADS = 1
 _PROMPT, _RESPONSE, _VOCABULARY, _PAD = 512, 1024, 32000, 0
 

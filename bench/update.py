@@ -40,7 +40,7 @@ from hrl.trainer.ppo.old_log_probs import policy_update
 from hrl.workers.policy import Policy
 from hrl.workers.requests import Training
 
-SECONDS = 120
+SECONDS = 140
 THREADS = 2
 _PROMPTS, _SAMPLES, _PROMPT_TOKENS, _RESPONSE_TOKENS = 4, 8, 45, 32
 _ROWS = _PROMPTS * _SAMPLES
@@ -60,7 +60,7 @@ def cases() -> Iterator[Case]:
             ("packed", VERL, lambda: _Verl(model, batch, packed=True)),
             ("padded, bfloat16 weights", OPENRLHF, lambda: _OpenRLHF(model, batch)),
         ):
-            yield Case(label, peer, _Hrl(model, batch), theirs(), _equal, rounds=3)
+            yield Case(label, peer, _Hrl(model, batch), theirs(), _equal, rounds=2)
 
 
 @contextmanager

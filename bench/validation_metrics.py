@@ -23,7 +23,7 @@ from hrl.protocol import DataProto
 from hrl.trainer.ppo.metrics import validation_metrics
 
 AXIS = "samples"
-SECONDS = 50
+SECONDS = 46
 THREADS = 1
 _SOURCE = "addition"
 
@@ -60,7 +60,7 @@ def cases() -> Iterator[Case]:
             check,
             29.0 if whole else None,
             prompts * samples,
-            rounds=3 if whole else 7 if prompts < 200 else 5,
+            rounds=2 if whole else 7 if prompts < 200 else 5,
         )
 
 

@@ -79,7 +79,7 @@ ON_GPU = Assumptions(
     engine_row_s=10e-6,  # a guess; hrl's own share is 2.4 µs (docs/status.md)
     block_tokens=16,  # vLLM's default
     wave_s=0.5,  # a guess
-    sampler_passes=10,  # a guess: temperature, log-softmax, Gumbel noise, arg-max
+    sampler_passes=5,  # counted in vLLM 0.32's second runner: one write of the logits, four reads
     expert_share=0.50,  # a guess
     allreduce_s=10e-6,  # a guess: vLLM's own kernel over NVLink
     collective_share=0.80,  # a guess: NCCL on large messages
@@ -97,20 +97,20 @@ ON_GPU = Assumptions(
     sync_bytes=18,  # counted: cast 4 and 2, checksum 2, into the bucket 4, load 4, read-back 2
     sleep_s=3.0,  # vLLM's log: 1.5 s to fall asleep (trl #4086); as much is taken for waking up
 )
-# Figures of two cores with AVX512-BF16 (tests/plan/recorded.py) and what each has fixed, with products at 340 GFLOP/s
-# and copies at 13.5 GB/s.
+# Figures of two cores with AVX512-BF16 (tests/plan/recorded.py) and what each has fixed, with products at 445 GFLOP/s
+# and copies at 35 GB/s, which `this_machine` measures on them when nothing else runs.
 ON_CPU = Assumptions(
-    prefill_share=1.0,  # as decoding
-    decode_share=1.0,  # 128 requests of 45 + 32 tokens: 179 ms for each of the 32
-    memory_share=0.70,  # as on a GPU
+    prefill_share=0.76,  # as decoding
+    decode_share=0.76,  # 128 requests of 45 + 32 tokens: 179 ms for each of the 32
+    memory_share=0.27,  # reading and writing beside products, of the rate of a copy alone
     engine_step_s=0.004,  # one such request: 33 ms
     engine_row_s=0.0,  # part of the sampler's
     block_tokens=32,  # hrl.workers.rollout.vllm_engine
     wave_s=0.6,  # sampling 64 responses of 12.3 tokens: 2.50 s
-    sampler_passes=7,  # sampling 128 responses of 20.6 tokens: 4.99 s
+    sampler_passes=18,  # sampling 128 responses of 20.6 tokens: 4.99 s
     expert_share=0.50,  # as on a GPU
     allreduce_s=1e-3,  # a guess
-    collective_share=0.50,  # a guess
+    collective_share=0.20,  # a guess
     hop_s=1e-4,  # a guess
     overlap=0.0,  # gloo's threads and torch's are on the same cores
     imbalance=_IMBALANCE,  # hrl.batching.planner

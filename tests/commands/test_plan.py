@@ -19,7 +19,7 @@ def test_the_bare_command_plans_the_quickstart_here(capsys):
     assert cli.main(["plan", "--prompt-tokens", "45", "--response-tokens", "22"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(
-        "8 prompts × 8 samples on 1 process of this machine (products 340 GFLOP/s, copies 13.5 GB/s)\n"
+        "8 prompts × 8 samples on 1 process of this machine (products 445 GFLOP/s, copies 35.0 GB/s)\n"
     )
     assert "As given: 9." in text
     assert "  bottleneck: policy's update (64% of the step), mostly products\n" in text

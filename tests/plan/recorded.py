@@ -14,7 +14,7 @@ from hrl.plan.hardware import cpu
 from hrl.plan.shapes import ModelShape
 
 #: Products and copies as measured there.
-TWO_CORES = cpu(340e9, 13.5e9, 24 * 2**30)
+TWO_CORES = cpu(445e9, 35e9, 24 * 2**30)
 #: SmolLM2-135M, as `shapes_of` counts it.
 SMOL = ModelShape(
     Footprint(134515008, 28311552, 0, 3540096, 30, 576, 49152, 20268, 1152, 23040),

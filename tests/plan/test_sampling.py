@@ -28,7 +28,7 @@ def test_an_iteration_reads_all_weights_and_every_request_its_cache():
     rate = 3.35e12 * ON_GPU.memory_share
     assert terms[WEIGHTS] == pytest.approx(2 * 134515008 / rate)  # the head is the embedding, so that is read too
     assert terms[ATTENTION] == pytest.approx(8 * 100 * 23040 / rate)
-    assert terms[ENGINE] == pytest.approx(2e-3 + 8 * 10e-6 + 8 * 4 * 49152 * 10 / 3.35e12)
+    assert terms[ENGINE] == pytest.approx(2e-3 + 8 * 10e-6 + 8 * 4 * 49152 * 5 / 3.35e12)
 
 
 def test_many_requests_are_bound_by_products_and_still_read_their_cache():
