@@ -13,8 +13,10 @@ from hrl.cluster.roles import Role
 from hrl.cluster.worker_groups import WorkerGroups, worker_mapping
 from hrl.config import compose_cli
 from hrl.config.trainer import TimeoutsConfig
+from hrl.single_controller.worker import create_colocated_worker_cls
 from hrl.single_controller.worker_errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
+from hrl.workers.rollout import early_process
 
 INIT_S = 100.0
 PPO = RayPPOTrainer.learners
@@ -187,9 +189,20 @@ def test_processes_are_told_the_tokenizers_folder_by_its_absolute_path(
                 f"actor_rollout_ref.model.tokenizer_path={named}",
             ]
         )
-        runtime = SimpleNamespace(seed=1, run_folder="/run")
+        runtime = SimpleNamespace(seed=1, run_folder="/run", device="cuda")
         worker = worker_mapping(config, [Role.ActorRollout], runtime, {"actor": "/model"}, 1)[Role.ActorRollout]
         assert worker.args[0].tokenizer_path == told
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "begins"), [("cpu", "vllm", True), ("cuda", "vllm", False), ("cpu", "hf", False)]
+)
+def test_on_a_cpu_a_rank_begins_with_the_process_of_its_engine(device: str, engine: str, begins: bool) -> None:
+    config = compose_cli([f"actor_rollout_ref.rollout.name={engine}"])
+    runtime = SimpleNamespace(seed=1, run_folder="/run", device=device, num_threads=3)
+    workers = worker_mapping(config, [Role.ActorRollout], runtime, {"actor": "/model"}, 1)
+    preludes = create_colocated_worker_cls({"policy": workers[Role.ActorRollout]}).preludes()
+    assert [(each.func, each.args) for each in preludes] == ([(early_process.begin, (3,))] if begins else [])
 
 
 class Answering:
