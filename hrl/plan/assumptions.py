@@ -67,7 +67,7 @@ class Assumptions:
 
 
 # Of the driver, the same on any machine: hops of 1,024 rows, 885,000 tokens, took 23, 40, 195 and 539 ms with 8, 64,
-# 512 and 1,024 ranks (bench/RESULTS.md), GAE of 1,024 × 4,096 tokens 64 ms (docs/status.md).
+# 512 and 1,024 ranks in one run of `make bench`, and 24, 46, 202 and 311 in the next.
 _DRIVER_HOP_S, _DRIVER_TOKEN_S, _DRIVER_RANK_S, _ADVANTAGE_TOKEN_S = 5e-3, 15e-9, 0.42e-3, 15e-9
 _IMBALANCE = 1.02
 
@@ -91,7 +91,7 @@ ON_GPU = Assumptions(
     driver_hop_s=_DRIVER_HOP_S,  # hops of 1,024 rows to 8, 64, 512 and 1,024 ranks: 23, 40, 195, 539 ms
     driver_token_s=_DRIVER_TOKEN_S,  # the same
     driver_rank_s=_DRIVER_RANK_S,  # the same
-    advantage_token_s=_ADVANTAGE_TOKEN_S,  # GAE of 1,024 × 4,096 tokens: 64 ms
+    advantage_token_s=_ADVANTAGE_TOKEN_S,  # GAE of 1,024 × 4,096 tokens: 64 ms, before it was compiled; it takes 12 ms
     sync_s=0.1,  # a guess
     sync_tensor_s=2e-4,  # a guess: a loop in Python over the names of a bucket
     sync_bytes=18,  # counted: cast 4 and 2, checksum 2, into the bucket 4, load 4, read-back 2
@@ -119,7 +119,7 @@ ON_CPU = Assumptions(
     driver_hop_s=_DRIVER_HOP_S,  # hops of 1,024 rows to 8, 64, 512 and 1,024 ranks: 23, 40, 195, 539 ms
     driver_token_s=_DRIVER_TOKEN_S,  # the same
     driver_rank_s=_DRIVER_RANK_S,  # the same
-    advantage_token_s=_ADVANTAGE_TOKEN_S,  # GAE of 1,024 × 4,096 tokens: 64 ms
+    advantage_token_s=_ADVANTAGE_TOKEN_S,  # GAE of 1,024 × 4,096 tokens: 64 ms, before it was compiled; it takes 12 ms
     sync_s=0.1,  # as on a GPU
     sync_tensor_s=2e-4,  # as on a GPU
     sync_bytes=12,  # syncs of 269 MB in 272 tensors: 0.289 and 0.36 s

@@ -104,9 +104,9 @@ DECODING = {1: (0.033, True), 16: (0.046, False), 64: (0.102, False), 128: (0.17
 comes from it."""
 
 SYNC_S = (0.289, 0.36)
-"""Seconds of a weight sync: the median of a run (`bench/RESULTS.md`, `grpo_step`), and of another."""
+"""Seconds of a weight sync: the median of a run (`make bench NAME=grpo_step`), and of another."""
 
 HOPS = {8: 0.023, 64: 0.0405, 512: 0.195, 1024: 0.539}
-"""Ranks → seconds of a hop of 1,024 rows (`bench/RESULTS.md`, `driver_hop`)."""
+"""Ranks → seconds of a hop of 1,024 rows (`make bench NAME=driver_hop`)."""
 HOP_TOKENS = 1024 * (320 + 544)
 """Mean tokens of these rows: prompts of 128 to 512, responses of 64 to 1,024."""
