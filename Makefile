@@ -20,7 +20,7 @@ DEV_STAMP := $(VENV)/.installed-from-dev.lock
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install install-dev demo bench docs test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light mutation models lint type format clean
+.PHONY: help install install-dev demo bench docs test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos mutation models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -86,6 +86,9 @@ test-gpu: install-dev  ## the tests that need a CUDA device
 # Needs no install: the first stages run with torch and transformers alone.
 first-light:  ## what to run first on a machine with a GPU: 45 minutes at most, one table (docs/first-gpu.md)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.first_light
+
+chaos: install-dev  ## every known fault against real runs: fault, score, seconds, message; NAME="kill disk" injects some
+	$(BIN)/python -m tests.chaos $(NAME)
 
 mutation: install-dev  ## put known mistakes into the maths and count how many the tests notice (minutes)
 	$(BIN)/python -m tests.mutation.run
