@@ -1,14 +1,15 @@
 """Where a checkpoint lies, when it counts as whole, and which one a run resumes from.
 
 A checkpoint is a folder `checkpoints/step_N`. It is written as `tmp.step_N`, while the run goes on, and renamed when
-everything in it is on disk, `state.json` last, so a folder with the final name is always whole:
+everything in it is on disk, `manifest.json` last, so a folder with the final name is always whole:
 
     step_N/
       actor/      sharded model, optimizer and scheduler of the policy, and of each rank a record of what it wrote
       critic/     the same of the critic, where there is one
       hf/         config, weights and tokenizer: transformers and vLLM load it as it is; `written-hf.json` is its record
       state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping;
-                  what the checkpoint holds, and how good its validation was
+                  and what the checkpoint holds
+      manifest.json  size and hash of every other file, and how good the validation of the step was
 
 Of a run's checkpoints the newest few stay, and the one with the best validation beside them.
 
@@ -23,14 +24,16 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hrl.cluster.manifest import MANIFEST, Manifest, ManifestError
 from hrl.data.order import differences
 from hrl.errors import HrlError
-from hrl.report.run_folder import DamagedFileError, next_numbered, read_object, write_text
+from hrl.report.run_folder import DamagedFileError, next_numbered, read_object
 from hrl.workers.engine.background import make_durable
+from hrl.workers.engine.digest import FileDigest
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +71,22 @@ class CheckpointStore:
         return max(scored)[1] if scored else None
 
     def _score(self, step: int) -> float | None:
+        folder = self.path(step)
         try:
-            score = read_object(self.path(step) / STATE_FILE).get("score")
-        except DamagedFileError as error:  # of an older checkpoint than the one that a run is about to publish
+            if (folder / MANIFEST).exists():
+                score = Manifest.read(folder).score
+            else:  # of an older version of hrl, which had no manifest
+                score = read_object(folder / STATE_FILE).get("score")
+        except (ManifestError, DamagedFileError) as error:  # of an older checkpoint than one about to be published
             logger.warning("step %d counts as one without a validation: %s", step, error)
             return None
         return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
 
     def set_score(self, step: int, score: float | None) -> None:
         """Write down how good the validation of a checkpoint was, if it came after the checkpoint."""
-        if score is None:
-            return
-        file = self.path(step) / STATE_FILE
-        write_text(file, state_text(json.loads(file.read_text()) | {"score": score}))
+        if score is not None:
+            folder = self.path(step)
+            Manifest.read(folder).with_score(score).write(folder)
 
     def path(self, step: int) -> Path:
         """Return the final folder of a step's checkpoint."""
@@ -103,13 +109,20 @@ class CheckpointStore:
         temporary.mkdir(parents=True)
         return temporary
 
-    def commit(self, step: int, state: str, durable: Collection[Path] = ()) -> Path:
-        """Write the driver's state, make everything durable and give the folder its final name.
+    def commit(
+        self,
+        step: int,
+        state: str,
+        durable: Mapping[Path, FileDigest | None] | None = None,
+        score: float | None = None,
+    ) -> Path:
+        """Write the driver's state and the manifest, make everything durable and give the folder its final name.
 
         Args:
             step: Whose checkpoint it is.
             state: The text of the state, see `state_text`.
-            durable: Files in the temporary folder that are durable already.
+            durable: Files in the temporary folder that are durable already, with their digests where these are known.
+            score: How good the validation of the step was; None without one.
 
         Raises:
             CheckpointError: There is a checkpoint of this step already.
@@ -117,10 +130,14 @@ class CheckpointStore:
         temporary, final = self.temporary(step), self.path(step)
         if final.exists():
             raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten")
+        durable = durable or {}
         (temporary / STATE_FILE).write_text(state)
+        digests = {path: digest for path, digest in durable.items() if digest is not None}
+        manifest = Manifest.of(temporary, step, digests, score)
         for path in (temporary, *temporary.rglob("*")):  # folders too: names in them are as new as the files
             if path not in durable:
                 make_durable(path)
+        manifest.write(temporary)
         temporary.rename(final)
         make_durable(self.folder)
         self._rotate(step)

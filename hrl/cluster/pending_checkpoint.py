@@ -10,7 +10,8 @@ from typing import Any
 
 from hrl.cluster.checkpoints import CheckpointStore, state_text
 from hrl.report.run_folder import writing_to
-from hrl.workers.engine.background import is_written, recorded_sizes
+from hrl.workers.engine.background import is_written, recorded
+from hrl.workers.engine.digest import FileDigest
 
 _POLL_S = 0.05
 
@@ -26,19 +27,27 @@ class PendingCheckpoint:
         state: The driver's state after this step. Parts of it may belong to others, who change them later.
         records: Files that ranks write when everything else of theirs is on disk.
         run_folder: Of the run, for errors.
+        score: How good the validation of the step was; None without one.
 
     Raises:
         CheckpointError: The state is no JSON.
     """
 
     def __init__(
-        self, store: CheckpointStore, step: int, state: Mapping[str, Any], records: Iterable[Path], run_folder: Path
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: Mapping[str, Any],
+        records: Iterable[Path],
+        run_folder: Path,
+        score: float | None = None,
     ) -> None:
         self.step = step
         self.folder = store.temporary(step)
         self._store, self._state, self._run_folder = store, state_text(state), run_folder
         self._records = list(records)
-        self._durable: set[Path] = set()
+        self._score = score
+        self._durable: dict[Path, FileDigest | None] = {}
         self._began = time.perf_counter()
         self._final: Path | None = None
         self._error: Exception | None = None
@@ -75,7 +84,7 @@ class PendingCheckpoint:
     def publish(self) -> Path:
         """Publish it now; its thread has stopped."""
         with writing_to(self._run_folder):
-            final = self._store.commit(self.step, self._state, self._durable)
+            final = self._store.commit(self.step, self._state, self._durable, self._score)
         self.seconds = time.perf_counter() - self._began
         return final
 
@@ -91,6 +100,7 @@ class PendingCheckpoint:
     def _is_whole(self) -> bool:
         with writing_to(self._run_folder):
             written = {record for record in self._records if is_written(record)}
-            self._durable |= {file for record in written for file in (record, *recorded_sizes(record))}
+            for record in written:
+                self._durable |= {record: None, **recorded(record)}
             self._records = [record for record in self._records if record not in written]
         return not self._records

@@ -428,12 +428,12 @@ class TrainingLoop(ABC):
             "data_position": self.data_position.to_dict(),
             "data": self.train_dataset.fingerprint,
             "contents": list(self.save_contents),
-            "score": self.validation_score(metrics),
         }
         if "hf_model" in self.save_contents:
             with writing_to(run_folder):  # at once, because a tokenizer serves one thread at a time
                 self.tokenizer.save_pretrained(folder / "hf")
-        return PendingCheckpoint(self.checkpoints, step, position | self.state(), records, run_folder)
+        state, score = position | self.state(), self.validation_score(metrics)
+        return PendingCheckpoint(self.checkpoints, step, state, records, run_folder, score)
 
     def _look_after_save(self) -> None:
         """Tell of a pending checkpoint that is whole by now; raise what went wrong in one that is not."""

@@ -10,9 +10,9 @@ import pytest
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, load_state, state_text
 
 
-def save(store: CheckpointStore, step: int, **state: object) -> Path:
+def save(store: CheckpointStore, step: int, score: float | None = None, **state: object) -> Path:
     (store.begin(step) / "weights.bin").write_bytes(b"w" * step)
-    return store.commit(step, state_text({"step": step, **state}))
+    return store.commit(step, state_text({"step": step, **state}), score=score)
 
 
 def test_a_committed_checkpoint_is_found_and_holds_what_was_written(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, state_text
+from hrl.cluster.manifest import MANIFEST
 from hrl.cluster.pending_checkpoint import PendingCheckpoint
 from hrl.report.run_folder import RunFolderError
 from hrl.workers.engine.background import write_record
+from hrl.workers.engine.digest import Written
 
 
 class Saving:
@@ -35,7 +37,7 @@ class Saving:
     def write(self, rank: int) -> None:
         shard = self.actor / f"shard-{rank}"
         shard.write_bytes(b"weights")
-        write_record(self.record(rank), [shard])
+        write_record(self.record(rank), [Written.by_reading(shard)])
 
 
 def test_it_is_published_when_the_last_rank_has_written(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_a_file_that_is_shorter_than_its_record_says_is_not_there(tmp_path: Path
     saving = Saving(tmp_path)
     saving.write(1)
     (saving.actor / "shard-0").write_bytes(b"we")
-    saving.record(0).write_text('{"files": {"shard-0": 7}}')
+    saving.record(0).write_text('{"files": {"shard-0": {"size": 7, "xxh3_128": "0"}}}')
     assert saving.pending.stop(0.3) is None
 
 
@@ -115,11 +117,11 @@ def test_whatever_goes_wrong_in_the_thread_is_raised(tmp_path: Path, monkeypatch
 
 def test_a_damaged_older_one_does_not_keep_it_from_being_published(tmp_path: Path, caplog) -> None:
     saving = Saving(tmp_path)
-    (saving.store.path(1) / STATE_FILE).write_text("{")
+    (saving.store.path(1) / MANIFEST).write_text("{")
     saving.write(0)
     saving.write(1)
     assert saving.pending.stop(10.0) == saving.store.path(2)
-    assert f"{saving.store.path(1) / STATE_FILE} is damaged" in caplog.text
+    assert f"{saving.store.path(1) / MANIFEST} is damaged" in caplog.text
     assert saving.store.best() is None
 
 
@@ -142,7 +144,8 @@ def test_nothing_is_synced_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ".written-rank-1.json.partial": 1,
         "tokenizer.json": 1,
         STATE_FILE: 1,
+        ".manifest.json.partial": 1,
         "actor": 1,
-        "tmp.step_2": 1,
+        "tmp.step_2": 2,  # the second time for the manifest's name
         "checkpoints": 1,
     }

@@ -9,6 +9,7 @@ import pytest
 from hrl.cluster.checkpoints import CheckpointError
 from hrl.cluster.shared_disk import require_all_shards, require_shared
 from hrl.workers.engine.background import write_record
+from hrl.workers.engine.digest import Written
 from hrl.workers.model_worker import file_sizes
 from tests.trainer.ppo.driver import Driver, Workers
 
@@ -40,7 +41,7 @@ class Saving(Workers):
             mine = self.trained[0].folder(rank, folder / "actor")
             mine.mkdir(parents=True, exist_ok=True)
             (mine / f"shard-{rank}").write_bytes(b"w" * (1 + rank))
-            write_record(mine / f"written-{rank}.json", [mine / f"shard-{rank}"])
+            write_record(mine / f"written-{rank}.json", [Written.by_reading(mine / f"shard-{rank}")])
         return [folder / "actor" / f"written-{rank}.json" for rank in range(len(self.trained[0].roots))]
 
 

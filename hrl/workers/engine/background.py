@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from hrl.workers.engine.digest import FileDigest, Written
+
 _LOWEST_PRIORITY = 19
 
 
@@ -17,14 +19,14 @@ class BackgroundWriter:
     """Writes in one thread, one job after the other. It gives way to threads that compute."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=give_way)
         self._jobs: list[Future[None]] = []
 
-    def begin(self, write: Callable[[], Iterable[Path]], record: Path | None = None) -> None:
+    def begin(self, write: Callable[[], Iterable[Written]], record: Path | None = None) -> None:
         """Write files, make them durable, and then write a record of them.
 
         Args:
-            write: Writes files and returns them.
+            write: Writes files and returns them, with their digests.
             record: See `write_record`.
         """
         self._jobs.append(self._thread.submit(_run, write, record))
@@ -40,7 +42,7 @@ class BackgroundWriter:
                     self._jobs.pop(0)
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """Give this thread the lowest priority.
 
     It still gets about a hundredth of a busy core, and a whole one while the run waits for it.
@@ -51,26 +53,26 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
-def _run(write: Callable[[], Iterable[Path]], record: Path | None) -> None:
+def _run(write: Callable[[], Iterable[Written]], record: Path | None) -> None:
     files = list(write())
     for file in files:
-        make_durable(file)
-    for folder in {file.parent for file in files}:
+        make_durable(file.path)
+    for folder in {file.path.parent for file in files}:
         make_durable(folder)
     if record is not None:
         write_record(record, files)
 
 
-def write_record(record: Path, files: Iterable[Path]) -> None:
-    """Say that files are on disk.
+def write_record(record: Path, files: Iterable[Written]) -> None:
+    """Say that files are on disk, how large they are and what their hashes are.
 
     Args:
         record: The file that says it; it appears as a whole.
         files: Below the record's folder.
     """
-    sizes = {str(file.relative_to(record.parent)): file.stat().st_size for file in files}
+    said = {str(file.path.relative_to(record.parent)): file.digest.to_plain() for file in files}
     partial = record.with_name(f".{record.name}.partial")
-    partial.write_text(json.dumps({"files": sizes}, indent=1, sort_keys=True) + "\n")
+    partial.write_text(json.dumps({"files": said}, indent=1, sort_keys=True) + "\n")
     make_durable(partial)
     partial.replace(record)
 
@@ -78,14 +80,15 @@ def write_record(record: Path, files: Iterable[Path]) -> None:
 def is_written(record: Path) -> bool:
     """Return whether the record is there, and the files that it names have their sizes as seen from here."""
     try:
-        return all(file.stat().st_size == size for file, size in recorded_sizes(record).items())
+        return all(file.stat().st_size == digest.size for file, digest in recorded(record).items())
     except FileNotFoundError:
         return False
 
 
-def recorded_sizes(record: Path) -> dict[Path, int]:
-    """Return the files that a record names, which are durable, and their sizes in bytes."""
-    return {record.parent / name: size for name, size in json.loads(record.read_text())["files"].items()}
+def recorded(record: Path) -> dict[Path, FileDigest]:
+    """Return the files that a record names, which are durable, and what they hold."""
+    files = json.loads(record.read_text())["files"]
+    return {record.parent / name: FileDigest.of_plain(digest) for name, digest in files.items()}
 
 
 def make_durable(path: Path) -> None:

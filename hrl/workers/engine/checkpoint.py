@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from hrl.workers.engine.digest import DigestingFile, Written
 from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.optim import MOMENTS, Optimizer
 from hrl.workers.engine.snapshot import Snapshot
@@ -74,23 +75,23 @@ class StateToSave:
             "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         }
 
-    def write(self, folder: Path) -> Iterator[Path]:
+    def write(self, folder: Path) -> Iterator[Written]:
         """Write it to a folder, which is made if it is missing, and yield the files. May run in another thread."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._shards:
             shards = folder / f"shard-{self._rank + 1:05d}-model-00001-of-00001.safetensors"
-            with open(shards, "wb") as file:
+            with DigestingFile(shards) as file:
                 file.write(_header(self._shards))
                 for _, chunk in self.snapshot.read():
                     file.write(chunk)
-            yield shards
+            yield Written(shards, file.digest)
         if self._rng is not None:
             rng = _rng_file(folder, self._rank)
             save_file(self._rng, rng)
-            yield rng
+            yield Written.by_reading(rng)
         if self._rank == 0:
             (folder / STATE_FILE).write_text(json.dumps(self._state, indent=1, sort_keys=True) + "\n")
-            yield folder / STATE_FILE
+            yield Written.by_reading(folder / STATE_FILE)
 
 
 def record_of(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.workers.engine.digest import Written
 from hrl.workers.engine.host_memory import local
 
 #: The wrapper's attribute that holds the transformers model.
@@ -128,15 +129,17 @@ class ExportToWrite:
             del tensor  # before the next one is gathered
         return cls(kept, config, dtype) if writes else None
 
-    def write(self, folder: Path) -> Iterator[Path]:
+    def write(self, folder: Path) -> Iterator[Written]:
         """Write the folder, without tokenizer, and yield the files; safetensors have at most 5 GB each."""
         folder.mkdir(parents=True, exist_ok=True)
         source, has_code = Path(self.config.name_or_path), bool(getattr(self.config, "auto_map", None))
-        yield write_config(self.config, self.dtype, folder)
-        yield from copy_companions(source, folder, has_code=has_code)
+        files = [
+            write_config(self.config, self.dtype, folder),
+            *copy_companions(source, folder, has_code=has_code),
+        ]
         save_torch_state_dict(self.tensors, folder)
         self.tensors.clear()
-        yield from folder.glob("model*.safetensors*")
+        yield from map(Written.by_reading, (*files, *folder.glob("model*.safetensors*")))
 
 
 def describe_classifier(config: PretrainedConfig, model: nn.Module, pad_token_id: int) -> None:

@@ -23,6 +23,7 @@ from hrl.report.run_folder import RunFolder
 from hrl.reward.combine import CombinedScores, RewardShaping, combine_scores
 from hrl.trainer.kinds import KINDS
 from hrl.workers.engine.background import write_record
+from hrl.workers.engine.digest import Written
 from tests.reward.settings import reward
 
 FUNCTION_SCORES = [1.0, None, 0.0]
@@ -145,7 +146,7 @@ class Workers:
 
     def save(self, folder: Path, contents: list[str]) -> list[Path]:
         (folder / "weights").write_text("w")
-        write_record(folder / "written.json", [folder / "weights"])
+        write_record(folder / "written.json", [Written.by_reading(folder / "weights")])
         return [folder / "written.json"]
 
     def finish_save(self, *, wait: bool = True) -> None:

@@ -10,27 +10,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from hrl.workers.engine.background import BackgroundWriter, is_written, write_record
+from hrl.workers.engine.digest import FileDigest, Written
 
 
 def test_the_record_comes_after_the_last_file(tmp_path: Path) -> None:
     writer, gate = BackgroundWriter(), threading.Event()
     record, first, second = (tmp_path / name for name in ("written.json", "first", "second"))
 
-    def write() -> Iterator[Path]:
+    def write() -> Iterator[Written]:
         first.write_bytes(b"12345")
-        yield first
+        yield Written.by_reading(first)
         assert gate.wait(30)
         second.write_bytes(b"123")
-        yield second
+        yield Written.by_reading(second)
 
     writer.begin(write, record)
     writer.finish(wait=False)
     assert not record.exists() and not is_written(record)
     gate.set()
     writer.finish()
-    assert json.loads(record.read_text()) == {"files": {"first": 5, "second": 3}}
+    assert json.loads(record.read_text()) == {
+        "files": {
+            "first": {"size": 5, "xxh3_128": xxh3_128_hexdigest(b"12345")},
+            "second": {"size": 3, "xxh3_128": xxh3_128_hexdigest(b"123")},
+        }
+    }
     assert is_written(record)
     second.write_bytes(b"12")
     assert not is_written(record), "as on a disk that shows only a part of it"
@@ -39,9 +46,9 @@ def test_the_record_comes_after_the_last_file(tmp_path: Path) -> None:
 def test_jobs_come_one_after_the_other_and_an_error_is_raised_once(tmp_path: Path) -> None:
     writer = BackgroundWriter()
 
-    def full() -> Iterator[Path]:
+    def full() -> Iterator[Written]:
         raise OSError(28, "No space left on device", str(tmp_path))
-        yield tmp_path
+        yield Written(tmp_path, FileDigest(0, ""))
 
     writer.begin(full, tmp_path / "written.json")
     writer.begin(list, tmp_path / "later.json")
@@ -56,7 +63,7 @@ def test_jobs_come_one_after_the_other_and_an_error_is_raised_once(tmp_path: Pat
 def test_the_thread_that_writes_gives_way_to_those_that_compute(tmp_path: Path) -> None:
     writer, found = BackgroundWriter(), []
 
-    def write() -> Iterator[Path]:
+    def write() -> Iterator[Written]:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         yield from ()
 
@@ -70,5 +77,5 @@ def test_the_thread_that_writes_gives_way_to_those_that_compute(tmp_path: Path) 
 def test_a_record_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(Path, "replace", lambda *_: None)
-    write_record(tmp_path / "written.json", [tmp_path / "file"])
+    write_record(tmp_path / "written.json", [Written.by_reading(tmp_path / "file")])
     assert not is_written(tmp_path / "written.json")

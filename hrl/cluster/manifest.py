@@ -1,0 +1,246 @@
+"""The file `manifest.json` of a checkpoint: what the folder holds, and the proof that it still does.
+
+It is written last. It lists every other file of the folder with its size and hash, the step, how good its validation
+was, and the version of hrl; and it has a hash of itself. So a folder with a manifest was written to its end, and
+`damages` finds whatever has happened to it since: a file that is gone, cut, changed or added, the manifest itself too.
+
+What others use: `Manifest.read`, `is_whole` (cheap: names and sizes), `damages` (reads everything), `Manifest.of` and
+`Manifest.write` for whoever writes a folder. Names of files are relative to the folder, with `/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from hrl import __version__
+from hrl.errors import HrlError
+from hrl.workers.engine.background import give_way, make_durable
+from hrl.workers.engine.digest import FileDigest
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_SELF = "xxh3_128"
+#: Files that are read at a time: one thread hashes faster than a disk delivers, and network disks deliver several files
+#: faster than one.
+_READERS = 4
+
+
+class ManifestError(HrlError, ValueError):
+    """A manifest is missing, damaged, or of another format; `verify` returns it as a damage."""
+
+
+class Damage(NamedTuple):
+    """Something about a folder that is not as its manifest says.
+
+    Attributes:
+        file: Relative to the folder.
+        what: The predicate of a sentence whose subject is the file.
+        is_foreign: Whether the manifest does not know the file, so that all that was written may still be right.
+    """
+
+    file: str
+    what: str
+    is_foreign: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.what}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's folder holds.
+
+    Attributes:
+        step: Whose checkpoint it is.
+        files: Every file but the manifest, by its name relative to the folder.
+        score: How good the validation of the step was, more being better; None without one.
+        hrl: The version that wrote it.
+    """
+
+    step: int
+    files: Mapping[str, FileDigest]
+    score: float | None = None
+    hrl: str = __version__
+
+    @classmethod
+    def of(
+        cls, folder: Path, step: int, known: Mapping[Path, FileDigest] | None = None, score: float | None = None
+    ) -> Manifest:
+        """Return the manifest of a folder as it is now.
+
+        Args:
+            folder: All files below it are listed; an older manifest is not.
+            step: Whose checkpoint it is.
+            known: Digests that those who wrote the files have taken; all other files are read.
+            score: See above.
+        """
+        files = {path.relative_to(folder).as_posix(): digest for path, digest in (known or {}).items()}
+        for name, path in _files_below(folder):
+            if name not in files:
+                files[name] = FileDigest.of(path)
+        return cls(step, files, score)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Return the manifest of a folder.
+
+        Raises:
+            ManifestError: There is none, or it is not, to the byte, what `write` wrote.
+        """
+        file = folder / MANIFEST
+        try:
+            text = file.read_text(encoding="utf-8")
+            plain = json.loads(text)
+            if isinstance(plain, dict) and plain.get("format", FORMAT) != FORMAT and text == _sealed(plain):
+                raise ManifestError(
+                    f"{file} has format {plain['format']}, this version of hrl reads {FORMAT}: it was written by "
+                    f"version {plain.get('hrl')}, which can continue it"
+                )
+            manifest = cls._of_plain(plain)
+        except FileNotFoundError as error:
+            raise ManifestError(f"{file} is missing") from error
+        except OSError as error:
+            raise ManifestError(f"{file} can't be read: {error.strerror or error}") from error
+        except ManifestError:
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ManifestError(f"{file} is damaged: {' '.join(str(error).split())}") from error
+        if text != manifest.text:
+            raise ManifestError(f"{file} is damaged: it is not what was written")
+        return manifest
+
+    @classmethod
+    def _of_plain(cls, plain: dict[str, Any]) -> Manifest:
+        files = {name: FileDigest.of_plain(digest) for name, digest in plain["files"].items()}
+        for name in files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"{name!r} is no name of a file below the folder")
+        if not isinstance(plain["step"], int):
+            raise TypeError(f"the step is {plain['step']!r}")
+        return cls(plain["step"], files, plain["score"], str(plain["hrl"]))
+
+    @property
+    def text(self) -> str:
+        """The text of the file."""
+        files = {name: digest.to_plain() for name, digest in self.files.items()}
+        plain = {"format": FORMAT, "step": self.step, "score": self.score, "hrl": self.hrl, "files": files}
+        return _sealed(plain)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files, the manifest left out."""
+        return sum(digest.size for digest in self.files.values())
+
+    def size_below(self, part: str) -> int:
+        """Return the bytes of the files in a folder of the checkpoint, such as `hf`."""
+        return sum(digest.size for name, digest in self.files.items() if name.startswith(f"{part}/"))
+
+    def with_score(self, score: float | None) -> Manifest:
+        """Return the manifest of the same files with another score."""
+        return replace(self, score=score)
+
+    def write(self, folder: Path) -> Path:
+        """Write it to the folder, durably and all at once, and return the file."""
+        partial = folder / f".{MANIFEST}.partial"
+        partial.write_text(self.text, encoding="utf-8")
+        make_durable(partial)
+        partial.replace(folder / MANIFEST)
+        make_durable(folder)
+        return folder / MANIFEST
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a folder has a manifest, and every file that it lists with its size. No content is read."""
+    try:
+        manifest = Manifest.read(folder)
+    except ManifestError:
+        return False
+    return not any(_damage_by_size(folder, name, digest) for name, digest in manifest.files.items())
+
+
+def damages(folder: Path, part: str | None = None, *, from_disk: bool = False, gives_way: bool = False) -> list[Damage]:
+    """Compare a folder with its manifest; return what is wrong, in the order of the files' names.
+
+    Args:
+        folder: Of a checkpoint; everything in it is read, by a few threads.
+        part: A folder in it, such as `hf`, to look at alone.
+        from_disk: Whether to read from the disk what the system still has in memory, see `FileDigest.of`.
+        gives_way: Whether the threads have the lowest priority.
+    """
+    try:
+        manifest = Manifest.read(folder)
+    except ManifestError as error:
+        return [Damage(MANIFEST, str(error).removeprefix(f"{folder / MANIFEST} "))]
+    listed = {name: digest for name, digest in manifest.files.items() if _is_in(name, part)}
+    there = {name for name, _ in _files_below(folder) if _is_in(name, part)}
+    foreign = [Damage(name, "is not in the manifest", is_foreign=True) for name in there - listed.keys()]
+    with ThreadPoolExecutor(_READERS, "verifying", initializer=give_way if gives_way else None) as readers:
+        compared = readers.map(lambda item: _compare(folder, *item, from_disk=from_disk), listed.items())
+        return sorted([*foreign, *(damage for damage in compared if damage is not None)])
+
+
+def describe(found: Iterable[Damage]) -> str:
+    """Return damages in words: the first, and how many more there are."""
+    first, *others = [str(damage) for damage in found]
+    return first + (f" (and {len(others)} more)" if others else "")
+
+
+def _compare(folder: Path, name: str, digest: FileDigest, *, from_disk: bool) -> Damage | None:
+    damage = _damage_by_size(folder, name, digest)
+    if damage is not None:
+        return damage
+    try:
+        found = FileDigest.of(folder / name, from_disk=from_disk)
+    except OSError as error:
+        return Damage(name, f"can't be read: {error.strerror or error}")
+    if found.size != digest.size:
+        return Damage(name, _other_size(found.size, digest.size))
+    if found.xxh3_128 != digest.xxh3_128:
+        return Damage(name, f"is not what was written: its xxh3 is {found.xxh3_128}, and was {digest.xxh3_128}")
+    return None
+
+
+def _damage_by_size(folder: Path, name: str, digest: FileDigest) -> Damage | None:
+    path = folder / name
+    try:
+        size = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return Damage(name, "is missing")
+    except OSError as error:
+        return Damage(name, f"can't be read: {error.strerror or error}")
+    if not path.is_file():
+        return Damage(name, "is no file")
+    return None if size == digest.size else Damage(name, _other_size(size, digest.size))
+
+
+def _other_size(found: int, written: int) -> str:
+    return f"has {found} bytes, of {written} that were written"
+
+
+def _files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield every file below a folder but the manifest; what begins with a dot belongs to the system, not to hrl."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not name.startswith(".") and path != folder / MANIFEST:
+                yield path.relative_to(folder).as_posix(), path
+
+
+def _is_in(name: str, part: str | None) -> bool:
+    return part is None or name.startswith(f"{part}/")
+
+
+def _sealed(plain: Mapping[str, Any]) -> str:
+    """Return the text of a manifest, with a hash of the rest of it."""
+    body = {name: value for name, value in plain.items() if name != _SELF}
+    seal = xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+    return json.dumps({**body, _SELF: seal}, indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,149 @@
+"""What has happened to a folder since its manifest was written is found, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_128_hexdigest
+
+from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, damages, describe, is_whole
+from hrl.workers.engine.digest import DigestingFile, FileDigest
+
+FILES = {"actor/shard-1": b"weights" * 1000, "actor/empty": b"", "hf/config.json": b"{}", "state.json": b'{"step": 3}'}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "step_3"
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    Manifest.of(folder, 3, score=0.5).write(folder)
+    return folder
+
+
+def test_a_folder_as_it_was_written_has_no_damage(folder: Path) -> None:
+    assert damages(folder) == damages(folder, from_disk=True, gives_way=True) == [] and is_whole(folder)
+    manifest = Manifest.read(folder)
+    assert manifest.files == {
+        name: FileDigest(len(content), xxh3_128_hexdigest(content)) for name, content in FILES.items()
+    }
+    assert (manifest.step, manifest.score, manifest.size, manifest.size_below("hf")) == (3, 0.5, 7013, 2)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_a_bit_that_flips_in_any_byte_of_any_file_is_found(folder: Path, name: str) -> None:
+    whole = (folder / name).read_bytes()
+    for place in {*range(0, len(whole), max(1, len(whole) // 40)), len(whole) - 1} if whole else ():
+        for bit in (0, 5):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << bit
+            (folder / name).write_bytes(flipped)
+            assert [damage.file for damage in damages(folder)] == [name], (place, bit)
+    (folder / name).write_bytes(whole)
+    assert damages(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda path: path.unlink(), "actor/shard-1 is missing"),
+        (lambda path: path.write_bytes(b"w" * 6999), "actor/shard-1 has 6999 bytes, of 7000 that were written"),
+        (lambda path: path.write_bytes(b"w" * 7000), "actor/shard-1 is not what was written: its xxh3 is "),
+        (lambda path: (path.unlink(), path.mkdir()), "actor/shard-1 is no file"),
+        (lambda path: (path.unlink(), path.symlink_to("shard-2")), "actor/shard-1 is missing"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "actor/shard-1 "),  # which must not be waited for
+        (lambda path: (path.parent / "shard-2").write_bytes(b"x"), "actor/shard-2 is not in the manifest"),
+        (lambda path: path.rename(path.parent.parent / "shard-1"), "actor/shard-1 is missing (and 1 more)"),
+    ],
+)
+def test_a_damage_names_the_file_and_says_what_it_is(folder: Path, spoil: Callable[[Path], object], what: str) -> None:
+    spoil(folder / "actor" / "shard-1")
+    assert describe(damages(folder)).startswith(what)
+
+
+def test_names_and_sizes_alone_are_compared_without_reading(folder: Path) -> None:
+    (folder / "actor" / "shard-1").write_bytes(b"w" * 7000)
+    assert is_whole(folder)
+    (folder / "actor" / "shard-1").write_bytes(b"w" * 6999)
+    assert not is_whole(folder)
+
+
+def test_a_part_can_be_looked_at_alone(folder: Path) -> None:
+    (folder / "actor" / "shard-1").unlink()
+    assert damages(folder, "hf") == []
+    assert [damage.file for damage in damages(folder, "actor")] == ["actor/shard-1"]
+
+
+def test_a_file_that_is_added_is_told_from_one_that_is_damaged(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    (folder / ".nfs000001").write_text("the system's")
+    assert damages(folder) == [Damage("notes.txt", "is not in the manifest", is_foreign=True)]
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def worn_out(path: Path, *, from_disk: bool = False) -> FileDigest:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr("hrl.cluster.manifest.FileDigest.of", worn_out)
+    assert Damage("state.json", "can't be read: Input/output error") in damages(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (None, "is missing"),
+        ("", "is damaged: Expecting value"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged: 'files'"),
+        ("[" * 100_000, "is damaged"),
+        (
+            '{"files": {"../../etc/passwd": {"size": 1, "xxh3_128": "0"}}, "step": 1, "score": null}',
+            "no name of a file",
+        ),
+        ('{"files": {"a": 3}, "step": 1, "score": null}', "3 is no size and hash"),
+    ],
+)
+def test_a_manifest_that_is_none_is_a_damage_and_no_traceback(folder: Path, text: str | None, what: str) -> None:
+    (folder / MANIFEST).unlink()
+    if text is not None:
+        (folder / MANIFEST).write_text(text)
+    (damage,) = damages(folder)
+    assert damage.file == MANIFEST and what in damage.what and not is_whole(folder)
+
+
+def test_a_manifest_of_a_later_format_names_the_version_that_wrote_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("hrl.cluster.manifest.FORMAT", 7)
+        Manifest(3, {}, hrl="9.1").write(folder)
+    with pytest.raises(ManifestError, match=r"has format 7, this version of hrl reads 1.* version 9\.1"):
+        Manifest.read(folder)
+
+
+def test_a_score_that_comes_later_changes_nothing_else(folder: Path) -> None:
+    before = json.loads((folder / MANIFEST).read_text())
+    Manifest.read(folder).with_score(0.75).write(folder)
+    after = json.loads((folder / MANIFEST).read_text())
+    assert {name for name in before if before[name] != after[name]} == {"score", "xxh3_128"}
+    assert damages(folder) == [] and Manifest.read(folder).score == 0.75
+
+
+def test_what_a_writer_took_as_it_wrote_is_what_reading_gives(tmp_path: Path) -> None:
+    with DigestingFile(tmp_path / "file") as file:
+        for part in (b"a" * 5_000_000, memoryview(b"bc"), b""):
+            file.write(part)
+    assert file.digest == FileDigest.of(tmp_path / "file") == FileDigest.of(tmp_path / "file", from_disk=True)
+    assert file.digest.size == 5_000_002
+
+
+def test_a_manifest_lists_what_was_written_even_if_the_disk_has_something_else(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(b"what the disk made of it")
+    written = {tmp_path / "shard": FileDigest(4, xxh3_128_hexdigest(b"true")), tmp_path / "lost": FileDigest(0, "0")}
+    Manifest.of(tmp_path, 1, written).write(tmp_path)
+    assert [damage.file for damage in damages(tmp_path)] == ["lost", "shard"]
