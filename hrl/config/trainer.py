@@ -103,6 +103,10 @@ class RunConfig(Section):
     continue from `resume_from_path` (resume_path)."""
     resume_from_path: str | None = None
     """Checkpoint folder, with `resume_mode=resume_path`."""
+    grace_s: PositiveFloat | None = None
+    """Seconds between the signal that asks the run to end (SIGTERM, Ctrl-C, …) and the one that kills it, such as
+    Kubernetes' `terminationGracePeriodSeconds`. The step gets three quarters of it; one that would take longer is given
+    up, and the last whole one saved. Default: the run ends after the step, however long that takes."""
     profile: Steps = Field(default_factory=list)
     """Steps to profile, one number or a list: where their time goes, in the report and on the console, and a trace of
     every process, in the folder profile/ of the run folder."""

@@ -1,15 +1,162 @@
-"""Signals that end a command."""
+"""Signals that end a command: at once, or in order where there is something to save.
+
+Who sends what:
+
+* a terminal: SIGINT (Ctrl-C) and SIGHUP (it was closed), to the whole foreground process group;
+* Kubernetes, Docker, systemd and most schedulers: SIGTERM, and SIGKILL after a grace period;
+* Slurm: SIGCONT and SIGTERM to every process of a step at its time limit and when it is preempted, SIGKILL after
+  `KillWait`; with `--signal`, any other signal some time before, such as SIGUSR1;
+* the kernel: SIGXCPU once a second from the soft limit of processor time on.
+"""
 
 from __future__ import annotations
 
 import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals that ask a command to end."""
+
+#: Two signals within this time are one request: `timeout` sends to its child and then to the group that the child is
+#: in, and a terminal sends to a parent, which passes it on, and to the child.
+_ONE_REQUEST_S = 0.5
+#: The part of the grace that the step may have; the rest is for the checkpoint and the end of the processes.
+STEP_SHARE = 0.75
 
 
-def interrupt_on_signals() -> None:
-    """Have SIGINT and SIGTERM raise `KeyboardInterrupt`, so that everything that was started is ended.
+class RunStoppedError(KeyboardInterrupt):
+    """A run has ended in order because a signal asked for it, and the same command continues it.
 
-    SIGINT is set explicitly too, since a background job of a shell starts with SIGINT ignored. Call it in the main
-    thread, before anything that has to be undone, such as a hidden cursor.
+    No `Exception`, so that nothing on the way takes it for a failure of a run.
+
+    Attributes:
+        step: The last step that was saved.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class StopRequest:
+    """Whether a run was asked to end. Signals raise `KeyboardInterrupt`, except for the first one `in_order`.
+
+    One that is not installed is never asked: signals do there what they do to the caller.
+
+    Args:
+        grace_s: Seconds that the sender of a signal waits before it kills the run; None if it waits as long as a step
+            takes.
+        clock: Seconds, replaced in tests.
+    """
+
+    def __init__(self, grace_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.grace_s = grace_s
+        self._clock = clock
+        self._asked_by: signal.Signals | None = None
+        self._asked_at = self._latest_at = -float("inf")
+        self._told: SimpleQueue[signal.Signals | None] | None = None
+        self._is_installed = self._step_runs = False
+        self.is_late = False
+        """Whether the step's share of the grace has passed."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the run is to end in order."""
+        return self._asked_by is not None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the step's share of the grace has passed; infinite as long as nobody asked or waits."""
+        if self._asked_by is None or self.grace_s is None:
+            return float("inf")
+        return self._asked_at + STEP_SHARE * self.grace_s - self._clock()
+
+    def install(self) -> None:
+        """Receive all signals that ask for an end. Call it in the main thread, before anything that has to be undone.
+
+        SIGINT is received even if it is ignored, since a background job of a shell starts so. SIGHUP stays ignored
+        (`nohup`).
+        """
+        for number in ENDING:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.receive)
+        self._is_installed = True
+
+    def receive(self, number: int, _: FrameType | None = None) -> None:
+        """Take a signal.
+
+        Raises:
+            KeyboardInterrupt: The command is to end now.
+        """
+        now = self._clock()
+        if now - self._latest_at < _ONE_REQUEST_S or (self.is_asked and number == signal.SIGXCPU):
+            return
+        self._latest_at = now
+        if self._told is None or self.is_asked:
+            raise KeyboardInterrupt
+        self._asked_by, self._asked_at = signal.Signals(number), now
+        self._told.put(self._asked_by)  # a thread says it: this may have come in the midst of a line
+        if self._step_runs and self.grace_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, STEP_SHARE * self.grace_s)
+
+    @contextmanager
+    def in_order(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Only note the first signal that comes within the block, and say so at once.
+
+        Where a grace is given, `KeyboardInterrupt` comes in a step when the step's share of it has passed.
+
+        Args:
+            tell: Takes the name of the signal. It is called on a thread of its own.
+        """
+        if not self._is_installed:
+            yield
+            return
+        told: SimpleQueue[signal.Signals | None] = SimpleQueue()
+
+        def run() -> None:
+            while (number := told.get()) is not None:
+                tell(number.name)
+
+        thread = threading.Thread(target=run, name="telling of a signal", daemon=True)
+        thread.start()
+        before = signal.signal(signal.SIGALRM, self._hurry)
+        self._told = told
+        try:
+            yield
+        finally:
+            self._told = None
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+            told.put(None)
+            thread.join()
+
+    def _hurry(self, *_: object) -> None:
+        self.is_late = True
+        raise KeyboardInterrupt
+
+    def step_begins(self) -> None:
+        """Let what follows take no longer than the step's share of the grace."""
+        self._step_runs = True
+
+    def step_is_over(self) -> None:
+        """Let what follows take its time: the step has ended, or is given up."""
+        self._step_runs = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def interrupt_on_signals() -> StopRequest:
+    """Have signals that ask for an end raise `KeyboardInterrupt`, so that everything that was started is ended.
+
+    Call it in the main thread, before anything that has to be undone, such as a hidden cursor.
+
+    Returns:
+        What `StopRequest.in_order` is called on, where there is something to save.
+    """
+    stop = StopRequest()
+    stop.install()
+    return stop

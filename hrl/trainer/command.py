@@ -11,7 +11,7 @@ from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError
 from hrl.processes.imports import quick_imports
-from hrl.processes.signals import interrupt_on_signals
+from hrl.processes.signals import RunStoppedError, StopRequest
 from hrl.report.display import display_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
 EXIT_NONFINITE = 3
+EXIT_STOPPED = 75
+"""`EX_TEMPFAIL` of sysexits.h: what was asked for is not done, and the same command goes on with it."""
 EXIT_INTERRUPTED = 130
 
 
@@ -43,7 +45,8 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
     display = display_of(config.trainer)
-    interrupt_on_signals()  # before the display, which hides the cursor of a terminal
+    stop = StopRequest(config.trainer.grace_s)
+    stop.install()  # before the display, which hides the cursor of a terminal
     # Only now: a wrong key is reported before torch and ray are imported, and who waits for them is told so.
     try:
         with display.stage("importing PyTorch"), quick_imports():
@@ -53,7 +56,7 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     except HrlError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_FAILURE
-    return exit_status(config, lambda: run(kind, config, trainer_cls=trainer_cls, display=display))
+    return exit_status(config, lambda: run(kind, config, trainer_cls=trainer_cls, display=display, stop=stop))
 
 
 class PresentStandardError(logging.StreamHandler[TextIO]):
@@ -77,7 +80,7 @@ def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
 
     Returns:
         0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if steps were
-        not finite, 130 after Ctrl-C.
+        not finite, 75 if a signal ended the run in order and the same command continues it, 130 if one ended it now.
     """
     from hrl.workers.engine.nonfinite import NonFiniteStepError
 
@@ -93,9 +96,17 @@ def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
         logger.debug("the run failed", exc_info=error)
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
         return EXIT_NONFINITE if isinstance(error.__cause__, NonFiniteStepError) else EXIT_FAILURE
+    except RunStoppedError as stopped:
+        return _stopped(config, stopped)
     except KeyboardInterrupt:
         return _interrupted(config)
     return 0
+
+
+def _stopped(config: RunConfiguration, stopped: RunStoppedError) -> int:
+    hint = _resume_hint(config)
+    sys.stderr.write(f"\nstopped after step {stopped.step}\n{hint}")
+    return EXIT_STOPPED if hint else EXIT_INTERRUPTED
 
 
 def _interrupted(config: RunConfiguration) -> int:
@@ -104,8 +115,18 @@ def _interrupted(config: RunConfiguration) -> int:
 
 
 def _resume_hint(config: RunConfiguration) -> str:
-    from hrl.cluster.checkpoints import CheckpointStore
+    """Return what continues the run; nothing where no checkpoint of it does."""
+    from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, load_state
     from hrl.report.run_folder import RunFolder
 
-    steps = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir)).steps()
-    return f"the same command continues after step {steps[-1]}\n" if steps else ""
+    store = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir))
+    try:
+        newest = store.find("auto", None)
+        if newest is None:
+            return ""
+        step = load_state(newest, ())["step"]
+    except CheckpointError as error:
+        return f"no checkpoint continues this run: {error}\n"
+    if config.trainer.resume_mode == "auto":
+        return f"the same command continues after step {step}\n"
+    return f"trainer.resume_mode=auto continues after step {step}\n"

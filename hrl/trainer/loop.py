@@ -5,13 +5,14 @@ A trainer defines a step (`train_step`), how it validates, and its state.
 
 from __future__ import annotations
 
+import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
@@ -24,6 +25,7 @@ from hrl.config.outline import outline_of
 from hrl.data.order import Position, differences
 from hrl.errors import HrlError
 from hrl.metrics import StepMetrics
+from hrl.processes.signals import STEP_SHARE, RunStoppedError, StopRequest
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
@@ -44,8 +46,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Phases in which models and optimizers are those of the step before.
+_BEFORE_LEARNING = frozenset({"step", "profile", "gen", "reward", "old_log_prob", "ref", "values", "adv"})
 #: How long a run that fails waits for a checkpoint that is being written.
 _RESCUE_S = 30.0
+
+
+class _WholeStep(NamedTuple):
+    """What is left of a step that is done, for a checkpoint of it while the next one runs."""
+
+    step: int
+    position: Position
+    state: dict[str, Any]
+    metrics: Mapping[str, float]
+    seconds: float
 
 
 class TrainingLoop(ABC):
@@ -69,6 +83,7 @@ class TrainingLoop(ABC):
         global_steps: Steps done, the running one included.
         data_position: Where the next batch starts.
         keeps_validation_samples: Whether the samples of a validation belong to the run folder.
+        stop: Says when a signal has asked for the end.
     """
 
     config: RunConfiguration
@@ -110,6 +125,10 @@ class TrainingLoop(ABC):
         self.keeps_validation_samples = True
         self.callbacks: Callback = Callback()
         self.run_state = RunState(total_training_steps, reporter.folder.path)
+        self.stop = StopRequest()
+        self._whole: _WholeStep | None = None
+        self._step_began_at = 0.0
+        self._is_learning = False
         self._is_prepared = False
 
     # ------------------------------------------------------------------ what a trainer is
@@ -191,12 +210,17 @@ class TrainingLoop(ABC):
         """Train to `total_training_steps`, from the newest checkpoint if there is one.
 
         If no step is left, validate once.
+
+        Raises:
+            RunStoppedError: A signal asked for the end (`stop`), and the run was saved.
         """
         self.prepare()
         self.run_state._advance(self.global_steps)
         self._tell_of_steps_without_profile()
         with self.reporter.run(self.global_steps), self._finishing_saves():
             self._fit()
+        if self.stop.is_asked and self.global_steps < self.total_training_steps:
+            raise RunStoppedError(self.global_steps)
 
     def _fit(self) -> None:
         if self.global_steps >= self.total_training_steps:
@@ -206,10 +230,20 @@ class TrainingLoop(ABC):
             self.validate_alone()
         if self._is_stopped():
             return
+        with self.stop.in_order(self._tell_of_signal):
+            try:
+                self._make_steps()
+            except KeyboardInterrupt:
+                if not self._gives_step_up():
+                    raise
+            self.finish_save()
 
+    def _make_steps(self) -> None:
         store = StoreWatch()
+        self._remember_whole({})
         for batch in self.batches():
             self.global_steps += 1
+            self._step_begins()
             self.run_state._advance(self.global_steps)
             metrics = StepMetrics()
             with self.reporter.step(self.global_steps):
@@ -220,8 +254,7 @@ class TrainingLoop(ABC):
                     with self.phase("step"):
                         batch = self.train_step(batch, metrics)
                 if self.is_due(self.config.trainer.test_freq, self.config.trainer.validates_last):
-                    self._look_ahead()
-                    metrics |= self.validate()
+                    metrics |= self._validate_in_time()
                 metrics.observe(*self.workers.peak_memory())
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
@@ -242,17 +275,22 @@ class TrainingLoop(ABC):
             self._look_after_save()
             if self.run_state.stop_reason is not None and not _is_validated(metrics):
                 metrics |= self._validate_the_end()
+            self._remember_whole(metrics)
             # After the log, so that no checkpoint has a step that the log lacks.
-            if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0) or (
+            saved = self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0) or (
                 failed is not None and self.config.trainer.save_freq > 0
-            ):
+            )
+            if saved:
                 self.save(metrics)
+            ends = self.stop.is_asked  # now: what is asked for from here on comes after the next step
+            if ends and not saved and self.global_steps < self.total_training_steps:
+                self._save_to_continue(metrics)
             if failed is not None:
                 raise failed
             if self.run_state.stop_reason is not None and not _is_validated(metrics):  # when it was saved
                 self.finish_save()
                 self.checkpoints.set_score(self.global_steps, self.validation_score(self._validate_the_end()))
-            if self._is_stopped():
+            if self._is_stopped() or ends:
                 return
 
     def _profiled_step(self, batch: DataProto, metrics: StepMetrics) -> tuple[DataProto, dict[str, list[Profile]]]:
@@ -375,6 +413,76 @@ class TrainingLoop(ABC):
         self.callbacks.on_validation(self.run_state, metrics)
         return metrics
 
+    # ------------------------------------------------------------------ when a signal asks for the end
+
+    def _tell_of_signal(self, name: str) -> None:
+        """Say at once what the run does about the first signal."""
+        step, seconds = self.global_steps, self.stop.left_s
+        within = "" if self.stop.grace_s is None else f" if it is done within {seconds:.0f} s (trainer.grace_s)"
+        self.reporter.console.note(f"{name}: stopping after step {step}{within}, saved; again to stop now")
+
+    def _step_begins(self) -> None:
+        self._step_began_at, self._is_learning = perf_counter(), False
+        self.stop.step_begins()
+
+    def _remember_whole(self, metrics: Mapping[str, float]) -> None:
+        """Keep what a checkpoint of this step needs of the driver, where the next step may be given up."""
+        if self.stop.grace_s is not None:
+            state, seconds = copy.deepcopy(self.state()), metrics.get("timing_s/step", 0.0)
+            self._whole = _WholeStep(self.global_steps, self.data_position, state, metrics, seconds)
+        self.stop.step_is_over()
+
+    def _validate_in_time(self) -> dict[str, float]:
+        """Validate within a step, unless a signal asks for the end and the time is limited."""
+        note = f"step {self.global_steps} is not validated, to be saved within trainer.grace_s={self.stop.grace_s}"
+        if self.stop.is_asked and self.stop.grace_s is not None:
+            self.reporter.console.note(note)
+            return {}
+        try:
+            self._look_ahead()
+            return self.validate()
+        except KeyboardInterrupt:
+            if not self.stop.is_late:
+                raise
+            self.reporter.console.note(note)
+            return {}
+
+    def _look_at_the_time(self, phase: str) -> None:
+        """Give a step up before one of its phases if it can't be done within the grace, by the time of the last one.
+
+        Raises:
+            KeyboardInterrupt: It is given up.
+        """
+        self._is_learning = self._is_learning or phase not in _BEFORE_LEARNING
+        if self._whole is None or self._is_learning or phase == "profile":
+            return
+        if self._whole.seconds - (perf_counter() - self._step_began_at) > self.stop.left_s:
+            self.stop.is_late = True
+            raise KeyboardInterrupt
+
+    def _gives_step_up(self) -> bool:
+        """Go back to the last whole step, and save it where it is not; called when the running step is interrupted.
+
+        Returns:
+            Whether the step was given up; False if the run is to end now.
+        """
+        whole, lost = self._whole, self.global_steps
+        if not self.stop.is_late or whole is None:
+            return False
+        self.stop.step_is_over()
+        late = f"it is not done within {STEP_SHARE:.0%} of trainer.grace_s={self.stop.grace_s:g}"
+        if self._is_learning or not type(self).train_step.__module__.startswith("hrl."):
+            self.reporter.console.note(f"step {lost} is lost: {late}, and has begun to change the weights")
+            return True
+        self.reporter.console.note(f"step {lost} is given up: {late}; the run is saved as it was after {whole.step}")
+        self.global_steps, self.data_position = whole.step, whole.position
+        self.run_state._advance(whole.step)
+        self.load_state(whole.state)
+        is_pending = self._pending is not None and self._pending.step == whole.step
+        if whole.metrics and not is_pending and not self.checkpoints.path(whole.step).exists():
+            self._save_to_continue(whole.metrics)
+        return True
+
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -393,6 +501,11 @@ class TrainingLoop(ABC):
             if self.callbacks.look_at_checkpoints:
                 self.finish_save()
         self.reporter.stood_still("save_checkpoint", perf_counter() - started)
+
+    def _save_to_continue(self, metrics: Mapping[str, float]) -> None:
+        """Begin a checkpoint of the last step of a run that a signal ends, whatever `trainer.save_freq` says."""
+        require_shared(self.reporter.folder.path, self.workers.trained)
+        self.save(metrics)
 
     def finish_save(self) -> None:
         """Wait for the checkpoint that was begun last, if it is still pending, and tell of it.
@@ -459,7 +572,8 @@ class TrainingLoop(ABC):
         except BaseException as error:
             pending, self._pending = self._pending, None
             if pending is not None:
-                self._rescue(pending, 0.0 if isinstance(error, WorkerDiedError) else _RESCUE_S)
+                in_a_hurry = isinstance(error, WorkerDiedError) or self.stop.is_asked
+                self._rescue(pending, 0.0 if in_a_hurry else _RESCUE_S)
             raise
         self.finish_save()
 
@@ -564,6 +678,7 @@ class TrainingLoop(ABC):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase as `timing_s/<name>` and show it while it lasts."""
+        self._look_at_the_time(name)
         return self.reporter.phase(name)
 
     def is_due(self, every: int, also_last: bool = False) -> bool:

@@ -28,6 +28,7 @@ from hrl.preflight.earlier_models import with_earlier_models, with_models_of_bef
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight, preflight
+from hrl.processes.signals import ENDING, StopRequest
 from hrl.report.console import Display
 from hrl.report.display import display_of
 from hrl.report.reporter import RunReporter
@@ -47,17 +48,24 @@ def run(
     *,
     trainer_cls: type[TrainingLoop] | None = None,
     display: Display | None = None,
+    stop: StopRequest | None = None,
 ) -> Path:
     """Train as configured, and return the run folder; arguments and errors are those of `running`.
 
-    A run that saves no checkpoint leaves the trained model in the folder `model`.
+    A run that saves no checkpoint leaves the trained model in the folder `model`. `stop` receives the signals that ask
+    the run to end; without it they do what the caller has them do.
+
+    Raises:
+        RunStoppedError: A signal asked for the end, and the run was saved.
     """
     with running(kind, config, given, trainer_cls=trainer_cls, display=display) as trainer:
+        trainer.stop = stop or trainer.stop
         trainer.fit()
-        folder = trainer.reporter.folder.path
+        folder, note = trainer.reporter.folder.path, trainer.reporter.console.note
         if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:
-            trainer.export(folder / MODEL)
-            trainer.reporter.console.note(f"trained model: {folder / MODEL}")
+            with trainer.stop.in_order(lambda name: note(f"{name}: writing the model, then ending; again to stop now")):
+                trainer.export(folder / MODEL)
+            note(f"trained model: {folder / MODEL}")
         return folder
 
 
@@ -103,7 +111,7 @@ def running(
     display.expect(ready.total_training_steps, made_of.line(config), made_of.phases(config))
     _show(display, config, ready, kind, facts)
     num_processes = ready.outline.num_processes
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     with ExitStack() as stack:
         folder = stack.enter_context(closing(open_run_folder(config.trainer, display, ready.train_dataset)))
         config, ready = with_earlier_models(config, ready, folder)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hrl import cli
+from hrl.processes.signals import ENDING
 from hrl.trained import evaluate
 
 
@@ -25,7 +26,7 @@ def test_a_termination_ends_an_evaluation_as_ctrl_c_does(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(evaluate, "evaluate", terminated)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         assert cli.main(["eval", "bundled:smollm2-135m-instruct", "rows.jsonl"]) == 130
     finally:

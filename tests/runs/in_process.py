@@ -21,6 +21,7 @@ import torch
 from hrl.config import compose_cli
 from hrl.models.tokenizer import load_tokenizer
 from hrl.preflight.given import Given
+from hrl.processes.signals import ENDING, StopRequest
 from hrl.report.console import Display
 from hrl.report.reporter import RunReporter
 from hrl.reward.actor import RewardLoop
@@ -104,7 +105,7 @@ def in_process(*, reports: bool = False) -> Iterator[None]:
     """
     environ = RankEnv(0, 1, 0, 1, "127.0.0.1", 1).as_environ()
     threads = torch.get_num_threads()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     with pytest.MonkeyPatch.context() as patch, world_of_one():
         for name, value in environ.items():
             patch.setenv(name, value)
@@ -140,7 +141,8 @@ def run_configured(
     *,
     trainer_cls: type[TrainingLoop] | None = None,
     display: Display | None = None,
+    stop: StopRequest | None = None,
 ) -> Path:
     """Do what `run` does, without a cluster; inside `in_process`."""
     trainer_cls = in_this_process(trainer_cls or KINDS[kind].trainer(config))
-    return run(kind, config, given, trainer_cls=trainer_cls, display=display)
+    return run(kind, config, given, trainer_cls=trainer_cls, display=display, stop=stop)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hrl.processes.signals import ENDING
 from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.command import exit_status, run_command
 from hrl.workers.engine.nonfinite import NonFiniteStepError
@@ -79,7 +80,7 @@ def test_a_termination_in_the_first_seconds_is_an_interruption_that_gives_the_cu
             sys.stdout.write("cursor shown\n")
 
     monkeypatch.setattr("hrl.report.console.RunConsole.stage", terminated)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         assert run_command("ppo", [f"trainer.default_local_dir={tmp_path}"]) == 130
     finally:
