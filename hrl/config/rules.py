@@ -595,7 +595,7 @@ def warnings(config: RunConfiguration) -> list[str]:
     if model.trust_remote_code:
         found.append(f"{section}.trust_remote_code=true: code from the model's folder runs with your rights.")
     if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:  # else nothing is trained
-        found.append("trainer.save_freq is off: a run that is interrupted starts again from the first step.")
+        found.append("trainer.save_freq is off: a run that is killed starts again from the first step.")
     elif config.trainer.save_freq > 0 and set(_checkpoint(config).save_contents) == {"hf_model"}:
         found.append("checkpoint.save_contents=[hf_model]: no run can continue from its checkpoints.")
     elif never_best := _validations_without_a_checkpoint(config):

@@ -470,13 +470,14 @@ class TrainingLoop(ABC):
         if not self.stop.is_late or whole is None:
             return False
         self.stop.step_is_over()
+        self.global_steps = whole.step
+        self.run_state._advance(whole.step)
         late = f"it is not done within {STEP_SHARE:.0%} of trainer.grace_s={self.stop.grace_s:g}"
         if self._is_learning or not type(self).train_step.__module__.startswith("hrl."):
             self.reporter.console.note(f"step {lost} is lost: {late}, and has begun to change the weights")
             return True
         self.reporter.console.note(f"step {lost} is given up: {late}; the run is saved as it was after {whole.step}")
-        self.global_steps, self.data_position = whole.step, whole.position
-        self.run_state._advance(whole.step)
+        self.data_position = whole.position
         self.load_state(whole.state)
         is_pending = self._pending is not None and self._pending.step == whole.step
         if whole.metrics and not is_pending and not self.checkpoints.path(whole.step).exists():

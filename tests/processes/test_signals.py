@@ -1,0 +1,156 @@
+"""What a signal does to a command: now, or in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hrl.processes.signals import ENDING, STEP_SHARE, StopRequest
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def _handlers_come_back() -> Iterator[None]:
+    numbers = (*ENDING, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def installed(grace_s: float | None = None) -> tuple[StopRequest, Clock]:
+    clock = Clock()
+    stop = StopRequest(grace_s, clock)
+    stop.install()
+    return stop, clock
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_every_signal_that_asks_for_an_end_is_noted_and_told_in_order_and_ends_the_command_elsewhere(
+    number: signal.Signals,
+) -> None:
+    stop, _ = installed()
+    told: list[str] = []
+    with stop.in_order(told.append):
+        os.kill(os.getpid(), number)
+        assert stop.is_asked
+    assert told == [number.name]
+    other, _ = installed()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+    assert not other.is_asked
+
+
+def test_the_second_signal_means_now() -> None:
+    stop, clock = installed()
+    told: list[str] = []
+    with stop.in_order(told.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock.now += 0.6
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        clock.now += 0.6
+        with pytest.raises(KeyboardInterrupt):  # and so does every further one
+            os.kill(os.getpid(), signal.SIGINT)
+    assert told == ["SIGTERM"]
+
+
+def test_what_comes_twice_at_once_is_one_request() -> None:
+    """As from `timeout`, which signals its child and then the child's group."""
+    stop, clock = installed()
+    with stop.in_order(lambda name: None):
+        for passed_s in (0.0, 0.1, 0.3):
+            clock.now = 100.0 + passed_s
+            os.kill(os.getpid(), signal.SIGTERM)
+        clock.now = 100.6  # only what counts begins the time anew
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_limit_of_processor_time_is_told_every_second_and_asked_for_once() -> None:
+    stop, clock = installed()
+    with stop.in_order(lambda name: None):
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGXCPU)
+            clock.now += 1.0
+    assert stop.is_asked
+
+
+def test_nohup_is_honoured_and_ctrl_c_reaches_a_background_job() -> None:
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    stop, _ = installed()
+    with stop.in_order(lambda name: None):
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.is_asked
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_asked
+
+
+def test_a_caller_who_installs_nothing_keeps_his_own_handlers() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGALRM)
+    stop = StopRequest(grace_s=5.0)
+    with stop.in_order(lambda name: None):
+        assert signal.getsignal(signal.SIGALRM) is before
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert not stop.is_asked
+
+
+def test_a_step_is_interrupted_when_its_share_of_the_grace_has_passed_and_what_follows_is_not() -> None:
+    stop, _ = installed(grace_s=0.2)
+    with stop.in_order(lambda name: None):
+        stop.step_begins()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.left_s == pytest.approx(STEP_SHARE * 0.2)
+            time.sleep(5)
+        assert stop.is_late
+    again, _ = installed(grace_s=0.1)
+    with again.in_order(lambda name: None):
+        again.step_begins()
+        again.step_is_over()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        again.step_begins()
+        again.step_is_over()
+    assert again.is_asked and not again.is_late
+
+
+def test_it_is_told_while_the_main_thread_waits() -> None:
+    """At once means: not when the step is over."""
+    script = (
+        "import sys\n"
+        "from hrl.processes.signals import StopRequest\n"
+        "stop = StopRequest()\n"
+        "stop.install()\n"
+        "with stop.in_order(lambda name: print(name, flush=True)):\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.read()\n"
+        "sys.exit(75 if stop.is_asked else 1)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == "SIGUSR1\n"
+        assert process.poll() is None
+        process.communicate("")
+    assert process.returncode == 75
