@@ -246,6 +246,32 @@ def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:
     return state
 
 
+#: What every checkpoint has of the driver, beside the state of the trainer. `score` is in older checkpoints; those
+#: that are older still lack the configuration.
+PARTS = ("step", "data_position", "data", "contents", "score", "config", "inputs", "ranks")
+
+
+def check_parts(path: Path, state: Mapping[str, Any], parts: Iterable[str]) -> None:
+    """Refuse to continue from a state with a part that this run has no place for: it would be lost without a word.
+
+    Args:
+        path: Of the checkpoint, which is the run's own.
+        state: The driver's state in it.
+        parts: What the trainer restores, beside `PARTS`.
+
+    Raises:
+        CheckpointError: Naming the parts, and the ways out.
+    """
+    unknown = sorted(state.keys() - {*PARTS, *parts})
+    if unknown:
+        raise CheckpointError(
+            f"{path / STATE_FILE} has the state of {', '.join(unknown)}, which this run has not (its configuration, "
+            "its trainer or its version of hrl is another one): continuing would lose it. Continue with what it was "
+            f"saved with; or begin another run with its model, in a trainer.default_local_dir of its own: "
+            f"trainer.resume_mode=resume_path with trainer.resume_from_path={path}"
+        )
+
+
 def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Refuse to continue in other data: rows would repeat or never come.
 

@@ -312,6 +312,10 @@ class WorkerGroups:
             self.model.export_hf(str(folder / "hf"), records[-1])
         return [Path(record) for record in records]
 
+    def ranks(self) -> dict[str, int]:
+        """Return how many ranks hold each model that learns, by the name of its folder in a checkpoint."""
+        return {_FOLDERS.get(role, role.value): self.groups[role].world_size for role in self.learners}
+
     def export(self, folder: Path) -> None:
         """Write a folder that transformers and vLLM load."""
         self.model.export_hf(str(folder))

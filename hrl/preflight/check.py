@@ -109,6 +109,7 @@ def report(config: RunConfiguration, findings: Findings | None, train_rows: int 
         "arithmetic": dict(batch_arithmetic(config, train_rows=train_rows)),
         "units": dict(units_in_words(config)),
         "memory": {} if findings is None else dict(findings.memory),
+        "changed": {} if findings is None or not findings.changes else {findings.changed: findings.changes},
         "warnings": warnings(config),
         "notes": [] if findings is None else findings.notes,
         "unchecked": ["what the configuration names"] if findings is None else findings.unchecked,
@@ -206,7 +207,9 @@ def _show_report(config: WholeConfig, said: dict[str, Any], *, full: bool, confi
         _show_everything(console, config, said)
     _show(console, "Summary", facts_table(summary(config, said)))
     unchecked = [] if config_only else said["unchecked"]
-    for title, remarks in (("Worth a second look", [*said["warnings"], *said["notes"]]), ("Not checked", unchecked)):
+    changed = [(f"{heading[:1].upper()}{heading[1:]}", lines) for heading, lines in said["changed"].items()]
+    second_look = ("Worth a second look", [*said["warnings"], *said["notes"]])
+    for title, remarks in (*changed, second_look, ("Not checked", unchecked)):
         if remarks:
             _show(console, title, _list(remarks))
     verdict = _verdict(full=full, config_only=config_only, whole=not unchecked)

@@ -28,6 +28,7 @@ class Findings:
         unchecked: Things that could not be checked here, a sentence each.
         facts: Facts for the summary of `hrl check`.
         memory: Peak memory of every phase, a line each; empty if the model was not checked.
+        changes: What is different from the run that is continued, `key: old → new`; `changed` is their heading.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -35,6 +36,8 @@ class Findings:
     unchecked: list[str] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
     memory: list[Fact] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    changed: str = ""
 
     def problem(self, key: str, what: str, hint: str = "") -> None:
         """Add a problem; the arguments are those of `Problem`."""

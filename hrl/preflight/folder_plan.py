@@ -98,8 +98,11 @@ def check_writable(path: Path) -> None:
             raise in_use(path, opened) from None
 
 
-def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: Any) -> None:
-    """Check that the run folder can be used; see `plan_run_folder`."""
+def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: Any) -> FolderPlan | None:
+    """Check that the run folder can be used, and return what becomes of it; see `plan_run_folder`."""
     resumed = trainer.resume_mode == "resume_path"
     with findings.about("trainer.resume_from_path" if resumed else "trainer.default_local_dir"):
-        findings.facts.append(Fact("run folder", str(plan_run_folder(trainer, train_dataset))))
+        plan = plan_run_folder(trainer, train_dataset)
+        findings.facts.append(Fact("run folder", str(plan)))
+        return plan
+    return None

@@ -7,7 +7,7 @@ what to change. `hrl check` and a run make the same checks, for every kind of ru
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,9 @@ from hrl.preflight.given import Given
 from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_trackers
 from hrl.preflight.memory_look import look_at_memory
 from hrl.preflight.model_look import look_at_families, look_at_ids, look_at_models, padding_of_classifier
+from hrl.preflight.resume_look import look_at_changes
 from hrl.preflight.reward_look import look_at_reward
+from hrl.preflight.run_inputs import run_inputs
 from hrl.preflight.small_models import look_at_rate
 from hrl.report.live import ShowStage, in_silence
 
@@ -44,6 +46,7 @@ class Preflight:
         val_dataset: Rows to validate on, None if none are configured.
         total_training_steps: From `trainer.total_training_steps`, or the epochs and the size of the data.
         findings: Facts for the banner and notes on what was not checked, or is probably not meant.
+        inputs: What the run depends on beside its configuration and rows, for its checkpoints.
     """
 
     outline: Outline
@@ -54,6 +57,7 @@ class Preflight:
     val_dataset: Any | None
     total_training_steps: int
     findings: Findings
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def preflight(config: RunConfiguration, given: Given | None = None, stage: ShowStage = in_silence) -> Preflight:
@@ -109,9 +113,12 @@ def inspect_run(
     look_at_rate(findings, config)
     look_at_devices(findings, config.trainer, outline.num_processes)
     look_at_memory(findings, config, outline, folders)
-    look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
+    plan = look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
     if tokenizer is None or ids is None or train is None:
         return None, findings
+    inputs = run_inputs(config, given, folders, tokenizer)
+    if plan is not None:
+        look_at_changes(findings, config, outline, plan, inputs)
     look_at_template(findings, config, train, tokenizer, ids)
     if isinstance(config, RMTrainerConfig):
         with findings.about("model.tokenizer_path"):
@@ -124,4 +131,4 @@ def inspect_run(
     if findings.problems or folders.keys() < outline.models.keys():
         return None, findings
     steps = total_steps(config, len(train))
-    return Preflight(outline, folders, tokenizer, ids, train, val, steps, findings), findings
+    return Preflight(outline, folders, tokenizer, ids, train, val, steps, findings, inputs), findings

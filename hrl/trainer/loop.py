@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
-from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
+from hrl.cluster.checkpoints import CheckpointStore, check_data, check_parts, load_state
 from hrl.cluster.object_store import StoreWatch
 from hrl.cluster.pending_checkpoint import PendingCheckpoint
 from hrl.cluster.roles import ResourcePoolManager, Role
@@ -84,6 +84,7 @@ class TrainingLoop(ABC):
         data_position: Where the next batch starts.
         keeps_validation_samples: Whether the samples of a validation belong to the run folder.
         stop: Says when a signal has asked for the end.
+        inputs: What the run depends on beside its configuration and rows, see `hrl.preflight.run_inputs`.
     """
 
     config: RunConfiguration
@@ -123,6 +124,7 @@ class TrainingLoop(ABC):
         self.data_position = Position()
         self._upcoming: tuple[DataProto, Position] | None = None
         self.keeps_validation_samples = True
+        self.inputs: Mapping[str, Any] = {}
         self.callbacks: Callback = Callback()
         self.run_state = RunState(total_training_steps, reporter.folder.path)
         self.stop = StopRequest()
@@ -542,6 +544,9 @@ class TrainingLoop(ABC):
             "data_position": self.data_position.to_dict(),
             "data": self.train_dataset.fingerprint,
             "contents": list(self.save_contents),
+            "config": self.config.model_dump(mode="json"),
+            "inputs": self.inputs,
+            "ranks": self.workers.ranks(),
         }
         if "hf_model" in self.save_contents:
             with writing_to(run_folder):  # at once, because a tokenizer serves one thread at a time
@@ -621,12 +626,23 @@ class TrainingLoop(ABC):
             self.before_load()
             return
         state = load_state(path, ("data_position", "data", *self.state()))
+        if self.checkpoints.holds(path):
+            check_parts(path, state, self.state())
         self.global_steps = state["step"]
         self.data_position = self._position_after(path, state)
         self.load_state(state)
         self.before_load()
         self.workers.load(path)
         self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
+        self._tell_of_other_ranks(state.get("ranks", {}))
+
+    def _tell_of_other_ranks(self, saved: Mapping[str, int]) -> None:
+        for name, present in self.workers.ranks().items():
+            if saved.get(name, present) != present:
+                self.reporter.console.note(
+                    f"{name} was saved by {saved[name]} ranks and goes on with {present}: weights, moments and "
+                    "schedule are the same; what each rank draws at random starts anew from trainer.seed"
+                )
 
     def _position_after(self, path: Path, state: dict[str, Any]) -> Position:
         """Return where to go on in the data: at the beginning, if the checkpoint is another run's with other data.

@@ -153,6 +153,8 @@ def _show(
     display: Display, config: RunConfiguration, ready: Preflight, kind: str, further: Sequence[Fact] = ()
 ) -> None:
     display.banner(title(config, kind), dict([*further, *run_facts(config, ready)]))
+    if ready.findings.changes:
+        display.note("\n".join([f"{ready.findings.changed}:", *(f"  {line}" for line in ready.findings.changes)]))
     for warning in (*warnings(config), *ready.findings.notes):
         display.note(f"warning: {warning}")
 
@@ -205,6 +207,7 @@ def _trainer(
             total_training_steps=steps,
             **services,
         )
+        trainer.inputs = ready.inputs
         try:
             trainer.init_workers()
             yield trainer

@@ -37,7 +37,7 @@ class Asked(DPOTrainer):
 
     def init_workers(self) -> None:
         self._workers = SimpleNamespace(
-            load=self.take, save=lambda *_: [], finish_save=list, peak_memory=list, trained=[]
+            load=self.take, save=lambda *_: [], finish_save=list, peak_memory=list, trained=[], ranks=dict
         )
 
     def take(self, folder: Path) -> None:

@@ -144,6 +144,9 @@ class Workers:
         count = int(batch.batch["response_mask"][rows_of_first_step(request.plan)].sum())
         return [{"rollout/logprob_diff_mean": Metric.mean(count * abs(self.trainer - self.sampler), count)}]
 
+    def ranks(self) -> dict[str, int]:
+        return {"actor": 1}
+
     def save(self, folder: Path, contents: list[str]) -> list[Path]:
         (folder / "weights").write_text("w")
         write_record(folder / "written.json", [Written.by_reading(folder / "weights")])

@@ -155,6 +155,22 @@ def test_a_checkpoint_without_a_part_of_the_state_is_named(tmp_path: Path, saved
     assert driver.workers.done == [], "no weights are loaded before"
 
 
+def test_a_part_of_the_state_that_the_run_has_no_place_for_is_refused_in_its_own_folder(
+    tmp_path: Path, saved: Path
+) -> None:
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps(state | {"curriculum": [1]}))
+    driver = Driver(tmp_path)
+    with pytest.raises(CheckpointError, match=r"state.json has the state of curriculum, .*resume_mode=resume_path"):
+        driver.trainer.restore()
+    assert driver.workers.done == [], "no weights are loaded before"
+    Driver(tmp_path / "branch", *branch_of(saved)).trainer.restore()  # begins another run
+
+
+def branch_of(saved: Path) -> list[str]:
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+
+
 def test_a_run_is_not_continued_in_other_data(tmp_path: Path, saved: Path) -> None:
     driver = Driver(tmp_path, prompts=4)
     with pytest.raises(CheckpointError, match=r"4 rows, were 3(?s:.*)trainer\.resume_mode=disable"):
@@ -166,8 +182,7 @@ def test_a_run_is_not_continued_in_other_data(tmp_path: Path, saved: Path) -> No
 def test_a_branch_goes_on_in_the_same_data_and_begins_other_data_anew(
     tmp_path: Path, saved: Path, prompts: int, offset: int
 ) -> None:
-    branch = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
-    driver = Driver(tmp_path / "branch", *branch, prompts=prompts)
+    driver = Driver(tmp_path / "branch", *branch_of(saved), prompts=prompts)
     driver.trainer.restore()
     assert driver.trainer.data_position.to_dict() == {"epoch": 0, "offset": offset}
     assert driver.trainer.global_steps == 2
@@ -416,7 +431,8 @@ def test_looking_ahead_changes_nothing_but_the_times_of_a_run_nor_of_its_checkpo
         driver = kind(folder, *EVERY_STEP, "trainer.save_freq=1", rewards=Mixed(None), prompts=5, steps=3)
         driver.fit()
         records = read_jsonl(folder / "metrics.jsonl")
-        states = [(folder / "checkpoints" / f"step_{step}" / "state.json").read_text() for step in (2, 3)]
+        states = [json.loads((folder / "checkpoints" / f"step_{step}" / "state.json").read_text()) for step in (2, 3)]
+        assert [state["config"]["trainer"].pop("default_local_dir") for state in states] == [str(folder)] * 2
         prompts = [rows.non_tensor_batch["uid"].tolist() for rows in driver.workers.sampled]
         noisy = ("timing", "perf/", "memory", "time")
         found.append(([{k: v for k, v in r.items() if not k.startswith(noisy)} for r in records], states, prompts))

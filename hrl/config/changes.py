@@ -1,0 +1,87 @@
+"""What is configured otherwise than in an earlier run, key by key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from hrl.config.section import WholeConfig, defaults, flatten
+
+#: Where a run lies, what it goes on from and what it shows change no number in it.
+_SAME_RUN = frozenset(
+    f"trainer.{name}"
+    for name in (
+        "dashboard",
+        "default_local_dir",
+        "experiment_name",
+        "logger",
+        "profile",
+        "project_name",
+        "ray_kwargs",
+        "resume_from_path",
+        "resume_mode",
+    )
+)
+_SHORT = 60
+
+
+class Change(NamedTuple):
+    """A value that is another one now.
+
+    Attributes:
+        key: The dotted key; entries of a value that is a mapping have the name of their entry at its end.
+        old: The value as plain JSON.
+        new: The present value, likewise.
+    """
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        """Return `key: old → new`."""
+        old, new = json.dumps(self.old, ensure_ascii=False), json.dumps(self.new, ensure_ascii=False)
+        if max(len(old), len(new)) > _SHORT:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+            old, new = _part(old, same), _part(new, same)
+        return f"{self.key}: {old} → {new}"
+
+
+def _part(text: str, place: int) -> str:
+    """Return what a long text has at a place."""
+    start = 0 if len(text) <= _SHORT or place < _SHORT // 2 else place - _SHORT // 4
+    end = start + _SHORT
+    return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+
+
+def changes(saved: Mapping[str, Any], present: WholeConfig) -> list[Change]:
+    """Return what differs between the configuration of an earlier run and the present one.
+
+    Keys that only say where a run lies or what it shows are left out. A key that the other version of hrl did not have
+    counts where it is not at its default.
+
+    Args:
+        saved: `model_dump(mode="json")` of the earlier run's configuration, of the same kind.
+        present: The present configuration.
+    """
+    schema = type(present)
+    old = dict(flatten(saved, schema))
+    new = dict(flatten(json.loads(json.dumps(present.model_dump(mode="json"))), schema))
+    standard = json.loads(json.dumps(defaults(schema), default=str))
+    found: list[Change] = []
+    for key in [*new, *(key for key in old if key not in new)]:
+        if key not in _SAME_RUN:
+            found += _differences(key, old.get(key, standard.get(key)), new.get(key))
+    return found
+
+
+def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:
+    if old == new and isinstance(old, bool) == isinstance(new, bool):
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*new, *(name for name in old if name not in new)]:
+            yield from _differences(f"{key}.{name}", old.get(name), new.get(name))
+    else:
+        yield Change(key, old, new)

@@ -1,0 +1,129 @@
+"""What a run that resumes does otherwise than the run of its checkpoint: what may change is told, the rest refused.
+
+A value such as the learning rate may change, and is told as `key: old → new`. The seed, the model and the tokenizer
+may not: the steps that are left would belong to another run than those that were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hrl.cluster.precision import with_dtypes
+from hrl.config.changes import Change, changes
+from hrl.config.outline import NamedModel, Outline, RunConfiguration
+from hrl.preflight.findings import Findings
+from hrl.preflight.folder_plan import FolderPlan
+from hrl.preflight.machine_look import gpus_here, joins_a_cluster
+
+_SEED = "trainer.seed"
+#: Roles whose models may change: nothing of theirs is learnt in a run that samples.
+_FROZEN = ("rm",)
+_ESTIMATOR = (
+    "Set algorithm.adv_estimator to what it was, or begin another run with the model in its hf folder, in a "
+    "trainer.default_local_dir of its own."
+)
+
+
+def look_at_changes(
+    findings: Findings,
+    config: RunConfiguration,
+    outline: Outline,
+    plan: FolderPlan,
+    inputs: Mapping[str, Any],
+) -> None:
+    """Compare a run with the one whose checkpoint it begins with.
+
+    Args:
+        findings: Collects problems and changes.
+        config: The validated configuration.
+        outline: Outline of the run.
+        plan: How the run begins.
+        inputs: What the run depends on, see `run_inputs`.
+    """
+    if plan.checkpoint is None:
+        return
+    if not plan.state.keys() >= {"config", "inputs", "ranks"}:
+        findings.notes.append(
+            f"{plan.checkpoint} does not say with which configuration it was made, so what has changed since is not "
+            "known: it is of an older version of hrl"
+        )
+        return
+    was: Mapping[str, Any] = plan.state["inputs"]
+    key = "trainer.default_local_dir" if plan.continues else "trainer.resume_from_path"
+    if was["kind"] != inputs["kind"]:
+        what = f"leads to {plan.checkpoint}, of a run of kind {was['kind']}; this is a run of kind {inputs['kind']}."
+        hint = f"Continue it with hrl.trainer.main_{was['kind']}, or start from the model in its hf folder."
+        findings.problem(key, what, hint)
+        return
+    _look_at_learners(findings, outline, plan, key)
+    found = [each for each in changes(plan.state["config"], _resolved(config)) if each.new != "auto"]
+    if plan.continues:
+        for seed in [each for each in found if each.key == _SEED]:
+            _refuse(findings, plan, _SEED, f"is {seed.new}, and was {seed.old}", f"Set {_SEED}={seed.old}")
+            found.remove(seed)
+    others = _changed_models(outline, was, inputs)
+    for role, model in others.items():
+        if plan.continues and not (role in _FROZEN and outline.section != "model"):
+            what = f"is another model than the one that {plan.checkpoint} began with"
+            _refuse(findings, plan, model.key, what, "Name that one again")
+        else:
+            found.append(Change(f"weights of {model.key}", was["models"][role], inputs["models"][role]))
+    if was["tokenizer"] != inputs["tokenizer"]:
+        if plan.continues:
+            what = f"has another vocabulary than the tokenizer that {plan.checkpoint} was made with"
+            _refuse(findings, plan, f"{outline.section}.tokenizer_path", what, "Name that tokenizer again")
+        else:
+            found.append(Change("vocabulary of the tokenizer", was["tokenizer"], inputs["tokenizer"]))
+    code, now = was["code"], inputs["code"]
+    found += [
+        Change(f"code of {name}", code[name], now[name]) for name in now if code.get(name, now[name]) != now[name]
+    ]
+    findings.changes += map(str, found)
+    since = f"step {plan.state['step']}" if plan.continues else f"{plan.checkpoint}"
+    findings.changed = f"changed since {since} was saved"
+
+
+def _refuse(findings: Findings, plan: FolderPlan, key: str, what: str, hint: str) -> None:
+    findings.problem(
+        key,
+        f"{what}: the steps after {plan.state['step']} would be those of another run.",
+        f"{hint}; or begin another run with the model of this one, in a trainer.default_local_dir of its own: "
+        f"trainer.resume_mode=resume_path with trainer.resume_from_path={plan.checkpoint}.",
+    )
+
+
+def _look_at_learners(findings: Findings, outline: Outline, plan: FolderPlan, key: str) -> None:
+    """Refuse a checkpoint that lacks a model that learns here, and in its own run one that has a further one."""
+    saved = set(plan.state["ranks"])
+    needed = {role for role in outline.models if outline.section == "model" or role not in _FROZEN}
+    for role in sorted(needed - saved):
+        what = f"leads to {plan.checkpoint}, which has {_listed(saved)} and no {role}."
+        findings.problem(key, what, _ESTIMATOR if role == "critic" else "Name a checkpoint of such a run.")
+    for role in sorted(saved - needed) if plan.continues else ():
+        what = f"leads to {plan.checkpoint}, which has a {role} that learns; this run has none."
+        findings.problem(key, what, _ESTIMATOR)
+
+
+def _listed(names: set[str]) -> str:
+    return " and ".join(sorted(names))
+
+
+def _resolved(config: RunConfiguration) -> RunConfiguration:
+    """Return the configuration with its dtypes, as a checkpoint has them; with `auto` if a cluster will decide."""
+    device = config.trainer.device
+    if device == "auto":
+        if joins_a_cluster(config.trainer):
+            return config
+        device = "cuda" if gpus_here() else "cpu"
+    return with_dtypes(config, device)
+
+
+def _changed_models(outline: Outline, was: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, NamedModel]:
+    """Return the models that are other ones now; a role that one of the runs lacks is none."""
+    saved, present = was["models"], inputs["models"]
+    return {
+        role: model
+        for role, model in outline.models.items()
+        if role in saved and role in present and saved[role] != present[role]
+    }
