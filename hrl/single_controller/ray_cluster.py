@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import psutil
 import ray
+from ray._common.network_utils import get_localhost_ip
 from ray._common.utils import get_system_memory
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray._private.utils import get_shared_memory_bytes
 
 from hrl.processes.child_environment import changed_environment
@@ -19,6 +23,7 @@ from hrl.processes.lifetime import guarded_processes
 from hrl.single_controller.worker_errors import PlacementError
 
 _PROBE_S = 10.0
+_LOOPBACK = "127.0.0.1"
 _SHARED_MEMORY_SHARE = 0.95  # of the free shared memory; Ray's own limit
 
 _SYSTEM_CONFIG = {
@@ -64,8 +69,8 @@ def ray_cluster(
 ) -> Iterator[None]:
     """Connect this process to a Ray cluster for the duration of a `with` block.
 
-    A cluster started here consists of this machine only: it listens on loopback, has no dashboard, sends no usage
-    statistics, and its processes end with this one, however it ends.
+    A cluster started here consists of this machine only: it and the libraries in its processes listen on loopback, it
+    has neither dashboard nor autoscaler, calls nobody, and its processes end with this one, however it ends.
 
     Args:
         address: `local` starts a cluster; anything else joins one (`auto`, or its address).
@@ -76,7 +81,7 @@ def ray_cluster(
         ray_kwargs: Further arguments of `ray.init`.
 
     Raises:
-        PlacementError: No cluster answers at the address.
+        PlacementError: No cluster answers at the address, or this machine has no loopback to listen on.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; avoids its warning
@@ -87,8 +92,10 @@ def ray_cluster(
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
         settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
-    with reaching(address), _on_loopback(alone=address == "local"), changed_environment(inherited):
-        ray.init(address=address, **(settings | ray_kwargs))
+    settings |= ray_kwargs
+    bare = _bare(with_dashboard=settings["include_dashboard"]) if address == "local" else nullcontext()
+    with reaching(address), bare, changed_environment(inherited):
+        ray.init(address=address, **settings)
     try:
         if address == "local":
             # Everything that Ray starts ends with this process, except for the raylet's agents: after a SIGKILL they
@@ -126,23 +133,82 @@ def reaching(address: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _on_loopback(*, alone: bool) -> Iterator[None]:
-    """Make a Ray started within the block use 127.0.0.1 as this machine's address, if `alone`.
+def _bare(*, with_dashboard: bool) -> Iterator[None]:
+    """Make a Ray started within the block one that nobody else reaches, and that calls nobody.
 
-    Its servers then listen only there.
+    Args:
+        with_dashboard: Whether the user wants Ray's dashboard, which does call out.
+
+    Raises:
+        PlacementError: This machine has no loopback, or its name `localhost` is not one.
     """
+    with _on_loopback(), _without(["start_monitor"] if with_dashboard else ["start_monitor", "start_api_server"]):
+        yield
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Make a Ray started within the block use 127.0.0.1 as this machine's address.
+
+    Its servers then listen only there, and so do torch, NCCL and vLLM in the processes that it starts.
+    """
+    interface = _loopback_interface()
     # Ray does this by itself where it can't form clusters, but has no argument for it: `_node_ip_address=127.0.0.1` is
     # resolved to the machine's own address.
-    if not alone:
-        yield
-        return
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
+    settings = {
         # Read by the processes that Ray starts; this one uses the constant.
-        with changed_environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+        # Left to themselves, they listen on the address that the machine's name has, or on that of a route elsewhere.
+        # What a user set for runs on several machines is of no use here.
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "VLLM_HOST_IP": _LOOPBACK,
+    }
+    try:
+        with changed_environment(settings):
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _loopback_interface() -> str:
+    if not ipaddress.ip_address(own := get_localhost_ip()).is_loopback:
+        raise PlacementError(
+            f"this machine's `localhost` is {own}, which other machines can reach, and a Ray of this run's own listens "
+            "there: write `127.0.0.1 localhost` into /etc/hosts"
+        )
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == _LOOPBACK for entry in addresses):
+            return name
+    raise PlacementError(
+        "no interface of this machine has the address 127.0.0.1, on which the processes of a run talk: bring it up "
+        "(`ip link set lo up`)"
+    )
+
+
+@contextmanager
+def _without(services: Sequence[str]) -> Iterator[None]:
+    """Leave services out of a Ray started within the block that nobody uses, and that listen or call out.
+
+    The autoscaler's monitor serves its metrics to whoever asks. The dashboard's process, which Ray starts without a
+    dashboard, too, asks the metadata servers of clouds where it runs, for usage statistics that nobody sends.
+
+    Args:
+        services: Names of the methods of Ray's node that start them.
+    """
+
+    def leave_out(node: Node, **_: Any) -> None:
+        node._webui_url = ""
+
+    methods = {name: getattr(Node, name) for name in services}
+    for name in services:
+        setattr(Node, name, leave_out)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
 
 
 def _raylet_pid() -> int:

@@ -138,8 +138,7 @@ def join_world(runtime: Runtime) -> torch.device:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        meet = serve_store if rank == 0 else connect_store
-        store = meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), runtime.collective_timeout_s)
+        store = _meet(rank, world_size, runtime.collective_timeout_s)
         if world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):  # on several nodes
             listen_towards(os.environ["MASTER_ADDR"])
         dist.init_process_group(
@@ -153,6 +152,14 @@ def join_world(runtime: Runtime) -> torch.device:
         seed_everything(runtime.seed + dist.get_rank())
         logger.info("rank %d of %d joined on %s", dist.get_rank(), dist.get_world_size(), device)
     return device
+
+
+def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Return the store where the ranks of a group find each other."""
+    if world_size == 1:  # nobody else comes
+        return dist.HashStore()
+    meet = serve_store if rank == 0 else connect_store
+    return meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
 
 
 def seed_everything(seed: int) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.runs.own_network import why_not
 from tests.runs.runner import Runner
 
 
 @pytest.fixture(scope="session")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """Runs on a random two-layer Llama with the tokenizer of the bundled model, and a random classifier over it."""
-    return Runner.of_random_models(tmp_path_factory.mktemp("models"))
+    """Runs on a random two-layer Llama with the tokenizer of the bundled model, and a random classifier over it.
+
+    Each is in a network of its own where that can be had, and sends nothing out of it.
+    """
+    return Runner.of_random_models(tmp_path_factory.mktemp("models"), is_enclosed=why_not() is None)

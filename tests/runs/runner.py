@@ -6,9 +6,11 @@ import contextlib
 import ipaddress
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.runs.own_network import in_own_network, report_of
 
 RUN_TIMEOUT_S = 400.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,18 +47,21 @@ class FinishedRun:
 class Runner:
     """Starts ``python -m hrl.trainer.main_ppo`` and checks that nothing of it stays."""
 
-    def __init__(self, model: Path, reward_model: Path, reward: Path) -> None:
+    def __init__(self, model: Path, reward_model: Path, reward: Path, *, is_enclosed: bool = False) -> None:
         self.model = model
         self.reward_model = reward_model
         self.reward = reward
         self._shared_memory: set[str] = set()
+        self._is_enclosed = is_enclosed
+        self._network: Path | None = None
 
     @classmethod
-    def of_random_models(cls, folder: Path) -> Runner:
+    def of_random_models(cls, folder: Path, *, is_enclosed: bool = False) -> Runner:
         """Runs on a random two-layer Llama with the tokenizer of the bundled model, and a random classifier over it.
 
         Args:
             folder: Where they are written.
+            is_enclosed: Whether each run is in a network of its own, out of which it must not send anything.
         """
         import torch
         from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -84,7 +91,7 @@ class Runner:
         reward = folder / "spread.py"
         signature = "data_source, solution_str, ground_truth, extra_info=None"
         reward.write_text(f"def compute_score({signature}):\n    return len(set(solution_str)) / 10\n")
-        return cls(folder / "policy", folder / "reward", reward)
+        return cls(folder / "policy", folder / "reward", reward, is_enclosed=is_enclosed)
 
     @property
     def with_reward_model(self) -> tuple[str, ...]:
@@ -112,7 +119,8 @@ class Runner:
     def launch(self, *arguments: str) -> subprocess.Popen[str]:
         """Python with these arguments; `finish` compares with the shared memory that is there now."""
         self._shared_memory = set(os.listdir("/dev/shm"))
-        return launch(*arguments)
+        self._network = Path(tempfile.mkdtemp(prefix="network-"), "report.json") if self._is_enclosed else None
+        return launch(*arguments, network=self._network)
 
     def start(self, folder: Path, *overrides: str) -> subprocess.Popen[str]:
         one_thread = "trainer.cpu_threads_per_worker=1"  # enough for this model; its processes share two cores
@@ -128,7 +136,7 @@ class Runner:
         return process
 
     def finish(self, process: subprocess.Popen[str], folder: Path, timeout_s: float = RUN_TIMEOUT_S) -> FinishedRun:
-        """Waits for the run and asserts that it listened on loopback alone and that nothing of it outlives it."""
+        """Waits for the run and asserts that it listened on loopback alone, sent nothing and left nothing running."""
         family: dict[int, psutil.Process] = {}
         reachable: set[str] = set()
         deadline = time.monotonic() + timeout_s
@@ -143,6 +151,11 @@ class Runner:
         output, _ = process.communicate()
         left = psutil.wait_procs(list(family.values()), timeout=15)[1]
         left_in_memory = self._left_in_memory(patience_s=15)
+        if self._network is not None:
+            seen = report_of(self._network)
+            shutil.rmtree(self._network.parent)
+            assert not seen.sent, f"called out: {seen.sent}"
+            reachable |= set(seen.listening)
         assert not left_in_memory, f"shared memory was left: {sorted(left_in_memory)}"
         assert not reachable, f"listened beyond loopback: {sorted(reachable)}"
         assert not left, f"left running: {[child.as_dict(['pid', 'name', 'cmdline']) for child in left]}"
@@ -163,10 +176,15 @@ class Runner:
         return run
 
 
-def launch(*arguments: str) -> subprocess.Popen[str]:
-    """Python with these arguments, at the repository's root."""
+def launch(*arguments: str, network: Path | None = None) -> subprocess.Popen[str]:
+    """Python with these arguments, at the repository's root.
+
+    Args:
+        network: Where a report is written, if it is to run in a network of its own; see `in_own_network`.
+    """
+    command = [sys.executable, *arguments]
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        command if network is None else in_own_network(network, command),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

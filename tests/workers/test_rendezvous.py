@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
 
-from hrl.workers.rendezvous import address_towards, connect_store, listen_towards, serve_store
+from hrl.workers.rendezvous import _name_services, address_towards, connect_store, listen_towards, serve_store
+from tests.runs.own_network import in_own_network, report_of, why_not
+
+MEETS = """
+import socket
+from hrl.workers.rendezvous import connect_store, serve_store
+store = serve_store("127.0.0.1", 0, 10)
+connect_store("127.0.0.1", store.port, 10)
+try:
+    socket.getaddrinfo("hub.example", 443)
+except OSError:
+    pass
+"""
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
@@ -35,3 +49,28 @@ def test_a_reserved_port_can_be_listened_on_by_who_reserved_it():
         assert store.port == port
         store.set("who", "rank 0")
         assert connect_store("127.0.0.1", port, 5.0).get("who") == b"rank 0"
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_to_meet_on_loopback_asks_no_name_server_and_names_are_looked_up_as_before_afterwards(tmp_path):
+    command = in_own_network(tmp_path / "report.json", [sys.executable, "-c", MEETS])
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    seen = report_of(tmp_path / "report.json")
+    assert seen.sent == ["dns hub.example"]
+    assert not seen.listening
+
+
+@pytest.mark.parametrize(
+    ("text", "services"),
+    [
+        ("passwd: files\n hosts:  files mdns4 [NOTFOUND=return] dns # ours\n", "files mdns4 [NOTFOUND=return] dns"),
+        ("# hosts: nis\n", "dns [!UNAVAIL=return] files"),
+        (None, "dns [!UNAVAIL=return] files"),
+    ],
+)
+def test_where_names_are_looked_up_is_read_as_glibc_does(text, services, tmp_path, monkeypatch):
+    file = tmp_path / "nsswitch.conf"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr("hrl.workers.rendezvous._NAME_SERVICES", file)
+    assert _name_services() == services
