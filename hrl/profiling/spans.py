@@ -15,6 +15,7 @@ from torch.profiler import record_function
 PHASE = "phase: "
 #: The range around an optimizer step, whose operators are all counted as the optimizer's.
 OPTIMIZER = "optimizer step"
+CHECKSUM = "checksum"
 
 _NOTHING = nullcontext()
 _mark: Callable[[str], AbstractContextManager[object]] | None = None

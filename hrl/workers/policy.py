@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from hrl.models.loading import ModelSource
     from hrl.workers.requests import AnyPolicyUpdate
 
-NAMES = UpdateNames("actor", "actor/grad_norm", "actor/lr", "actor/skipped_steps", "perf/mfu/actor")
+NAMES = UpdateNames(
+    "actor", "actor/grad_norm", "actor/lr", "actor/skipped_steps", "actor/weights_checksum", "perf/mfu/actor"
+)
 
 
 class Policy:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
     from hrl.models.loading import ModelSource
 
-NAMES = UpdateNames("critic", "critic/grad_norm", "critic/lr", "critic/skipped_steps", "perf/mfu/critic")
+NAMES = UpdateNames(
+    "critic", "critic/grad_norm", "critic/lr", "critic/skipped_steps", "critic/weights_checksum", "perf/mfu/critic"
+)
 
 
 class ValueModel:

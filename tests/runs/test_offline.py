@@ -29,6 +29,7 @@ EVERY_STEP = {
     "train/lr",
     "train/tokens",
     "train/skipped_steps",
+    "train/weights_checksum",
     "response_length/mean",
     "timing_s/update",
     "timing_s/step",

@@ -55,10 +55,16 @@ class StateToSave:
         contents: Any of `model`, `optimizer` (moments and their step counts), `extra` (position in the learning rate's
             schedule, the global generators of Python, numpy and torch); other names are ignored.
         kept: Host memory for `Snapshot`.
+        checksum: Of the weights of the whole model, see `hrl.workers.engine.checksum`.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, contents: Collection[str], kept: dict[str, Tensor]
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        contents: Collection[str],
+        kept: dict[str, Tensor],
+        checksum: int,
     ) -> None:
         tensors = _tensors(module, optimizer, contents)
         self._rank = dist.get_rank()
@@ -73,6 +79,8 @@ class StateToSave:
             "schedule_steps": optimizer.steps_taken,
             "moment_steps": optimizer.moment_steps,
             "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+            "weights_checksum": checksum,
+            "weights_dtypes": _dtypes_of(module),
         }
 
     def write(self, folder: Path) -> Iterator[Written]:
@@ -149,10 +157,17 @@ def _header(shards: Mapping[str, _Shard]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> None:
+def _dtypes_of(module: nn.Module) -> list[str]:
+    return sorted({str(parameter.dtype) for parameter in module.parameters()})
+
+
+def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> int | None:
     """Load what `StateToSave` wrote, on any number of ranks; names and shapes must be the same.
 
     The generators are restored if the number of ranks is the same; otherwise they are left alone, which is logged.
+
+    Returns:
+        The checksum that the weights must have now; None for a checkpoint without one, or of another dtype.
 
     Raises:
         FileNotFoundError: There is no checkpoint in `folder`.
@@ -188,6 +203,13 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
                 dist.get_world_size(),
             )
     dist.barrier()
+    if "model" not in wanted:
+        return None
+    if state.get("weights_dtypes") != _dtypes_of(module):
+        logger.warning("%s: the weights are not compared with a checksum: there is none of this dtype", folder)
+        return None
+    checksum: int = state["weights_checksum"]
+    return checksum
 
 
 def _moment_steps(folder: Path, state: dict[str, Any], optimizer: Optimizer) -> dict[str, int]:

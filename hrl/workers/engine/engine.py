@@ -24,12 +24,13 @@ from hrl.models.flops import ModelFlops, peak_flops
 from hrl.models.loading import Loaded
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
-from hrl.profiling.spans import OPTIMIZER, span
+from hrl.profiling.spans import CHECKSUM, OPTIMIZER, span
 from hrl.workers.engine.background import BackgroundWriter
 from hrl.workers.engine.casts import keeps_cast_parameters
 from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, load_state, record_of
+from hrl.workers.engine.checksum import Checksums, WeightsDifferError, first_elements, whole_checksum
 from hrl.workers.engine.host_memory import HostCopies, local
-from hrl.workers.engine.nonfinite import SkippedStep, skip
+from hrl.workers.engine.nonfinite import SkippedStep, check_state, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 from hrl.workers.engine.sharding import build_mesh, build_sharded
 from hrl.workers.engine.snapshot import Snapshot
@@ -51,6 +52,7 @@ class UpdateNames:
         grad_norm: Mean norm of the gradients of the steps that were applied.
         lr: The rate of the last step.
         skipped_steps: Steps that were not finite.
+        weights_checksum: Of all weights after the update.
         mfu: Share of the device's peak that forward and backward passes reached.
     """
 
@@ -58,11 +60,14 @@ class UpdateNames:
     grad_norm: str
     lr: str
     skipped_steps: str
+    weights_checksum: str
     mfu: str
 
 
 #: Of updates on a data set, or on pairs of samples.
-FROM_DATA = UpdateNames("train", "train/grad_norm", "train/lr", "train/skipped_steps", "perf/mfu/train")
+FROM_DATA = UpdateNames(
+    "train", "train/grad_norm", "train/lr", "train/skipped_steps", "train/weights_checksum", "perf/mfu/train"
+)
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,8 @@ class Engine:
         self.host_copies = HostCopies(self.module, device) if movable and fsdp.param_offload else None
         self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
         self._is_changed = False
+        self._begins = {} if training is None else first_elements(self.module)
+        self._checksums: Checksums | None = None  # of the weights as the last update left them
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
         self._snapshot_memory: dict[str, Tensor] = {}
@@ -283,11 +290,13 @@ class Engine:
 
         reports = []
         with self.resident():
+            self._check_unchanged()
             for index, mini_batch in enumerate(plan.mini_batches):
                 report = self.step(mini_batch, partial(share_of, mini_batch))
                 reports.append(report)
                 if not report.applied:
                     self._skip(report, names.update, index, batch, request, meter)
+            checksum = self._after_update(f"update {names.update} of step {request.step}")
         elapsed_s = time.perf_counter() - start
         metrics = meter.metrics()
         applied = [report for report in reports if report.applied]
@@ -296,6 +305,7 @@ class Engine:
             metrics[names.lr] = Metric.last(reports[-1].lr)
         # Every rank skips the same steps; each reports its part of the sum.
         metrics[names.skipped_steps] = Metric.total((len(reports) - len(applied)) / meter.world_size)
+        metrics[names.weights_checksum] = Metric.last(checksum)
         peak = peak_flops(self.device)
         if peak is not None and num_flops > 0:
             metrics[names.mfu] = Metric.mean(num_flops / elapsed_s / peak, 1.0)
@@ -327,6 +337,7 @@ class Engine:
         with span(OPTIMIZER):
             report = optimizer.step(total, fill_missing=last < 0)
         self._is_changed |= report.applied
+        self._checksums = None
         return report if report.applied else replace(report, losses=tuple(map(float, losses)))
 
     @property
@@ -351,6 +362,35 @@ class Engine:
             weights=names_of_nonfinite(weights),
         )
         skip(skipped, training.run_folder)
+
+    def weights_checksum(self) -> int:
+        """Return a checksum of the whole model, the same on any number of ranks; every rank calls it.
+
+        From now on the weights have to stay as they are until the next update.
+
+        Raises:
+            WeightsDifferError: Ranks that hold copies of the same weights have different ones.
+        """
+        self._checksums = Checksums.of(self.module, self._begins)
+        return whole_checksum(self._checksums, self.mesh)
+
+    def _after_update(self, what: str) -> int:
+        """Look at weights and moments, and return the checksum of the weights."""
+        with span(CHECKSUM):
+            check_state(self.module, self._trained[0], what)
+            return self.weights_checksum()
+
+    def _check_unchanged(self) -> None:
+        """Refuse weights that are not those that the last update, or the checkpoint, left."""
+        if self._checksums is None:
+            return
+        changed = self._checksums.differ(Checksums.of(self.module, self._begins))
+        if changed:
+            raise WeightsDifferError(
+                f"weights of rank {dist.get_rank()} changed outside of an update: {len(changed)} parameter(s), first "
+                f"{changed[0]}. Memory of this machine is faulty, or something else wrote to it. Nothing was saved "
+                "since; the same command continues from the newest checkpoint, better on another machine"
+            )
 
     def _keep_gathered(self, keep: bool) -> None:
         """Let the cast parameters stay until the weights change, where that is configured."""
@@ -402,7 +442,9 @@ class Engine:
         Returns:
             The file that will be there when this rank's part is on disk, see `write_record`.
         """
-        state = StateToSave(self.module, self._trained[0], contents or CONTENTS, self._snapshot_memory)
+        self._check_unchanged()
+        checksum = self.weights_checksum()
+        state = StateToSave(self.module, self._trained[0], contents or CONTENTS, self._snapshot_memory, checksum)
         self._snapshot = state.snapshot
         record = record_of(folder)
         self._writer.begin(partial(state.write, folder), record)
@@ -419,10 +461,21 @@ class Engine:
         dist.barrier()
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
-        """Load what `save` wrote, on any number of ranks; every rank calls it."""
+        """Load what `save` wrote, on any number of ranks; every rank calls it.
+
+        Raises:
+            WeightsDifferError: The weights are not those that were saved.
+        """
         self.finish_save()
-        load_state(folder, self.module, self._trained[0], contents or CONTENTS)
+        saved = load_state(folder, self.module, self._trained[0], contents or CONTENTS)
         self._is_changed = True
+        checksum = self.weights_checksum()
+        if saved not in (None, checksum):
+            raise WeightsDifferError(
+                f"the weights loaded from {folder} have the checksum {checksum}, those that were saved {saved}: the "
+                "files, or memory of this machine, are damaged. Continue from an older checkpoint "
+                "(trainer.resume_mode=resume_path trainer.resume_from_path=…/checkpoints/step_N), or on another machine"
+            )
 
     def begin_export(self, folder: Path, record: Path | None = None) -> None:
         """Have a folder that transformers and vLLM load written in the background, in the dtype of the folder loaded.

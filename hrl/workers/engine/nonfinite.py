@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from pydantic_core import to_json
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from hrl.batching.plan import MiniBatchPlan
 from hrl.errors import HrlError
-from hrl.workers.engine.optim import StepReport, names_of_nonfinite
+from hrl.workers.engine.checksum import of_all_ranks
+from hrl.workers.engine.host_memory import local
+from hrl.workers.engine.optim import MOMENTS, Optimizer, StepReport, names_of_nonfinite
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
@@ -47,6 +49,10 @@ _IMPLIED = ("attention_mask", "input_ids", "position_ids")
 
 class NonFiniteStepError(HrlError, RuntimeError):
     """Several optimizer steps in a row had a loss or gradient that is not a finite number."""
+
+
+class NonFiniteWeightsError(NonFiniteStepError):
+    """Weights or moments are no finite numbers, so nothing that comes after is any good."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,44 @@ def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
             f"{skipped.update}, gradient norm {report.grad_norm}): lower the learning rate, or look at the batch's "
             f"rewards and log-probs{where}"
         )
+
+
+@torch.no_grad()
+def check_state(module: nn.Module, optimizer: Optimizer, after: str) -> None:
+    """Refuse weights and moments that are not finite: the steps to come could not mend them.
+
+    Every rank calls it. Moments in host memory are left out: a GPU's host would read them for longer than a step takes.
+
+    Args:
+        module: The sharded module.
+        optimizer: Of its parameters.
+        after: What was done last, for the message.
+
+    Raises:
+        NonFiniteWeightsError: Names ranks, weights and moments.
+    """
+    tensors = {f"weight {name}": local(parameter.detach()) for name, parameter in module.named_parameters()}
+    if not optimizer.adamw.offload:
+        for parameter, name in optimizer.names.items():
+            tensors |= {f"{moment} of {name}": local(optimizer.adamw.state[parameter][moment]) for moment in MOMENTS}
+    # A norm is read as fast as memory is. It may overflow where all numbers are finite: then they are looked at.
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm([*tensors.values()])])
+    if not any(of_all_ranks(norms.isfinite().logical_not().sum())):
+        return
+    broken = set(names_of_nonfinite(tensors))
+    flags = of_all_ranks(torch.tensor([name in broken for name in tensors], dtype=torch.int64, device=norms.device))
+    found = [[name for name, flag in zip(tensors, mine, strict=True) if flag] for mine in flags]
+    if any(found):
+        where = "; ".join(f"rank {rank}: {_some(names)}" for rank, names in enumerate(found) if names)
+        raise NonFiniteWeightsError(
+            f"after {after} the model's state is not finite ({where}). Nothing of it is saved or sampled from; the "
+            "same command continues from the newest checkpoint. If it happens again at the same step, lower the "
+            "learning rate; if not, memory of a machine is faulty"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def dump(skipped: SkippedStep, folder: Path) -> Path | None:

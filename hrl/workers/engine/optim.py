@@ -249,7 +249,7 @@ class AdamW:
         self.steps = dict.fromkeys(names, 0)
         self.state = {parameter: {moment: self._zeros_like(parameter) for moment in MOMENTS} for parameter in names}
         self._coming, self._going = Lane(device), Lane(device)
-        self._first = {parameter: _first_element(parameter) for parameter in names if parameter.dtype == torch.bfloat16}
+        self._first = {parameter: first_element(parameter) for parameter in names if parameter.dtype == torch.bfloat16}
 
     def _zeros_like(self, parameter: nn.Parameter) -> Tensor:
         if self.offload:
@@ -379,7 +379,7 @@ class AdamW:
             yield bucket
 
 
-def _first_element(parameter: nn.Parameter) -> int:
+def first_element(parameter: nn.Parameter) -> int:
     """Return where this rank's shard begins in the flattened whole parameter; shards are runs of rows."""
     if not isinstance(parameter, DTensor):
         return 0

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
+from hrl.workers.engine.checksum import WeightsDifferError
 from hrl.workers.engine.host_memory import HostCopies
 from hrl.workers.engine.optim import AdamW, StepReport
 from tests.models.tiny import (
@@ -25,6 +26,14 @@ from tests.models.tiny import (
 from tests.workers.asked import Actor, Critic
 
 CPU = torch.device("cpu")
+CHECKED_DTYPES = ("float32", "bfloat16", "float64")
+
+
+def flip(module: torch.nn.Module, name: str, bit: int) -> None:
+    """Flip a bit of the first element of this rank's part of a parameter."""
+    parameter = module.get_parameter(name).detach()
+    shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    shard.view(-1)[:1].view(torch.uint8)[bit // 8] ^= 1 << bit % 8
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,6 +166,21 @@ def rounded_weights(rank: int) -> torch.Tensor:
     return full(weight.detach())
 
 
+def checksums(rank: int, path: Path) -> dict[str, Any]:
+    """The checksum of shards, of bfloat16 shards and of replicas; and what is said when rank 1's replica changes."""
+    found: dict[str, Any] = {dtype: policy_of(path, dtype).engine.weights_checksum() for dtype in CHECKED_DTYPES}
+    model = model_config(path)
+    replicas = Actor(model, actor_config(), fsdp_config("float32", fsdp_size=1), device=CPU, total_steps=10)
+    found["replicas"] = replicas.engine.weights_checksum()
+    if rank == 1:
+        flip(replicas.engine.module, "model.model.norm.weight", bit=22)
+    try:
+        replicas.engine.weights_checksum()
+    except WeightsDifferError as error:
+        found["error"] = str(error)
+    return found
+
+
 def everything_on_two_ranks(
     rank: int, path: Path, mixture: Path, gemma3: Path, untied: Path, single: Path, double: Path
 ) -> dict[str, Any]:
@@ -177,6 +201,7 @@ def everything_on_two_ranks(
         "from_one_rank": load_and_train(rank, path, single, 2),
         "offloading_changes_nothing": offloading_changes_nothing(rank, path, double.with_name("moved")),
         "rounded": rounded_weights(rank),
+        "checksums": checksums(rank, path),
         "untied": one_sided_gradients(rank, untied, 2),
         "frozen": sorted(policy_of(gemma3, "float32").engine.frozen_names()),
     }

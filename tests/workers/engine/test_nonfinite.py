@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from hrl.workers.engine import nonfinite
-from hrl.workers.engine.nonfinite import NonFiniteStepError, unpadded
+from hrl.workers.engine.nonfinite import NonFiniteStepError, NonFiniteWeightsError, unpadded
 from tests.models.tiny import (
     PROMPT_WIDTH,
     actor_config,
@@ -102,7 +102,8 @@ def test_weights_that_are_not_finite_are_named(llama, tmp_path):
     policy, batch = policy_in(tmp_path, llama), make_batch()
     with torch.no_grad():
         policy.engine.module.get_parameter("model.model.norm.weight").to_local()[0] = float("inf")
-    policy.learn(batch, plan_rows(batch, 1, 1).ranks[0])
+    with pytest.raises(NonFiniteWeightsError, match="rank 0: weight model.model.norm.weight"):
+        policy.learn(batch, plan_rows(batch, 1, 1).ranks[0])
     (record,) = (tmp_path / "nonfinite").glob("*.json")
     assert read_strictly(record)["not_finite"]["weights"] == ["model.model.norm.weight"]
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.tiny import run_ranks, save_gemma3, save_llama, save_mixture, world_of_one
 from tests.workers.engine.ranks import (
+    CHECKED_DTYPES,
     everything_on_two_ranks,
     load_and_train,
     one_sided_gradients,
@@ -183,3 +184,19 @@ def test_contents_that_were_not_saved_are_refused(folders, tmp_path):
     with pytest.raises(ValueError, match=r"holds \['model'\], but .*optimizer"):
         policy.engine.load(tmp_path / "weights")
     policy.engine.load(tmp_path / "weights", ["model"])
+
+
+def test_the_checksum_of_weights_is_that_of_one_rank(folders, two):
+    alone = {dtype: policy_of(folders["model"], dtype).engine.weights_checksum() for dtype in CHECKED_DTYPES}
+    for rank in two:
+        assert {dtype: rank["checksums"][dtype] for dtype in CHECKED_DTYPES} == alone
+        assert rank["checksums"]["replicas"] == alone["float32"]
+
+
+def test_ranks_with_different_copies_of_a_weight_are_named(two):
+    for rank in two:
+        said = rank["checksums"]["error"]
+        assert (
+            said.startswith("ranks 0, 1 have different copies of weights")
+            and "1 parameter(s), first model.model.norm" in said
+        )
