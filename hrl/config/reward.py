@@ -115,7 +115,7 @@ class CustomRewardFunctionConfig(Section):
     """Name of the function in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of every call. `api_key: "env:NAME"` passes the value of the environment variable NAME, which
-    is then also set in the function's process; other variables that look like secrets are not passed to it."""
+    is then also set in the function's process."""
 
 
 class RewardBackboneConfig(Section):
@@ -180,6 +180,10 @@ class RewardConfig(Section):
     memory_limit_gib: PositiveFloat | None = 8.0
     """Address space of one such process in GiB; a function that uses more fails without affecting others. null sets no
     limit, which a function on a GPU needs."""
+    env: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(=.*)?$")]] = Field(default_factory=list)
+    """Environment variables of these processes, each a NAME, whose value the run's own environment has, or NAME=value.
+    Without it they get those that libraries need (PATH, HOME, PYTHON*, CUDA*, HF_* and their like, proxies), and no
+    secret."""
     on_error: Literal["raise", "skip"] = "raise"
     """What happens when a reward function fails: stop the run (raise), or leave the sample out of training and count it
     (skip). A response that a built-in function can't read scores as a wrong answer and is counted in

@@ -21,8 +21,8 @@ from hrl.config.rollout import RolloutConfig
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
 from hrl.config.trainer import JSON_CONSOLE
 from hrl.errors import Problem, Reason
+from hrl.masking import is_secret_variable, is_written_secret
 from hrl.nearest import did_you_mean
-from hrl.processes.child_environment import is_written_secret
 
 Rule = Callable[[Any], Iterator[Problem]]
 """A rule; it takes the configuration of those kinds of run that list it."""
@@ -275,7 +275,7 @@ def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:
 
 
 def _no_secret_is_written_out(reward: RewardConfig) -> Iterator[Problem]:
-    """An argument of a function that holds a secret names the variable that has it."""
+    """An argument of a function that holds a secret names the variable that has it; so does `reward.env`."""
     arguments = [("reward.custom_reward_function.reward_kwargs", "", reward.custom_reward_function.reward_kwargs)]
     arguments += [
         ("reward.functions", f"[{position}]", entry.kwargs) for position, entry in enumerate(reward.functions or [])
@@ -285,6 +285,11 @@ def _no_secret_is_written_out(reward: RewardConfig) -> Iterator[Problem]:
             if is_written_secret(name, value):
                 what = f"{place} has {name} written out, which would be saved with the run.".lstrip()
                 yield Problem(key, what, f"Export it as an environment variable and write {name}: env:ITS_NAME.")
+    for variable in reward.env:
+        name, equals, value = variable.partition("=")
+        if equals and value and is_secret_variable(name, value):
+            what = f"has the value of {name} written out, which would be saved with the run."
+            yield Problem("reward.env", what, f"Export it, and write {name} alone.")
 
 
 def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:

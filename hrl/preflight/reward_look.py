@@ -13,6 +13,7 @@ from hrl.data.sources import GROUND_TRUTH
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.given import Given
+from hrl.processes.isolation import isolation_limit
 from hrl.reward.function import RESPONSE, RewardFunctionError
 from hrl.reward.library.catalogue import CATALOGUE
 from hrl.reward.pool import RewardPool
@@ -187,6 +188,12 @@ def _load_where_it_runs(
         spec = RewardSpec.of_config(reward, data_sources, given.reward, columns)
         with RewardPool(spec, reward.model_copy(update={"num_workers": 1})):
             pass
+        limit = isolation_limit()
+        if limit is not None and not spec.source.is_ours:
+            findings.notes.append(
+                "reward processes can read the environment and the memory of the run's other processes, secrets among "
+                f"them: {limit}"
+            )
     except (RewardFunctionError, ValueError) as error:
         why = f"Left out of the rows: {', '.join(left_out.values())}. {_AS_TEXT}." if left_out else ""
         findings.problem(key, f"can't be used: {sentence(str(error))}", why)

@@ -1,4 +1,4 @@
-"""The environment that a child process gets: the parent's without its secrets."""
+"""The environment that a child process gets: the variables that libraries need, and those that somebody names."""
 
 from __future__ import annotations
 
@@ -9,39 +9,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hrl
+from hrl.masking import is_secret_variable
 
-_SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|PRIVATE|SESSION|SIGNATURE|BEARER|WEBHOOK|JWT|APIKEY|ACCESSKEY|"
-    r"CONNECTION_?STRING|(^|_)(AUTH|KEYS?|PAT|PASS|PWD|DSN)(_|$)",
+_NEEDED = re.compile(
+    # programs, folders, language and time
+    r"HOME|USER|LOGNAME|SHELL|PATH|PWD|OLDPWD|TMPDIR|TMP|TEMP|TZ|TZDIR|LANG|LANGUAGE|LC_\w+|XDG_\w+|TERM|COLUMNS|LINES"
+    r"|COLORTERM|NO_COLOR|FORCE_COLOR|LD_LIBRARY_PATH|LD_PRELOAD|LIBRARY_PATH|CPATH|CC|CXX|VIRTUAL_ENV|CONDA_\w+|JAVA_HOME"
+    # the way out; a judge is reached through it
+    r"|(HTTPS?|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE"
+    # Python and numerical libraries
+    r"|PYTHON\w*|(OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|VECLIB|NUMEXPR|NUMBA|TBB|RAYON|MALLOC|GLIBC)_\w+"
+    r"|(CUDA|CUBLAS|NVIDIA|HIP|ROCR|ROCM|HSA|TORCH|PYTORCH|TRITON|XLA|JAX|TF_CPP)\w*"
+    r"|(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|DATASETS|SENTENCE_TRANSFORMERS|NLTK|SPACY|FASTTEXT|MPL)\w*",
     re.IGNORECASE,
 )
-_SECRET_VALUE = re.compile(
-    r"://[^/\s@]+@"  # an address with a login
-    r"|\b(?:sk|rk|pk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_"
-    r"|\bglpat-|\bxox[a-z]-|\bAKIA[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}|\beyJ[A-Za-z0-9_-]{10,}\.|-----BEGIN "
-    r"|(?:password|passwd|pwd|token|secret|apikey|api_key|accountkey|sharedaccesskey|sig)=[^\s;&]",
-    re.IGNORECASE,
-)
-_SECRET_ARGUMENT = re.compile(
-    r"(^|_)(api_?key|access_?key|private_?key|secret|passw(or)?d|passphrase|credentials?|bearer|jwt|"
-    r"(api|auth|access|hf)_?token)$",
-    re.IGNORECASE,
-)
-"""Narrower than for variables: arguments such as `max_tokens`, `stop_token` and `key` are no secrets."""
-_NOT_A_SECRET = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
+"""The variables of which libraries need some, whatever the function does."""
 
 
 def child_environment(
     environ: Mapping[str, str] | None = None, *, keep: Collection[str] = (), **changes: str
 ) -> dict[str, str]:
-    """Return the environment of a child: the parent's without whatever looks like a secret, and the parent's `hrl`.
-
-    A variable looks like a secret by its name (token, key, password, …) or by its value (an address with a login, a key
-    in one of the well-known forms).
+    """Return the environment of a child: what libraries need of the parent's, and the parent's `hrl`.
 
     Args:
         environ: The parent's environment; that of this process if None.
-        keep: Variables that are passed on even if they look like secrets.
+        keep: Further variables to pass on, even if they look like secrets.
         changes: Additional variables for the child.
     """
     source = os.environ if environ is None else environ
@@ -56,25 +48,17 @@ def child_environment(
     return kept | changes
 
 
-def is_written_secret(name: str, value: object) -> bool:
-    """Return whether an argument of a function has a secret for its value, rather than `env:NAME`.
-
-    Args:
-        name: Of the argument.
-        value: Its value; only a text can be one.
-    """
-    if not isinstance(value, str) or not value or value.startswith("env:"):
-        return False
-    return bool(_SECRET_ARGUMENT.search(name) or _SECRET_VALUE.search(value))
-
-
 def withheld_names(environ: Mapping[str, str] | None = None, *, keep: Collection[str] = ()) -> frozenset[str]:
-    """Return the variables that `child_environment` leaves out."""
+    """Return the variables that `child_environment` leaves out: what no library needs, and what looks like a secret.
+
+    A variable looks like a secret by its name (token, key, password, …) or by its value (an address with a login, a key
+    in one of the well-known forms).
+    """
     source = os.environ if environ is None else environ
     return frozenset(
         name
         for name, value in source.items()
-        if name not in _NOT_A_SECRET and name not in keep and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+        if name not in keep and (not _NEEDED.fullmatch(name) or is_secret_variable(name, value))
     )
 
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -53,6 +53,7 @@ _START_TIMEOUT_S = 60.0
 """How long a process may take to start and load the function."""
 _FAILED_STARTS_ALLOWED = 3
 _MAX_ATTEMPTS = 2
+_OF_EVERY_PROCESS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 _LONGEST_REASON = 300
 
 Status = Literal["ok", "skip", "unscorable", "error", "timeout", "crash"]
@@ -152,7 +153,8 @@ class RewardPool:
         self._output = output
         self._num_workers = reward.num_workers
         self._timeout_s = reward.timeout_s
-        self._withheld = withheld_names(keep=spec.env.values())
+        self._variables = reward.env
+        self._passed: Mapping[str, str] = {}
         self._settings = encode(
             {
                 "memory_limit_gib": reward.memory_limit_gib,
@@ -176,7 +178,8 @@ class RewardPool:
         """Start the processes and wait until one of them has loaded the function.
 
         Raises:
-            RewardFunctionError: The function can't be loaded; with the traceback of the process.
+            RewardFunctionError: The function can't be loaded, with the traceback of the process; or a variable that it
+                is to have is not set.
         """
         missing = {name: key for name, key in self._spec.env.items() if key not in os.environ}
         if missing:
@@ -186,6 +189,7 @@ class RewardPool:
                 "where the reward processes start. Export it before the run; on a cluster that runs already, before "
                 "`ray start` on the driver's node"
             )
+        self._passed = {key: os.environ[key] for key in self._spec.env.values()} | _with_values(self._variables)
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         limit_s = _START_TIMEOUT_S * (_FAILED_STARTS_ALLOWED + 1) + _LAST_WORDS_S
@@ -289,7 +293,7 @@ class RewardPool:
 
     def _launch(self) -> None:
         try:
-            popen, ours, state = _start_process(self._spec.env.values(), self._output)
+            popen, ours, state = _start_process(self._passed, self._output)
         except OSError as error:
             self._give_up(
                 f"the system gives no further process: {error}. Lower reward.num_workers, or raise the limits of "
@@ -366,11 +370,12 @@ class RewardPool:
 
     def _with_hint(self, error: str) -> str:
         """Add a hint to an error that names an environment variable withheld from the process."""
-        for name in self._withheld:
+        for name in withheld_names(keep=self._passed):
             if f"'{name}'" in error or f'"{name}"' in error:
                 return (
-                    f"{error}\n(the variable {name} looks like a secret, which reward processes get only if it is "
-                    f"named: <argument>: env:{name} in reward_kwargs, or in the entry of reward.functions)"
+                    f"{error}\n(the variable {name} is set, but reward processes get only those that libraries need "
+                    f"and those that are named: reward.env=[{name}], or <argument>: env:{name} in reward_kwargs or in "
+                    "the entry of reward.functions)"
                 )
         return error
 
@@ -452,13 +457,32 @@ class RewardPool:
         self._processes.discard(process)
 
 
+def _with_values(variables: Sequence[str]) -> dict[str, str]:
+    """Return the variables of `reward.env` with their values, those that are only named with this process's.
+
+    Raises:
+        RewardFunctionError: One of these is not set here.
+    """
+    values = {}
+    for variable in variables:
+        name, equals, value = variable.partition("=")
+        if not equals and name not in os.environ:
+            raise RewardFunctionError(
+                f"reward.env names {name}, an environment variable that is not set where the reward processes start. "
+                f"Export it before the run (on a cluster that runs already, before `ray start` on the driver's node), "
+                f"or write {name}=value"
+            )
+        values[name] = value if equals else os.environ[name]
+    return values
+
+
 def _start_process(
-    env: Collection[str], output: IO[bytes] | None
+    variables: Mapping[str, str], output: IO[bytes] | None
 ) -> tuple[subprocess.Popen[bytes], socket.socket, SharedState]:
     """Start a process that waits for its settings; return it with the parent's end of its socket and the shared state.
 
     Args:
-        env: Environment variables to pass although they look like secrets.
+        variables: Environment variables that it gets beside those that libraries need.
         output: File that gets what the process writes; standard error if None.
 
     Raises:
@@ -471,7 +495,7 @@ def _start_process(
         on_failure.callback(os.close, shared)
         popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "hrl.reward.process", *map(str, (theirs.fileno(), shared, os.getpid()))],
-            env=child_environment(keep=env, OMP_NUM_THREADS="1", PYTHONHASHSEED="0"),
+            env=child_environment({**os.environ, **_OF_EVERY_PROCESS, **variables}, keep=variables),
             pass_fds=[theirs.fileno(), shared],
             stdin=subprocess.DEVNULL,
             stderr=output,

@@ -26,6 +26,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hrl import user_file
+from hrl.processes.isolation import isolate
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.processes.plain_data import from_plain
 from hrl.reward import function as function_file
@@ -116,6 +117,7 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
     """Load the function, then answer samples until the parent closes the connection."""
     die_with_parent(parent_pid)
     guard_process_group()  # the kernel ends this process with its parent, but not the processes it starts
+    isolate()  # after the guard, which is thus out of reach; before the user's code
     os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # killed at its end, it writes out no buffer
     state = SharedState(state_number)

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from hrl.processes.isolation import isolation_limit
 from hrl.reward.function import BuiltIn, PickledFunction, RewardFunctionError, UserFile
 from hrl.reward.pool import RewardPool, RewardRow, _Task
 from hrl.reward.spec import RewardSpec
@@ -489,7 +490,7 @@ def test_a_variable_that_is_named_reaches_the_function_and_one_that_is_kept_from
         assert score(pool, "JUDGE_API_KEY").parts == {"key": "canary-1", "same": 1.0}
         error = score(pool, "OTHER_API_KEY").error
     assert "KeyError: 'OTHER_API_KEY'" in error
-    assert "named: <argument>: env:OTHER_API_KEY in reward_kwargs" in error
+    assert "reward.env=[OTHER_API_KEY], or <argument>: env:OTHER_API_KEY in reward_kwargs" in error
     assert "canary-2" not in error
 
 
@@ -500,6 +501,103 @@ def test_a_variable_that_is_named_and_not_set_is_told_at_start(function_file, mo
     ):
         spec = RewardSpec(UserFile(function_file), {"key": "env:JUDGE_API_KEY"})
         RewardPool(spec, reward(timeout_s=1.0)).start()
+
+
+def test_a_function_gets_the_variables_that_reward_env_names_and_no_others(tmp_path, monkeypatch):
+    (tmp_path / "looks.py").write_text(
+        "import os\n"
+        "def compute_score(solution_str):\n"
+        "    return {'score': 1.0, **{name: os.environ.get(name) for name in solution_str.split()}}\n"
+    )
+    for name, value in {"CUSTOMER": "c", "MODE": "slow", "ANOTHER": "a", "MY_TOKEN": "t"}.items():
+        monkeypatch.setenv(name, value)
+    chosen = reward(timeout_s=5.0, env=["CUSTOMER", "MY_TOKEN", "MODE=fast", "OMP_NUM_THREADS=3", "EMPTY="])
+    with RewardPool(RewardSpec(UserFile(str(tmp_path / "looks.py"))), chosen) as pool:
+        parts = score(pool, "CUSTOMER MY_TOKEN MODE OMP_NUM_THREADS EMPTY PYTHONHASHSEED ANOTHER").parts
+    assert parts == {
+        "CUSTOMER": "c",
+        "MY_TOKEN": "t",
+        "MODE": "fast",
+        "OMP_NUM_THREADS": "3",
+        "EMPTY": "",
+        "PYTHONHASHSEED": "0",
+        "ANOTHER": None,
+    }
+
+
+def test_a_variable_of_reward_env_that_is_not_set_is_told_at_start(function_file, monkeypatch):
+    monkeypatch.delenv("CUSTOMER", raising=False)
+    with pytest.raises(RewardFunctionError, match=r"reward.env names CUSTOMER, .* or write CUSTOMER=value"):
+        RewardPool(RewardSpec(UserFile(function_file)), reward(env=["CUSTOMER"])).start()
+
+
+LOOKING = """
+import ctypes
+import os
+import subprocess
+
+def attempt(call):
+    try:
+        return call()
+    except OSError as error:
+        return type(error).__name__
+
+def read(path):
+    return open(path, "rb").read().decode("latin-1")
+
+def look():
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = ""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if int(pid) not in (os.getpid(), os.getppid()):
+            found += attempt(lambda: read(f"/proc/{pid}/environ"))
+    parent = os.getppid()
+    files = f"/proc/{parent}/fd"
+    return {
+        "others": float("canary-of-the-parent" in found),
+        "parent": attempt(lambda: read(f"/proc/{parent}/environ")),
+        "memory": attempt(lambda: read(f"/proc/{parent}/mem")),
+        "traced": float(libc.ptrace(16, parent, 0, 0) == 0),
+        "signal": attempt(lambda: os.kill(parent, 0)),
+        "open files": attempt(lambda: str([os.readlink(f"{files}/{number}") for number in os.listdir(files)])),
+    }
+
+def compute_score(solution_str):
+    if solution_str == "own":
+        child = subprocess.Popen(["sleep", "60"])
+        while not (environ := read(f"/proc/{child.pid}/environ")):
+            pass  # it is being started
+        child.kill()
+        return {"score": child.wait(), "own": float("PATH=" in environ)}
+    if solution_str == "child":
+        seen = subprocess.run(["cat", f"/proc/{os.getppid()}/environ"], capture_output=True, text=True)
+        return {"score": 1.0, "seen": seen.stdout, "status": seen.returncode}
+    return {"score": 1.0, **look()}
+"""
+
+
+@pytest.mark.skipif(isolation_limit() is not None, reason=f"this system can't: {isolation_limit()}")
+def test_a_function_can_neither_look_into_its_parent_or_any_other_process_nor_end_them(tmp_path, monkeypatch):
+    (tmp_path / "looking.py").write_text(LOOKING)
+    monkeypatch.setenv("PARENTS_TOKEN", "canary-of-the-parent")  # for the sleeper, whose first environment it is
+    with (
+        subprocess.Popen(["sleep", "60"]) as beside,
+        RewardPool(RewardSpec(UserFile(str(tmp_path / "looking.py"))), reward(timeout_s=20.0)) as pool,
+    ):
+        assert "canary-of-the-parent" in Path(f"/proc/{beside.pid}/environ").read_text()
+        parts = score(pool, "look").parts
+        own, child = score(pool, "own"), score(pool, "child")
+        beside.kill()
+    assert parts == {
+        "others": 0.0,
+        "parent": "PermissionError",
+        "memory": "PermissionError",
+        "traced": 0.0,
+        "signal": "PermissionError",
+        "open files": "PermissionError",
+    }
+    assert (own.score, own.parts) == (-9.0, {"own": 1.0})  # it may look into, and end, what it started itself
+    assert (child.parts["seen"], child.parts["status"]) != ("", 0)
 
 
 # ---------------------------------------------------------------------- functions given as objects

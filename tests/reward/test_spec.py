@@ -110,6 +110,18 @@ def test_a_key_that_is_written_out_is_refused_and_not_repeated():
     assert "sk-verysecret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("variable", ["MY_TOKEN=verysecret", "FEED=https://me:verysecret@feed/x"])
+def test_a_secret_that_is_written_into_reward_env_is_refused_and_not_repeated(variable):
+    with pytest.raises(ConfigError, match=r"reward.env has the value of \w+ written") as refused:
+        compose_cli([f"reward.env=['{variable}']"])
+    assert "verysecret" not in str(refused.value)
+    assert compose_cli(["reward.env=[MY_TOKEN,'MODE=fast','MY_KEY=']"]).reward.env == [
+        "MY_TOKEN",
+        "MODE=fast",
+        "MY_KEY=",
+    ]
+
+
 @pytest.mark.parametrize("given", [["numeric", verls], [verls], "numeric"])
 def test_arguments_of_a_single_function_are_refused_beside_a_list(given):
     kwargs = "reward.custom_reward_function.reward_kwargs={words: 3}"
