@@ -24,6 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hrl.config.help import run_help
+from hrl.config.limits import check_aliases, shown_key, usable
 from hrl.config.load import option_problem, validate_kind
 from hrl.config.override import literal
 from hrl.config.own_members import traits_of_estimator
@@ -43,11 +44,18 @@ _BUILT_IN = ("bundled:", "reasoning_gym:")
 _OF_ITS_ROWS = ("data.max_prompt_length", "trainer.experiment_name", _TEST_FREQ)
 """Keys whose value in the quickstart suits its rows alone."""
 _NEEDS_GRAMMAR = frozenset("[]{}'\"$,()")
+_UNREADABLE = (
+    *(HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError),
+    *(ValueError, TypeError, AttributeError, KeyError, AssertionError),
+)
+"""What hydra and OmegaConf raise for files that make no sense: they check little of what a file holds."""
 _KEY = re.compile(r"[+~]{0,2}[\w./@:$-]+", re.ASCII)
 """A key as hydra's grammar has it, which has no error for others but one of its lexer."""
 _PARSER = OverridesParser.create()
 _BESIDE_THE_PROGRAM = ("config", "./config")
 """The `--config-path` of verl's launch lines, a folder beside its programs. It is read as hrl's own folder."""
+_LONGEST_SHOWN = 200
+"""How much of a value is repeated in a message."""
 YOURS = "yours"
 """The origin of values from the command line or from the user's own YAML file."""
 
@@ -158,6 +166,10 @@ def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", nargs="?", const="job", choices=["job", "all"])
+    problems: list[Problem] = []
+    usable({shown_key(text): text for text in argv}, problems)
+    if problems:
+        raise ConfigError(problems)
     known, rest = parser.parse_known_args(list(argv))
     name = known.config_name.removesuffix(".yaml")
     own = name == config_name or any(engine in name for engine in OTHER_ENGINES)
@@ -263,7 +275,7 @@ def _compose_values(
             problems.append(override)
         elif group := _choices_of(override.key_or_group, options.folders, kind):
             choice = override.value()
-            if choice is None or choice in group:
+            if override.is_delete() or (isinstance(choice, str) and choice in group):
                 choices[override.key_or_group] = text.lstrip("+")
             else:
                 hint = did_you_mean(str(choice), group, f"Choose one of {', '.join(group)}.")
@@ -274,13 +286,17 @@ def _compose_values(
         else:
             overrides.append(override)
     asked = choices.pop(QUICKSTART, None)
-    composed = None if options.missing else _compose_files(options, list(choices.values()), problems)
+    bombs = [problem for folder in options.folders if folder != config_folder() for problem in check_aliases(folder)]
+    problems += bombs
+    readable = not options.missing and not bombs
+    composed = _compose_files(options, list(choices.values()), problems) if readable else None
     tree, files = composed or (OmegaConf.create({}), {})
     for override in overrides:
         problem = _apply_override(tree, override, kind.schema)
         problems += [problem] if problem else []
     present = kind.spellings.present_name
-    values: dict[str, Any] = dict(flatten(OmegaConf.to_container(tree, resolve=False), kind.schema))  # type: ignore[arg-type]
+    plain: Any = OmegaConf.to_container(tree, resolve=False)
+    values: dict[str, Any] = usable(dict(flatten(plain, kind.schema)), problems)
     origins = {present(key): origin for file, origin in files.items() for key in _values_of(file, kind)}
     origins |= dict.fromkeys((present(override.key_or_group) for override in overrides), YOURS)
     meant = {present(key): value for key, value in values.items()}
@@ -345,8 +361,8 @@ def _compose_files(
                 # The primary file has no place for the group: a user's own YAML without hrl's defaults list.
                 added = [overrides[0], *(f"+{choice}" for choice in choices)]
                 tree = compose(options.config_name, added, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except _UNREADABLE as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         problems.append(_composition_problem(options, "; ".join(lines[:3])))
         return None
     chosen = tree.hydra.runtime.choices
@@ -407,13 +423,28 @@ def read_override(text: str) -> Override | Problem:
     if not _KEY.fullmatch(key):
         hint = "A key is made of words with dots between them, such as trainer.seed."
         return Problem(key.lstrip("+~"), "can't be a key.", hint, reason=Reason.UNREADABLE)
+    bare = key.lstrip("+~")
     try:
         return _checked(_PARSER.parse_override(text), text)
     except HydraException as error:
-        if value and _NEEDS_GRAMMAR.isdisjoint(value):
+        first = str(error).splitlines()[0]
+    except ValueError:
+        return Problem(
+            bare, "holds a number of thousands of digits.", "Quote it if it is text.", reason=Reason.UNREADABLE
+        )
+    except RecursionError:
+        return Problem(bare, "is nested too deep to be read.", "No key holds such a value.", reason=Reason.UNREADABLE)
+    if value and _NEEDS_GRAMMAR.isdisjoint(value):
+        try:
             return _checked(_PARSER.parse_override(f'{key}="{value}"'), text)
-        what = f"can't read {value!r}: {str(error).splitlines()[0]}."
-        return Problem(key.lstrip("+~"), what, _quoting(key, value), reason=Reason.UNREADABLE)
+        except HydraException as error:
+            first = str(error).splitlines()[0]
+    what = f"can't read {_cut(value)!r}: {_cut(first)}."
+    return Problem(bare, what, _quoting(key, value), reason=Reason.UNREADABLE)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _checked(override: Override, text: str) -> Override | Problem:
@@ -438,8 +469,8 @@ def _apply_override(tree: DictConfig, override: Override, root: type[Section]) -
             _remove(tree, key)
         else:
             OmegaConf.update(tree, key, override.value(), merge=key not in leaves(root), force_add=True)
-    except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
-        return Problem(key, f"can't be set: {str(error).splitlines()[0]}.")
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return Problem(key, f"can't be set: {_cut(str(error).splitlines()[0])}.")
     return None
 
 

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from hrl.config.limits import usable
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import PPO, C, RunKind
 from hrl.config.section import Get, Section, WholeConfig, flatten, leaves, sections, unflatten
@@ -40,7 +41,10 @@ def load_kind(kind: RunKind[C], tree: DictConfig | Mapping[str, Any] | WholeConf
         ConfigError: Lists all problems at once.
     """
     plain: Any = OmegaConf.to_container(tree, resolve=True) if isinstance(tree, DictConfig) else tree
-    return validate_kind(kind, dict(flatten(plain, kind.schema)))
+    problems: list[Problem] = []
+    if isinstance(plain, Mapping):
+        plain = usable(plain, problems)
+    return validate_kind(kind, dict(flatten(plain, kind.schema)), problems)
 
 
 def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: Sequence[Problem] = ()) -> C:

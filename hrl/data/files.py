@@ -225,7 +225,7 @@ def parquet_columns(path: Path) -> list[str]:
 
     try:
         names = list(pq.read_schema(path).names)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
     _require_once(path, names)
     return names

@@ -233,9 +233,11 @@ def mapped(raw: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
 def _as_python(value: Any) -> Any:
     if isinstance(value, float):
         return None if math.isnan(value) else float(value)  # also of numpy, whose doubles are Python's
-    if type(value).__module__ == "numpy":
-        value = value.tolist()
-        return [_as_python(item) for item in value] if isinstance(value, list) else _as_python(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        plain = value.tolist()
+        if type(plain) is type(value):  # a long double, for which Python has no type
+            return value
+        return [_as_python(item) for item in plain] if isinstance(plain, list) else _as_python(plain)
     if isinstance(value, dict) and any(type(item).__module__ == "numpy" for item in value.values()):
         return {name: _as_python(item) for name, item in value.items()}
     return None if type(value).__name__ in ("NAType", "NaTType") else value  # of pandas

@@ -1,6 +1,7 @@
 """The plain data that parent and child talk in: JSON, never pickles.
 
-JSON has no tuples, and a scorer may care, so they are tagged; so are integers of more digits than Python reads back.
+JSON has no tuples, and a scorer may care, so they are tagged; so are integers of more digits than Python reads back,
+and dicts that look like a tag.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 _TUPLE = "__tuple__"
 _INTEGER = "__int__"
+_DICT = "__dict__"
+_TAGS = ({_TUPLE}, {_INTEGER}, {_DICT})
 _LARGEST_PLAIN_BITS = 10_000  # Python reads and writes integers of up to 4300 digits in decimal
 _DEEPEST = 100
 
@@ -42,9 +45,10 @@ def _to_plain(value: Any, where: str, depth: int) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise ValueError(f"{where} has the key {key!r}; only text keys can be handed to another process")
-        return {key: _to_plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # numpy scalars and arrays
-        return _to_plain(value.tolist(), where, depth + 1)
+        plain = {key: _to_plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+        return {_DICT: plain} if plain.keys() in _TAGS else plain
+    if hasattr(value, "tolist") and type(listed := value.tolist()) is not type(value):  # numpy scalars and arrays
+        return _to_plain(listed, where, depth + 1)
     raise ValueError(
         f"{where} is a {type(value).__name__}; only numbers, text, lists, tuples and dicts can go to another process"
     )
@@ -59,5 +63,7 @@ def from_plain(value: Any) -> Any:
             return tuple(from_plain(item) for item in value[_TUPLE])
         if value.keys() == {_INTEGER}:
             return int(value[_INTEGER], 16)
+        if value.keys() == {_DICT}:
+            value = value[_DICT]
         return {key: from_plain(item) for key, item in value.items()}
     return value

@@ -219,7 +219,10 @@ class RewardPool:
                 "solution_str": solution_str,
                 "ground_truth": to_plain(row.ground_truth, f"ground truth of {name}"),
                 "extra_info": to_plain(row.extra_info, f"extra_info of {name}"),
-                "columns": to_plain(row.columns, f"a column of {name}"),
+                # One by one, as the data set has checked them: together they would be nested a level deeper.
+                "columns": {
+                    column: to_plain(value, f"column {column} of {name}") for column, value in row.columns.items()
+                },
             }
         )
         task = _Task(number, name, row.data_source, frame, Future())

@@ -292,7 +292,7 @@ def _arguments(
     offered = {
         **dict.fromkeys(spec.columns),
         "answer": truth,
-        **from_plain(sample["columns"]),
+        **{name: from_plain(value) for name, value in sample["columns"].items()},
         "data_source": sample["data_source"],
         **dict.fromkeys(RESPONSE, sample["solution_str"]),
         "ground_truth": truth,

@@ -187,3 +187,9 @@ def test_a_split_beside_files_of_none_is_not_trained_on_with_them(tmp_path):
 def test_a_name_like_one_of_the_hub_below_a_folder_that_is_here_is_a_missing_file(here):
     with pytest.raises(DatasetError, match=r"folder/trian does not exist.*if there were no folder folder here"):
         list(read_rows(["folder/trian"], check))
+
+
+def test_a_number_that_python_has_no_type_for_is_a_column_that_cannot_travel():
+    (row,) = read_rows([[{"prompt": "hi", "deep": np.longdouble("1.5")}]], lambda raw: check_prompt(raw, "prompt"))
+    assert isinstance(row, PromptRow)
+    assert row.left_out == (("deep", "deep is a longdouble"),)

@@ -32,3 +32,10 @@ def test_what_is_no_plain_data_is_refused_with_its_place():
         to_plain({"a": [1, {2}]}, "ground truth")
     with pytest.raises(ValueError, match="has the key 3"):
         to_plain({3: 1})
+
+
+@pytest.mark.parametrize("name", ["__tuple__", "__int__", "__dict__"])
+@pytest.mark.parametrize("inner", [[1, 2], 3, {"__int__": "0x3"}, {"__dict__": {"__tuple__": 1}}, "0xff"], ids=repr)
+def test_a_dict_that_looks_like_a_tag_stays_a_dict(name, inner):
+    for value in ({name: inner}, [{name: (inner,)}], {"a": {name: inner}}):
+        assert from_plain(json.loads(json.dumps(to_plain(value)))) == value

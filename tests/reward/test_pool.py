@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from hrl.data.dataset import PromptRow, check_prompt
+from hrl.data.sources import read_rows
 from hrl.processes.isolation import isolation_limit
 from hrl.reward.function import BuiltIn, PickledFunction, RewardFunctionError, UserFile
 from hrl.reward.pool import RewardPool, RewardRow, _Task
@@ -694,3 +696,23 @@ def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out():
         PickledFunction.of(Judge)
     with pytest.raises(RewardFunctionError, match=r"is 'score\.py', which can't be called: .*custom_reward_function"):
         PickledFunction.of("score.py")
+
+
+def test_a_column_nested_as_deep_as_it_may_be_reaches_the_function_unchanged():
+    deep = "x"
+    for _ in range(100):
+        deep = [deep]
+    raw = {"prompt": "hi", "answer": "1", "deep": deep, "tagged": {"__tuple__": 3}}
+    (row,) = read_rows([[raw]], lambda raw: check_prompt(raw, "prompt"))
+    assert isinstance(row, PromptRow)
+
+    def judge(response, deep, tagged):
+        levels = 0
+        while isinstance(deep, list):
+            deep, levels = deep[0], levels + 1
+        return {"score": levels, "tagged": repr(tagged)}
+
+    columns = tuple(row.columns)
+    with RewardPool(RewardSpec(PickledFunction.of(judge, None, columns), {}, columns), reward(timeout_s=5.0)) as pool:
+        outcome = pool.submit(RewardRow(0, "s", "1", row.extra_info, row.columns), "x", "sample 0").result(30)
+    assert (outcome.score, outcome.parts) == (100.0, {"tagged": "{'__tuple__': 3}"}), outcome.error
