@@ -24,11 +24,14 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hrl.cluster.manifest import MANIFEST, Manifest, ManifestError
+from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, damages, describe, is_whole
 from hrl.data.order import differences
 from hrl.errors import HrlError
 from hrl.report.run_folder import DamagedFileError, next_numbered, read_object
@@ -38,11 +41,42 @@ from hrl.workers.engine.digest import FileDigest
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+#: How long a folder may take to be seen under its new name, in seconds.
+RENAME_PATIENCE_S = 5.0
+_POLL_S = 0.2
 _STEP = re.compile(r"step_(\d+)")
 
 
 class CheckpointError(HrlError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another run."""
+
+
+class DamagedCheckpoint(NamedTuple):
+    """A checkpoint that is not as it was written.
+
+    Attributes:
+        path: Its folder.
+        damages: What is wrong with it; at least one thing.
+    """
+
+    path: Path
+    damages: tuple[Damage, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged: {describe(self.damages)}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that a run resumes from.
+
+    Attributes:
+        path: Its folder; None for a fresh start.
+        damaged: Newer checkpoints that it can't resume from, the newest first.
+    """
+
+    path: Path | None
+    damaged: tuple[DamagedCheckpoint, ...] = ()
 
 
 class CheckpointStore:
@@ -58,14 +92,18 @@ class CheckpointStore:
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Return steps with a whole checkpoint, oldest first."""
+        """Return steps with a checkpoint that is whole by its files' names and sizes, oldest first."""
+        return [step for step in self._saved() if _seems_whole(self.path(step))]
+
+    def _saved(self) -> list[int]:
+        """Return steps with a folder of the final name, whatever it holds, oldest first."""
         if not self.folder.is_dir():
             return []
         named = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match, path in named if match and (path / STATE_FILE).is_file())
+        return sorted(int(match[1]) for match, path in named if match and (path.is_dir() or path.is_symlink()))
 
     def best(self) -> int | None:
-        """Return the step with the highest `score` in its state, the newest of several; None if none has a score."""
+        """Return the step with the highest `score`, the newest of several; None if none has a score."""
         scores = {step: self._score(step) for step in self.steps()}
         scored = [(score, step) for step, score in scores.items() if score is not None]
         return max(scored)[1] if scored else None
@@ -96,6 +134,8 @@ class CheckpointStore:
         """Return whether a checkpoint is this run's own; another run's is only a starting point."""
         return path.resolve().is_relative_to(self.folder.resolve())
 
+    # ------------------------------------------------------------------ writing one
+
     def temporary(self, step: int) -> Path:
         """Return the folder of a step's checkpoint as long as it is not whole."""
         return self.folder / f"tmp.step_{step}"
@@ -109,6 +149,15 @@ class CheckpointStore:
         temporary.mkdir(parents=True)
         return temporary
 
+    def discard(self, step: int) -> None:
+        """Remove what there is of a checkpoint that is not whole; nothing writes there any more.
+
+        Raises:
+            OSError: Something of it can't be removed.
+        """
+        if self.temporary(step).exists():
+            shutil.rmtree(self.temporary(step))
+
     def commit(
         self,
         step: int,
@@ -116,7 +165,10 @@ class CheckpointStore:
         durable: Mapping[Path, FileDigest | None] | None = None,
         score: float | None = None,
     ) -> Path:
-        """Write the driver's state and the manifest, make everything durable and give the folder its final name.
+        """Publish a checkpoint, see that it is there, and remove the ones that it makes superfluous.
+
+        The driver's state and the manifest are written, everything is made durable, the folder gets its final name, and
+        all of it is read back from the disk. Only then older ones go.
 
         Args:
             step: Whose checkpoint it is.
@@ -125,7 +177,8 @@ class CheckpointStore:
             score: How good the validation of the step was; None without one.
 
         Raises:
-            CheckpointError: There is a checkpoint of this step already.
+            CheckpointError: There is a checkpoint of this step already; or the file system does not show what was
+                written to it.
         """
         temporary, final = self.temporary(step), self.path(step)
         if final.exists():
@@ -139,29 +192,81 @@ class CheckpointStore:
                 make_durable(path)
         manifest.write(temporary)
         temporary.rename(final)
-        make_durable(self.folder)
+        for folder in (self.folder, self.folder.parent):  # which may be as new
+            make_durable(folder)
+        self._look_again(temporary, final)
         self._rotate(step)
         return final
+
+    def _look_again(self, temporary: Path, final: Path) -> None:
+        """Check that a checkpoint that was just published is there, and is what was written; else set it aside."""
+        deadline = time.monotonic() + RENAME_PATIENCE_S
+        while not is_renamed(temporary, final) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if not is_renamed(temporary, final):
+            raise CheckpointError(
+                f"{temporary} was renamed to {final.name} without an error, and yet {self.folder} does not show it "
+                "under that name alone, with all of its files: a save can't be trusted there. Name a folder on another "
+                "file system with trainer.default_local_dir"
+            )
+        found = damages(final, from_disk=True, gives_way=True)
+        if found:
+            aside = self._move_aside(final)
+            raise CheckpointError(
+                f"{final} is not what was written to it: read back, {describe(found)}. It is now in {aside}, and older "
+                "checkpoints stay. Look at the disk, or name a folder on another one with trainer.default_local_dir"
+            )
 
     def _rotate(self, committed: int) -> None:
         if self.keep is None:
             return
-        others, best = [step for step in self.steps() if step != committed], self.best()
+        whole = self.steps()
+        for step in sorted(set(self._saved()).difference(whole)):
+            logger.warning("%s is damaged, and is not one of the %d that are kept", self.path(step), self.keep)
+        others, best = [step for step in whole if step != committed], self.best()
         for step in others[: max(0, len(others) + 1 - self.keep)]:
             if step != best:
                 self._remove(self.path(step))
 
-    @staticmethod
-    def _remove(checkpoint: Path) -> None:
+    def _remove(self, checkpoint: Path) -> None:
+        going = self.folder / f"tmp.rotated.{checkpoint.name}"
         try:
-            (checkpoint / STATE_FILE).unlink()  # first, because a folder without it counts as torn
-            shutil.rmtree(checkpoint)
+            checkpoint.rename(going)  # first, so that it is never there in part
+            shutil.rmtree(going)
         except OSError as error:  # the one that made it superfluous is saved
             logger.warning("%s is no longer needed and can't be removed: %s", checkpoint, error)
 
+    # ------------------------------------------------------------------ what others left
+
     def interrupted(self) -> list[Path]:
-        """Return the folders that killed saves left behind; no run resumes from them."""
-        return sorted(self.folder.glob("tmp.step_*"))
+        """Return the folders that killed saves and rotations left behind; no run resumes from them."""
+        return sorted(self.folder.glob("tmp.*"))
+
+    def remove_interrupted(self) -> list[Path]:
+        """Remove what killed saves and rotations left behind, and return it; only for whoever has the run's lock."""
+        removed = []
+        for path in self.interrupted():
+            try:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            except OSError as error:  # it is in nobody's way
+                logger.warning("%s, left by an interrupted save, can't be removed: %s", path, error)
+            else:
+                removed.append(path)
+        return removed
+
+    def set_aside(self, damaged: DamagedCheckpoint) -> Path:
+        """Rename a damaged checkpoint, so that no run looks at it again, and return its new folder."""
+        return self._move_aside(damaged.path)
+
+    def _move_aside(self, path: Path) -> Path:
+        aside = self.folder / f"damaged.{path.name}"
+        number = 1
+        while aside.exists() or aside.is_symlink():
+            number += 1
+            aside = self.folder / f"damaged.{path.name}.{number}"
+        path.rename(aside)
+        make_durable(self.folder)
+        return aside
 
     def next_superseded(self) -> Path:
         """Return the folder for records of steps that a run makes again; it does not exist yet."""
@@ -177,40 +282,156 @@ class CheckpointStore:
         Returns:
             Whether there were any.
         """
-        later = [step for step in self.steps() if step > after]
+        later = [step for step in self._saved() if step > after]
         for step in later:
             aside.mkdir(parents=True, exist_ok=True)
             self.path(step).rename(aside / self.path(step).name)
         return bool(later)
 
-    def find(self, mode: str, resume_from: str | None) -> Path | None:
-        """Return the checkpoint to resume from, or `None` for a fresh start.
+    # ------------------------------------------------------------------ choosing one
+
+    def choose(self, mode: str, resume_from: str | None) -> Choice:
+        """Return the checkpoint to resume from, every file of which was read and is what its manifest says.
+
+        Nothing is changed. A folder is not read again while its files have the same names, sizes and times.
 
         Args:
-            mode: `auto` (the newest, if any; what an interrupted save left does not count), `disable` or
+            mode: `auto` (the newest that is whole; what an interrupted save left does not count), `disable` or
                 `resume_path`.
             resume_from: The folder for `resume_path`.
 
         Raises:
-            CheckpointError: The named folder is no whole checkpoint, or `auto` finds only torn ones.
+            CheckpointError: The named folder is no checkpoint, or is damaged; or `auto` finds only damaged ones.
         """
         if mode == "disable":
-            return None
+            return Choice(None)
         if mode == "resume_path":
-            path = Path(str(resume_from)).expanduser().resolve()  # workers may run in another folder than the driver
-            if not (path / STATE_FILE).is_file():
-                raise CheckpointError(
-                    f"trainer.resume_from_path={path} is no whole checkpoint: it has no {STATE_FILE}. "
-                    "Name a folder like checkpoints/step_20"
-                )
-            return path
-        steps = self.steps()
-        if not steps and any(_STEP.fullmatch(path.name) for path in self.folder.glob("step_*")):
+            return Choice(self._named(Path(str(resume_from)).expanduser().resolve()))  # a worker may run elsewhere
+        damaged: list[DamagedCheckpoint] = []
+        for step in reversed(self._saved()):
+            found = damages_of_checkpoint(self.path(step))
+            if not found:
+                return Choice(self.path(step), tuple(damaged))
+            damaged.append(DamagedCheckpoint(self.path(step), found))
+        if damaged:
             raise CheckpointError(
-                f"{self.folder} holds checkpoints, but none is whole. Remove the folder to start from scratch, "
-                "or set trainer.resume_mode=disable with another trainer.default_local_dir"
+                f"{self.folder} holds checkpoints, but none is whole: {'; '.join(map(str, damaged))}. Put a copy in "
+                "the place of one, remove the folder to start from scratch, or set trainer.resume_mode=disable with "
+                "another trainer.default_local_dir"
             )
-        return self.path(steps[-1]) if steps else None
+        return Choice(None)
+
+    def _named(self, path: Path) -> Path:
+        if not (path / STATE_FILE).is_file() and not (path / MANIFEST).is_file():
+            raise CheckpointError(
+                f"trainer.resume_from_path={path} is no whole checkpoint: it has no {STATE_FILE}. "
+                "Name a folder like checkpoints/step_20"
+            )
+        found = damages_of_checkpoint(path)
+        if found:
+            steps = CheckpointStore(path.parent).steps()
+            others = ", ".join(f"step_{step}" for step in steps if f"step_{step}" != path.name)
+            raise CheckpointError(
+                f"trainer.resume_from_path={path} is damaged: {describe(found)}. Put a copy in its place, or name "
+                f"another checkpoint; beside it lie {others or 'none'}"
+            )
+        return path
+
+
+def is_renamed(temporary: Path, final: Path) -> bool:
+    """Return whether a folder is there under its final name alone, with all that its manifest lists."""
+    return not temporary.exists() and is_whole(final)
+
+
+def damages_of_checkpoint(path: Path) -> tuple[Damage, ...]:
+    """Return what keeps a run from resuming from a checkpoint; every file of it is read, the first time.
+
+    A file that the manifest does not list does no harm where no rank looks for shards; it is logged.
+    """
+    return _damages(path, _look_of(path))
+
+
+def require_undamaged(path: Path, part: str) -> None:
+    """Refuse to use a folder of a checkpoint, such as `hf`, that is not what was written; the rest does not matter.
+
+    Raises:
+        CheckpointError: Naming the file, and what is wrong with it.
+    """
+    if not (path / MANIFEST).exists() and not _says_that_it_has_a_manifest(path):
+        return
+    found = [damage for damage in damages(path, part, STATE_FILE) if not damage.is_foreign or _is_weights(damage.file)]
+    if found:
+        raise CheckpointError(
+            f"{path} is damaged: {describe(found)}. Put a copy of the file in its place, or name another checkpoint"
+        )
+
+
+@lru_cache(maxsize=64)
+def _damages(path: Path, _: tuple[tuple[str, int, int, int], ...]) -> tuple[Damage, ...]:
+    if not (path / MANIFEST).exists() and (path / STATE_FILE).is_file() and not _says_that_it_has_a_manifest(path):
+        logger.warning(
+            "%s was saved by a version of hrl before there were manifests: the sizes of its files were compared, and "
+            "what is in them can't be",
+            path,
+        )
+        return tuple(_damages_by_records(path))
+    found = damages(path)
+    harmless = [damage for damage in found if damage.is_foreign and not _is_among_shards(damage.file)]
+    if harmless:
+        logger.warning("%s: %s; nothing reads it", path, describe(harmless))
+    return tuple(damage for damage in found if damage not in harmless)
+
+
+def _look_of(path: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Return what can be known of a folder's files without reading them."""
+    looks = ((file, file.stat()) for file in sorted(path.rglob("*")) if file.is_file())
+    return tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in looks)
+
+
+def _is_among_shards(name: str) -> bool:
+    return "/" in name and not name.startswith("hf/")
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".pt", ".pth"))
+
+
+def _seems_whole(path: Path) -> bool:
+    if (path / MANIFEST).exists():
+        return is_whole(path)
+    return (path / STATE_FILE).is_file() and not _says_that_it_has_a_manifest(path)
+
+
+def _says_that_it_has_a_manifest(path: Path) -> bool:
+    """Return whether a checkpoint is of a version of hrl that writes manifests, by what its writers left."""
+    return any(not isinstance(size, int) for _, sizes in _records(path) for size in (sizes or {}).values())
+
+
+def _damages_by_records(path: Path) -> Iterator[Damage]:
+    """Compare a checkpoint without a manifest with the sizes that its writers left in their records."""
+    try:
+        read_object(path / STATE_FILE)
+    except DamagedFileError as error:
+        yield Damage(STATE_FILE, str(error).removeprefix(f"{path / STATE_FILE} "))
+    for record, sizes in _records(path):
+        if sizes is None:
+            yield Damage(record.relative_to(path).as_posix(), "is damaged: it lists no files")
+        for name, size in (sizes or {}).items():
+            file = record.parent / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes, of {size} that were written"
+                yield Damage(file.relative_to(path).as_posix(), what)
+
+
+def _records(path: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
+    """Yield what each writer left of what it wrote: files and their sizes; None for a record that can't be read."""
+    for record in sorted(path.rglob("written*.json")):
+        try:
+            files = read_object(record).get("files")
+        except DamagedFileError:
+            files = None
+        yield record, files if isinstance(files, dict) else None
 
 
 def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:

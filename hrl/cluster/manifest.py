@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -166,12 +166,12 @@ def is_whole(folder: Path) -> bool:
     return not any(_damage_by_size(folder, name, digest) for name, digest in manifest.files.items())
 
 
-def damages(folder: Path, part: str | None = None, *, from_disk: bool = False, gives_way: bool = False) -> list[Damage]:
+def damages(folder: Path, *parts: str, from_disk: bool = False, gives_way: bool = False) -> list[Damage]:
     """Compare a folder with its manifest; return what is wrong, in the order of the files' names.
 
     Args:
         folder: Of a checkpoint; everything in it is read, by a few threads.
-        part: A folder in it, such as `hf`, to look at alone.
+        *parts: Folders and files in it, such as `hf`, to look at alone; without one, everything.
         from_disk: Whether to read from the disk what the system still has in memory, see `FileDigest.of`.
         gives_way: Whether the threads have the lowest priority.
     """
@@ -179,8 +179,8 @@ def damages(folder: Path, part: str | None = None, *, from_disk: bool = False, g
         manifest = Manifest.read(folder)
     except ManifestError as error:
         return [Damage(MANIFEST, str(error).removeprefix(f"{folder / MANIFEST} "))]
-    listed = {name: digest for name, digest in manifest.files.items() if _is_in(name, part)}
-    there = {name for name, _ in _files_below(folder) if _is_in(name, part)}
+    listed = {name: digest for name, digest in manifest.files.items() if _is_in(name, parts)}
+    there = {name for name, _ in _files_below(folder) if _is_in(name, parts)}
     foreign = [Damage(name, "is not in the manifest", is_foreign=True) for name in there - listed.keys()]
     with ThreadPoolExecutor(_READERS, "verifying", initializer=give_way if gives_way else None) as readers:
         compared = readers.map(lambda item: _compare(folder, *item, from_disk=from_disk), listed.items())
@@ -235,8 +235,8 @@ def _files_below(folder: Path) -> Iterator[tuple[str, Path]]:
                 yield path.relative_to(folder).as_posix(), path
 
 
-def _is_in(name: str, part: str | None) -> bool:
-    return part is None or name.startswith(f"{part}/")
+def _is_in(name: str, parts: Collection[str]) -> bool:
+    return not parts or any(name == part or name.startswith(f"{part}/") for part in parts)
 
 
 def _sealed(plain: Mapping[str, Any]) -> str:

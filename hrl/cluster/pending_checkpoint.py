@@ -10,7 +10,7 @@ from typing import Any
 
 from hrl.cluster.checkpoints import CheckpointStore, state_text
 from hrl.report.run_folder import writing_to
-from hrl.workers.engine.background import is_written, recorded
+from hrl.workers.engine.background import give_way, is_written, recorded
 from hrl.workers.engine.digest import FileDigest
 
 _POLL_S = 0.05
@@ -90,6 +90,7 @@ class PendingCheckpoint:
 
     def _run(self) -> None:
         try:
+            give_way()
             while not self._is_whole():
                 if self._give_up.wait(_POLL_S) and not self._is_whole():
                     return

@@ -73,7 +73,7 @@ def _continues(trainer: RunConfig, folder: Path) -> bool:
     """Return whether a run continues the one in its folder."""
     store = CheckpointStore(RunFolder.checkpoints_in(folder))
     with suppress(CheckpointError):  # told with all other problems when the run folder is looked at
-        checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path)
+        checkpoint = store.choose(trainer.resume_mode, trainer.resume_from_path).path
         return checkpoint is not None and store.holds(checkpoint)
     return False
 

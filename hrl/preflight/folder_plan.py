@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
+from hrl.cluster.checkpoints import CheckpointStore, DamagedCheckpoint, check_data, load_state
 from hrl.config.arithmetic import Fact
 from hrl.config.trainer import RunConfig
 from hrl.preflight.findings import Findings
@@ -33,17 +33,20 @@ class FolderPlan:
         checkpoint: The checkpoint to resume from; None to start from the beginning.
         continues: Whether that checkpoint is in the run folder, so that its log is continued.
         state: The driver's state in the checkpoint.
+        damaged: Newer checkpoints of the folder that are not as they were written, and are set aside.
     """
 
     path: Path
     checkpoint: Path | None = None
     continues: bool = False
     state: Mapping[str, Any] = field(default_factory=dict)
+    damaged: tuple[DamagedCheckpoint, ...] = ()
 
     def __str__(self) -> str:
         """Return the plan in words, for `hrl check`."""
         if self.continues:
-            return f"{self.path}, continued after step {self.state['step']}"
+            aside = "".join(f"; {damaged}, and will be set aside" for damaged in self.damaged)
+            return f"{self.path}, continued after step {self.state['step']}{aside}"
         start = "" if self.checkpoint is None else f", from the model of {self.checkpoint}"
         if outputs_in(self.path):
             return f"{self.path}{start}; what an earlier run left there moves to earlier/"
@@ -58,13 +61,14 @@ def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
         train_dataset: The data set whose `fingerprint` is compared when a run continues; None skips this check.
 
     Raises:
-        CheckpointError: The checkpoint to resume from is missing or incomplete, or is of a run on other data.
+        CheckpointError: The checkpoint to resume from is missing or damaged, or is of a run on other data.
         RunFolderError: The folder is in use, can't be written, or holds checkpoints that this run would not continue.
     """
     path = Path(trainer.default_local_dir).expanduser().resolve()
     check_writable(path)
     store = CheckpointStore(RunFolder.checkpoints_in(path))
-    checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path)
+    choice = store.choose(trainer.resume_mode, trainer.resume_from_path)
+    checkpoint = choice.path
     if checkpoint is None:
         check_holds_no_checkpoints(path)
         return FolderPlan(path)
@@ -73,7 +77,7 @@ def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
         check_holds_no_checkpoints(path)
     elif train_dataset is not None:
         check_data(checkpoint, state["data"], train_dataset.fingerprint)
-    return FolderPlan(path, checkpoint, continues, state)
+    return FolderPlan(path, checkpoint, continues, state, choice.damaged)
 
 
 def check_writable(path: Path) -> None:

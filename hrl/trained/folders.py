@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore
+from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore, require_undamaged
 from hrl.errors import RefusedError
 from hrl.models.source import BUNDLED_PREFIX, ModelSourceError, is_path
 from hrl.nearest import way_to
@@ -15,6 +15,10 @@ from hrl.report.run_folder import CONFIG, MODEL, RunFolder, read_config, read_ob
 
 HF = "hf"
 """The folder of a checkpoint that transformers and vLLM load."""
+
+
+#: Folders of a checkpoint with the shards of a model that can be put together.
+_ROLES = ("actor", "rm")
 
 
 class NoModelError(RefusedError, ValueError):
@@ -65,7 +69,17 @@ def find_trained(name: str) -> Trained:
 
     Raises:
         NoModelError: The folder is not there, or holds no model; says what there is.
+        CheckpointError: The model is of a checkpoint, and is not what was written; names the file.
     """
+    trained = _find(name)
+    if trained.checkpoint is not None:
+        parts = [part for part in (_ROLES if trained.is_sharded else (HF,)) if (trained.checkpoint / part).is_dir()]
+        for part in parts:
+            require_undamaged(trained.checkpoint, part)
+    return trained
+
+
+def _find(name: str) -> Trained:
     folder = Path(name).expanduser()
     if not folder.exists() and is_path(name):
         raise NoModelError(f"there is no folder {name}. {way_to(folder, Path.is_dir)}")

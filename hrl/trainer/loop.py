@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
-from hrl.cluster.checkpoints import CheckpointStore, check_data, check_parts, load_state
+from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, check_data, check_parts, load_state
 from hrl.cluster.object_store import StoreWatch
 from hrl.cluster.pending_checkpoint import PendingCheckpoint
 from hrl.cluster.roles import ResourcePoolManager, Role
@@ -621,7 +621,10 @@ class TrainingLoop(ABC):
     def restore(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` names, if any, and say so."""
         trainer = self.config.trainer
-        path = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        choice = self.checkpoints.choose(trainer.resume_mode, trainer.resume_from_path)
+        path = choice.path
+        if choice.damaged:  # since the run folder was opened, where the log was taken back to the right step
+            raise CheckpointError(f"{choice.damaged[0]}. Move it out of {self.checkpoints.folder}, and start again")
         if path is None:
             self.before_load()
             return

@@ -235,9 +235,11 @@ def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) ->
     store = CheckpointStore(RunFolder.checkpoints_in(plan.path))
     with ExitStack() as failed:
         folder = failed.enter_context(closing(RunFolder(plan.path, resume=plan.continues)))
-        for leftover in store.interrupted():
-            display.note(f"ignoring {leftover}, left by an interrupted save")
+        for leftover in store.remove_interrupted():
+            display.note(f"removed {leftover}, left by an interrupted save")
         if plan.continues:
+            for damaged in plan.damaged:
+                display.note(f"{damaged}. It is now {store.set_aside(damaged).name}, and no run looks at it")
             step, aside = plan.state["step"], store.next_superseded()
             moved = [folder.rewind(step, aside), store.supersede(step, aside)]
             if any(moved):

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
-from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, load_state, state_text
+from hrl.cluster.checkpoints import (
+    STATE_FILE,
+    CheckpointError,
+    CheckpointStore,
+    Choice,
+    is_renamed,
+    load_state,
+    require_undamaged,
+    state_text,
+)
+from hrl.cluster.manifest import MANIFEST
+from hrl.workers.engine.background import write_record
+from hrl.workers.engine.digest import FileDigest, Written
 
 
 def save(store: CheckpointStore, step: int, score: float | None = None, **state: object) -> Path:
@@ -19,7 +35,7 @@ def test_a_committed_checkpoint_is_found_and_holds_what_was_written(tmp_path: Pa
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 3)
     save(store, 12)
-    found = store.find("auto", None)
+    found = store.choose("auto", None).path
     assert found == tmp_path / "checkpoints" / "step_12"  # the larger number, not the later name
     assert (found / "weights.bin").read_bytes() == b"w" * 12
     assert load_state(found, ()) == {"step": 12}
@@ -29,7 +45,7 @@ def test_an_interrupted_save_is_never_chosen_and_its_rest_is_removed_by_the_next
     store = CheckpointStore(tmp_path)
     save(store, 1)
     (store.begin(2) / "half").write_text("torn")
-    assert store.find("auto", None) == store.path(1)
+    assert store.choose("auto", None).path == store.path(1)
     assert not (store.begin(2) / "half").exists()
 
 
@@ -37,13 +53,13 @@ def test_a_folder_with_only_torn_checkpoints_is_refused_rather_than_trained_over
     store = CheckpointStore(tmp_path)
     store.path(1).mkdir()
     with pytest.raises(CheckpointError, match="none is whole"):
-        store.find("auto", None)
+        store.choose("auto", None)
 
 
 def test_a_first_save_that_was_killed_is_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     rest = store.begin(1)
-    assert store.find("auto", None) is None
+    assert store.choose("auto", None).path is None
     assert store.interrupted() == [rest]
 
 
@@ -57,26 +73,202 @@ def test_later_checkpoints_make_way_for_the_steps_that_are_made_again(tmp_path: 
         assert aside == tmp_path / "superseded" / repetition
         assert store.supersede(20, aside)
         assert (tmp_path / "superseded" / repetition / "step_30" / "weights.bin").stat().st_size == 30
-        assert store.find("auto", None) == store.path(20)
+        assert store.choose("auto", None).path == store.path(20)
     assert not store.supersede(20, store.next_superseded())
     assert not store.next_superseded().exists()
     save(store, 30)
 
 
+def damaged(store: CheckpointStore, step: int) -> str:
+    """What is said of a newer checkpoint that the run does not continue, because it continues the one before."""
+    choice = store.choose("auto", None)
+    assert choice.path == store.path(step - 1)
+    (newer,) = choice.damaged
+    assert newer.path == store.path(step)
+    return str(newer)
+
+
+def pointer(path: Path) -> None:
+    shutil.rmtree(path)
+    path.symlink_to("step_99")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: (path / "weights.bin").write_bytes(b"wx"), "weights.bin is not what was written"),
+        (lambda path: (path / "weights.bin").write_bytes(b"w"), "weights.bin has 1 bytes, of 2 that were written"),
+        (lambda path: (path / "weights.bin").unlink(), "weights.bin is missing"),
+        (lambda path: (path / STATE_FILE).write_text(""), "state.json has 0 bytes"),
+        (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
+        (lambda path: (path / MANIFEST).write_text("latest: step_1"), "manifest.json is damaged"),
+        (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "manifest.json is missing"),
+        (lambda path: (path / "actor" / "shard-2.safetensors").touch(), "shard-2.safetensors is not in the manifest"),
+        (lambda path: (path / "actor" / "written-rank-0.json").unlink(), "actor/written-rank-0.json is missing"),
+        (pointer, "manifest.json is missing"),
+    ],
+)
+def test_the_newest_that_is_whole_continues_whatever_a_newer_one_lacks(
+    tmp_path: Path, spoil: Callable[[Path], object], said: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        weights = save_with_record(store, step)
+        assert store.choose("auto", None) == Choice(weights)
+    spoil(store.path(2))
+    assert said in damaged(store, 2)
+    assert store.set_aside(store.choose("auto", None).damaged[0]) == tmp_path / "damaged.step_2"
+    assert store.choose("auto", None) == Choice(store.path(1))
+
+
+def save_with_record(store: CheckpointStore, step: int) -> Path:
+    """As a rank does, which leaves a record of its files."""
+    actor = store.begin(step) / "actor"
+    actor.mkdir()
+    (actor / "shard-1.safetensors").write_bytes(b"shard")
+    (actor.parent / "weights.bin").write_bytes(b"w" * step)
+    write_record(actor / "written-rank-0.json", [Written.by_reading(actor / "shard-1.safetensors")])
+    return store.commit(step, state_text({"step": step}))
+
+
+def test_a_file_of_the_users_own_beside_the_shards_does_no_harm_and_is_named(tmp_path: Path, caplog) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save_with_record(store, 1)
+    (path / "notes.txt").write_text("the good one")
+    (path / "hf").mkdir()
+    (path / "hf" / "model.gguf").write_text("converted")
+    assert store.choose("auto", None) == Choice(path)
+    assert "hf/model.gguf is not in the manifest (and 1 more); nothing reads it" in caplog.text
+    require_undamaged(path, "hf")
+    (path / "hf" / "model-2.safetensors").write_text("which vLLM would load")
+    with pytest.raises(CheckpointError, match="hf/model-2.safetensors is not in the manifest"):
+        require_undamaged(path, "hf")
+
+
+def test_a_damaged_part_does_not_keep_another_from_being_used(tmp_path: Path) -> None:
+    path = save_with_record(CheckpointStore(tmp_path), 1)
+    (path / "actor" / "shard-1.safetensors").write_bytes(b"Shard")
+    require_undamaged(path, "hf")
+    with pytest.raises(CheckpointError, match=r"step_1 is damaged: actor/shard-1\.safetensors is not what was written"):
+        require_undamaged(path, "actor")
+
+
+def test_one_of_an_older_version_without_a_manifest_is_taken_with_a_warning_unless_a_size_is_wrong(
+    tmp_path: Path, caplog
+) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save_with_record(store, 1)
+    (path / MANIFEST).unlink()
+    (path / "actor" / "written-rank-0.json").write_text('{"files": {"shard-1.safetensors": 5}}')  # as it was then
+    assert store.choose("auto", None) == Choice(path) and store.steps() == [1]
+    assert f"{path} was saved by a version of hrl before there were manifests" in caplog.text
+    require_undamaged(path, "actor")
+    for file, content, said in (
+        ("actor/shard-1.safetensors", "shar", "actor/shard-1.safetensors has 4 bytes, of 5 that were written"),
+        ("actor/written-rank-0.json", "{", "actor/written-rank-0.json is damaged"),
+        ("state.json", "{", "state.json is damaged"),
+    ):
+        whole = (path / file).read_text()
+        (path / file).write_text(content)
+        with pytest.raises(CheckpointError, match=said):
+            store.choose("auto", None)
+        (path / file).write_text(whole)
+
+
+def test_a_checkpoint_is_read_once_as_long_as_its_files_look_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, read = CheckpointStore(tmp_path), Counter[str]()
+    path, digest = save(store, 1), FileDigest.of
+    monkeypatch.setattr(FileDigest, "of", lambda path, **given: read.update([path.name]) or digest(path, **given))
+    for _ in range(3):
+        store.choose("auto", None)
+    assert read == {"weights.bin": 1, STATE_FILE: 1}
+    (path / "weights.bin").write_bytes(b"x")  # another time
+    with pytest.raises(CheckpointError, match=r"weights\.bin is not what was written"):
+        store.choose("auto", None)
+
+
+def test_what_the_disk_made_of_a_save_is_found_before_the_older_one_goes(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    save(store, 1)
+    weights = store.begin(2) / "weights.bin"
+    weights.write_bytes(b"wrong")
+    with pytest.raises(CheckpointError, match=r"step_2 is not what was written to it: read back, weights\.bin is not"):
+        store.commit(2, state_text({"step": 2}), {weights: FileDigest(5, xxh3_128_hexdigest(b"right"))})
+    assert store.steps() == [1] and (store.folder / "damaged.step_2").is_dir()
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda path, target: None,  # says that it did
+        lambda path, target: shutil.copytree(path, target),  # both names are there
+        lambda path, target: (shutil.copytree(path, target), (target / "weights.bin").unlink(), shutil.rmtree(path)),
+    ],
+)
+def test_a_file_system_that_lies_about_a_rename_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rename: Callable[[Path, Path], object]
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    save(store, 1)
+    monkeypatch.setattr("hrl.cluster.checkpoints.RENAME_PATIENCE_S", 0.0)
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match=r"tmp\.step_2 was renamed to step_2 without an error, and yet"):
+        save(store, 2)
+    assert store.path(1).is_dir(), "the one before is still there"
+
+
+def test_a_rename_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def late(temporary: Path, final: Path) -> bool:
+        seen.append(final)
+        return len(seen) > 2 and is_renamed(temporary, final)
+
+    monkeypatch.setattr("hrl.cluster.checkpoints.is_renamed", late)
+    assert save(CheckpointStore(tmp_path), 1).is_dir()
+    assert len(seen) > 2
+
+
+def test_what_kills_and_rotations_left_is_removed_and_said(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    kept = save(store, 1)
+    store.begin(2)
+    (tmp_path / "tmp.rotated.step_0").mkdir()
+    (tmp_path / "tmp.something").write_text("x")
+    assert [path.name for path in store.remove_interrupted()] == [
+        "tmp.rotated.step_0", "tmp.something", "tmp.step_2",
+    ]  # fmt: skip
+    assert [*tmp_path.iterdir()] == [kept]
+
+
+def test_a_second_one_that_is_damaged_at_the_same_step_gets_a_number(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    for name in ("damaged.step_2", "damaged.step_2.2"):
+        (save(store, 2) / "weights.bin").unlink()
+        assert store.set_aside(store.choose("auto", None).damaged[0]).name == name
+
+
 def test_disable_starts_afresh_and_an_empty_folder_too(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "none")
-    assert store.find("auto", None) is None
+    assert store.choose("auto", None).path is None
     save(store, 1)
-    assert store.find("disable", None) is None
+    assert store.choose("disable", None).path is None
 
 
 def test_resume_path_must_be_a_whole_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     torn = store.begin(7)
     with pytest.raises(CheckpointError, match=STATE_FILE):
-        store.find("resume_path", str(torn))
+        store.choose("resume_path", str(torn))
+    damaged = save(store, 8)
+    (damaged / "weights.bin").write_bytes(b"w" * 7)
     whole = save(store, 7)
-    assert store.find("resume_path", str(whole)) == whole
+    with pytest.raises(CheckpointError, match=r"step_8 is damaged: weights.bin has 7 bytes.*; beside it lie step_7$"):
+        store.choose("resume_path", str(damaged))
+    assert store.choose("resume_path", str(whole)).path == whole
 
 
 def test_a_relative_path_to_resume_from_means_the_same_wherever_a_worker_runs(
@@ -84,7 +276,7 @@ def test_a_relative_path_to_resume_from_means_the_same_wherever_a_worker_runs(
 ) -> None:
     whole = save(CheckpointStore(tmp_path), 7)
     monkeypatch.chdir(tmp_path)
-    assert CheckpointStore(tmp_path / "branch").find("resume_path", "step_7") == whole
+    assert CheckpointStore(tmp_path / "branch").choose("resume_path", "step_7").path == whole
 
 
 def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
@@ -121,7 +313,7 @@ def test_the_best_is_remembered_by_a_run_that_resumes(tmp_path: Path) -> None:
     for step, score in ((1, -0.1), (2, -0.4), (3, -0.3)):  # losses, with the other sign
         save(CheckpointStore(tmp_path, keep=1), step, score=score)
     assert CheckpointStore(tmp_path, keep=1).steps() == [1, 3]
-    assert CheckpointStore(tmp_path).find("auto", None) == tmp_path / "step_3"  # the newest continues, not the best
+    assert CheckpointStore(tmp_path).choose("auto", None).path == tmp_path / "step_3"  # not the best
 
 
 def test_one_that_cannot_be_removed_is_a_warning_and_no_longer_counts(tmp_path: Path, monkeypatch, caplog) -> None:
@@ -133,7 +325,7 @@ def test_one_that_cannot_be_removed_is_a_warning_and_no_longer_counts(tmp_path: 
     monkeypatch.setattr("shutil.rmtree", refuse)
     assert save(store, 2) == store.path(2)
     assert f"{store.path(1)} is no longer needed and can't be removed: [Errno 39]" in caplog.text
-    assert store.path(1).exists() and store.steps() == [2]
+    assert store.interrupted() == [tmp_path / "tmp.rotated.step_1"] and store.steps() == [2]
 
 
 def test_without_validation_the_newest_stay(tmp_path: Path) -> None:

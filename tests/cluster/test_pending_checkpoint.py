@@ -60,7 +60,7 @@ def test_one_that_is_given_up_leaves_the_one_before(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     saving.write(0)
     assert saving.pending.stop() is None
-    assert saving.store.find("auto", None) == saving.store.path(1)
+    assert saving.store.choose("auto", None).path == saving.store.path(1)
     assert [path.name for path in saving.store.interrupted()] == ["tmp.step_2"]
 
 
@@ -121,7 +121,7 @@ def test_a_damaged_older_one_does_not_keep_it_from_being_published(tmp_path: Pat
     saving.write(0)
     saving.write(1)
     assert saving.pending.stop(10.0) == saving.store.path(2)
-    assert f"{saving.store.path(1) / MANIFEST} is damaged" in caplog.text
+    assert f"{saving.store.path(1)} is damaged, and is not one of the 1 that are kept" in caplog.text
     assert saving.store.best() is None
 
 
@@ -148,4 +148,5 @@ def test_nothing_is_synced_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "actor": 1,
         "tmp.step_2": 2,  # the second time for the manifest's name
         "checkpoints": 1,
+        tmp_path.name: 1,
     }

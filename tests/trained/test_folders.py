@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hrl.cluster.checkpoints import CheckpointError
+from hrl.cluster.manifest import Manifest
 from hrl.models.source import ModelSourceError
 from hrl.report.run_folder import DamagedFileError
 from hrl.trained.folders import NoModelError, find_trained, require_loadable
@@ -96,3 +98,25 @@ def test_a_reward_model_is_not_sampled_from(run: Path) -> None:
     (run / "config.yaml").write_text("data: [")
     with pytest.raises(DamagedFileError, match=r"config\.yaml is damaged"):
         find_trained(str(run))
+
+
+def test_a_model_that_is_not_what_was_written_is_refused_with_its_file_and_another_part_does_not_matter(
+    run: Path,
+) -> None:
+    checkpoint = run / "checkpoints" / "step_1"
+    (checkpoint / "actor").mkdir()
+    (checkpoint / "actor" / "shard").write_bytes(b"moments")
+    (checkpoint / "hf" / "model.safetensors").write_bytes(b"weights")
+    Manifest.of(checkpoint, 1, score=0.9).write(checkpoint)
+    (checkpoint / "actor" / "shard").write_bytes(b"momentS")
+    assert find_trained(str(checkpoint)).checkpoint == checkpoint
+    for file in ("hf/model.safetensors", "state.json"):
+        whole = (checkpoint / file).read_bytes()
+        (checkpoint / file).write_bytes(whole[:-1] + b"!")
+        for name in (run, checkpoint, checkpoint / "hf"):
+            with pytest.raises(CheckpointError, match=rf"step_1 is damaged: {file} is not what was written"):
+                find_trained(str(name))
+        (checkpoint / file).write_bytes(whole)
+    (checkpoint / "hf" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="actor/shard is not what was written"):
+        find_trained(str(checkpoint))  # whose shards would be put together

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, state_text
 from hrl.config import compose_cli
+from hrl.preflight.folder_plan import FolderPlan, plan_run_folder
 from hrl.report.console import RunConsole
 from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, json_line, read_jsonl
 from hrl.trainer.kinds import KINDS
@@ -29,6 +30,11 @@ def earlier_run(path: Path, steps: int = 3) -> CheckpointStore:
         store.begin(step)
         store.commit(step, state_text({"step": step, "data": DATA}))
     return store
+
+
+def planned(path: Path) -> FolderPlan:
+    config = compose_cli([f"trainer.default_local_dir={path}"])
+    return plan_run_folder(config.trainer, SimpleNamespace(fingerprint=DATA))
 
 
 def opened(path: Path, resume_from: Path | None = None, data: dict[str, Any] = DATA) -> SimpleNamespace:
@@ -76,10 +82,38 @@ def test_a_checkpoint_of_another_run_leaves_that_run_alone_and_starts_a_new_log(
 def test_a_checkpoint_that_cannot_be_read_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
     store = earlier_run(tmp_path)
     (store.path(2) / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"step_2 is damaged: state.json has 1 bytes.*lie step_1, step_3"):
         opened(tmp_path, store.path(2))
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 3
-    assert store.steps() == [1, 2, 3]
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_1", "step_2", "step_3"]
+
+
+def test_damaged_newer_checkpoints_are_set_aside_aloud_and_the_log_goes_back_to_the_one_that_is_whole(
+    tmp_path: Path,
+) -> None:
+    store = earlier_run(tmp_path)
+    (store.path(3) / "state.json").unlink()
+    (store.path(2) / "state.json").write_text((store.path(2) / "state.json").read_text().replace("9", "8"))
+    plan = str(planned(tmp_path))
+    assert plan.startswith(f"{tmp_path}, continued after step 1; {store.path(3)} is damaged: state.json is missing")
+    assert store.path(3).exists(), "a check changes nothing"
+    run = opened(tmp_path)
+    assert run.log == [1] and store.steps() == [1]
+    assert sorted(path.name for path in store.folder.glob("damaged.*")) == ["damaged.step_2", "damaged.step_3"]
+    assert f"{store.path(3)} is damaged: state.json is missing. It is now damaged.step_3" in run.shown
+    assert f"{store.path(2)} is damaged: state.json is not what was written" in run.shown
+    again = opened(tmp_path)
+    assert again.shown == "" and again.log == [1], "it is said once"
+
+
+def test_folders_of_which_none_is_whole_are_named_and_left_as_they_are(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path)
+    for step in store.steps():
+        (store.path(step) / "manifest.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"step_3 is damaged: manifest.json .*step_1 is damaged.* start from scr"):
+        opened(tmp_path)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_1", "step_2", "step_3"]
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 3
 
 
 @pytest.mark.parametrize(
@@ -107,7 +141,7 @@ def test_a_run_killed_in_its_first_save_starts_afresh_and_says_so(tmp_path: Path
     (tmp_path / "metrics.jsonl").write_text(json_line({"step": 1}))
     run = opened(tmp_path)
     assert run.log is None
-    assert f"ignoring {rest}, left by an interrupted save" in run.shown
+    assert f"removed {rest}, left by an interrupted save" in run.shown and not rest.exists()
 
 
 def test_the_phase_bar_has_the_old_log_probs_where_the_run_computes_them() -> None:
