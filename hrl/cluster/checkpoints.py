@@ -27,7 +27,6 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +124,7 @@ class CheckpointStore:
         if score is not None:
             folder = self.path(step)
             Manifest.read(folder).with_score(score).write(folder)
+            _remember_undamaged(folder)
 
     def path(self, step: int) -> Path:
         """Return the final folder of a step's checkpoint."""
@@ -195,6 +195,7 @@ class CheckpointStore:
         for folder in (self.folder, self.folder.parent):  # which may be as new
             make_durable(folder)
         self._look_again(temporary, final)
+        _remember_undamaged(final)
         self._rotate(step)
         return final
 
@@ -338,6 +339,11 @@ class CheckpointStore:
         return path
 
 
+_Look = tuple[tuple[str, int, int, int], ...]
+#: What was found in folders that were read, and how their files looked then.
+_FOUND: dict[Path, tuple[_Look, tuple[Damage, ...]]] = {}
+
+
 def is_renamed(temporary: Path, final: Path) -> bool:
     """Return whether a folder is there under its final name alone, with all that its manifest lists."""
     return not temporary.exists() and is_whole(final)
@@ -348,7 +354,10 @@ def damages_of_checkpoint(path: Path) -> tuple[Damage, ...]:
 
     A file that the manifest does not list does no harm where no rank looks for shards; it is logged.
     """
-    return _damages(path, _look_of(path))
+    look = _look_of(path)
+    if path not in _FOUND or _FOUND[path][0] != look:
+        _FOUND[path] = look, tuple(_damages(path))
+    return _FOUND[path][1]
 
 
 def require_undamaged(path: Path, part: str) -> None:
@@ -366,23 +375,27 @@ def require_undamaged(path: Path, part: str) -> None:
         )
 
 
-@lru_cache(maxsize=64)
-def _damages(path: Path, _: tuple[tuple[str, int, int, int], ...]) -> tuple[Damage, ...]:
+def _remember_undamaged(path: Path) -> None:
+    """Take a checkpoint, as its files look now, for what was written: this process has just read it back."""
+    _FOUND[path] = _look_of(path), ()
+
+
+def _damages(path: Path) -> Iterable[Damage]:
     if not (path / MANIFEST).exists() and (path / STATE_FILE).is_file() and not _says_that_it_has_a_manifest(path):
         logger.warning(
             "%s was saved by a version of hrl before there were manifests: the sizes of its files were compared, and "
             "what is in them can't be",
             path,
         )
-        return tuple(_damages_by_records(path))
+        return _damages_by_records(path)
     found = damages(path)
     harmless = [damage for damage in found if damage.is_foreign and not _is_among_shards(damage.file)]
     if harmless:
         logger.warning("%s: %s; nothing reads it", path, describe(harmless))
-    return tuple(damage for damage in found if damage not in harmless)
+    return [damage for damage in found if damage not in harmless]
 
 
-def _look_of(path: Path) -> tuple[tuple[str, int, int, int], ...]:
+def _look_of(path: Path) -> _Look:
     """Return what can be known of a folder's files without reading them."""
     looks = ((file, file.stat()) for file in sorted(path.rglob("*")) if file.is_file())
     return tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in looks)

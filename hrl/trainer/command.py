@@ -121,7 +121,7 @@ def _resume_hint(config: RunConfiguration) -> str:
 
     store = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir))
     try:
-        newest = store.find("auto", None)
+        newest = store.choose("auto", None).path
         if newest is None:
             return ""
         step = load_state(newest, ())["step"]
