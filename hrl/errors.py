@@ -10,7 +10,22 @@ class HrlError(Exception):
 
     A command shows the message alone and logs the traceback; any other exception is a bug of hrl, whose traceback is
     shown.
+
+    Attributes:
+        may_pass: Whether a machine failed and not the run, so that starting the run again may help
+            (`trainer.max_restarts`).
     """
+
+    may_pass = False
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Return whether an error, or one that led to it, came from a machine and not from the run."""
+    while error is not None:
+        if getattr(error, "may_pass", False):
+            return True
+        error = error.__cause__
+    return False
 
 
 class RefusedError(HrlError):

@@ -11,7 +11,14 @@ import hrl
 from hrl.errors import HrlError
 
 #: Raised and caught inside hrl: signals between two of its functions, which no user sees.
-SIGNALS = {"AnswerTooComplexError", "MaskMeaningError", "MemberError", "NonFiniteScoreError", "RowError"}
+SIGNALS = {
+    "AnswerTooComplexError",
+    "MaskMeaningError",
+    "MemberError",
+    "NonFiniteScoreError",
+    "RowError",
+    "RunStoppedError",
+}
 
 
 def errors_of_hrl() -> list[type[BaseException]]:

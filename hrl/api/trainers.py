@@ -29,7 +29,7 @@ from hrl.config.load import value_problems
 from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
 from hrl.config.section import Section, leaves
-from hrl.errors import ConfigError, DatasetError
+from hrl.errors import ConfigError, DatasetError, Problem
 from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given, functions_named
 from hrl.report.run_folder import MODEL
 from hrl.reward.weighted import Rewards, entries_of
@@ -287,6 +287,10 @@ class Trainer:
                 f"this is {self._closed_because}: make a new one. With the same arguments and folder it continues "
                 "after the newest checkpoint; with model=run.model_path it begins with the trained weights"
             )
+        if config.trainer.max_restarts > 0:
+            what = f"is {config.trainer.max_restarts}, and only a command starts its run again."
+            hint = f"Leave it out, or run the command: {self.command}"
+            raise ConfigError([Problem("trainer.max_restarts", what, hint)])
         from hrl.report.display import display_of
 
         display = display_of(config.trainer)

@@ -106,7 +106,11 @@ class RunConfig(Section):
     grace_s: PositiveFloat | None = None
     """Seconds between the signal that asks the run to end (SIGTERM, Ctrl-C, …) and the one that kills it, such as
     Kubernetes' `terminationGracePeriodSeconds`. The step gets three quarters of it; one that would take longer is given
-    up, and the last whole one saved. Default: the run ends after the step, however long that takes."""
+    up, and the last whole one saved. null lets the step take as long as it takes."""
+    max_restarts: Annotated[NonNegativeInt, Unit("times")] = 0
+    """How often a command starts its run again from the newest checkpoint after a fault of a machine (a process or node
+    died, or did not answer in time), 5 s later and each time twice as long. A run that fails twice without a new step
+    stays ended."""
     profile: Steps = Field(default_factory=list)
     """Steps to profile, one number or a list: where their time goes, in the report and on the console, and a trace of
     every process, in the folder profile/ of the run folder."""

@@ -56,6 +56,12 @@ class RewardError(HrlError, RuntimeError):
     """The rewards of a step can't be computed; names function and sample, with the first failure's traceback."""
 
 
+class RewardServiceError(RewardError):
+    """The process that has the rewards of a run computed is gone, or does not answer."""
+
+    may_pass = True
+
+
 @dataclass
 class _Step:
     title: str
@@ -328,11 +334,11 @@ class RewardActor:
             cause = cause_of(error)
             raise cause if isinstance(cause, Exception) else RewardError(str(error)) from None
         except GetTimeoutError as error:
-            raise RewardError(f"the reward service did not answer `{method}` within {timeout_s:g} s") from error
+            raise RewardServiceError(f"the reward service did not answer `{method}` within {timeout_s:g} s") from error
         except RayError as error:
             if not is_death(error):
                 raise
-            raise RewardError(
+            raise RewardServiceError(
                 f"the reward service (process {self.pid} on the driver's node) died before it answered `{method}`: "
                 f"{death_reason(error)}\nReward functions run in processes of their own and can't take it along: see "
                 "`dmesg` for the kernel's out-of-memory killer. If that was it, lower reward.num_workers, or give the "

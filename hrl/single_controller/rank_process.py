@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from hrl.errors import HrlError, may_pass
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 
 if TYPE_CHECKING:
@@ -80,7 +81,11 @@ class RankProcess:
         from hrl.single_controller.packing import pack_result
 
         role, method, call = transport.receive(message, batches)
-        return pack_result(call.on(self._workers[role], method))
+        try:
+            return pack_result(call.on(self._workers[role], method))
+        except HrlError as error:
+            error.may_pass = may_pass(error)  # here, because what led to it does not travel
+            raise
 
     def close(self) -> None:
         """Close the workers in reverse order of construction."""

@@ -70,6 +70,8 @@ class WorkerDiedError(WorkerError):
         reason: The cluster's information about the end.
     """
 
+    may_pass = True
+
     def __init__(self, rank: int, method: str, phase: str, pid: int, reason: str) -> None:
         super().__init__(rank, method, phase)
         self.pid, self.reason = pid, reason
@@ -88,6 +90,8 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
         ranks: The ranks that were still running; `rank` is the first of them.
         timeout_s: The deadline, in seconds after the start of the call.
     """
+
+    may_pass = True
 
     def __init__(self, ranks: Sequence[int], method: str, phase: str, timeout_s: float) -> None:
         super().__init__(ranks[0], method, phase)

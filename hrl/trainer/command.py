@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, load_state
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError
 from hrl.processes.imports import quick_imports
 from hrl.processes.signals import RunStoppedError, StopRequest
 from hrl.report.display import display_of
+from hrl.report.run_folder import RunFolder
+from hrl.trainer.restarts import Attempt, Supervisor
 
 if TYPE_CHECKING:
     from hrl.config.outline import RunConfiguration
@@ -44,6 +47,15 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
+    attempt: int | Attempt = Attempt()
+    if config.trainer.max_restarts > 0:
+        try:
+            attempt = Supervisor(config.trainer).run()
+        except KeyboardInterrupt:
+            return _interrupted(config)
+    if isinstance(attempt, int):
+        return attempt
+    config = _resuming(config, attempt)
     display = display_of(config.trainer)
     stop = StopRequest(config.trainer.grace_s)
     stop.install()  # before the display, which hides the cursor of a terminal
@@ -54,9 +66,24 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     except KeyboardInterrupt:
         return _interrupted(config)
     except HrlError as error:
+        attempt.failed(error)
         sys.stderr.write(f"{error}\n")
         return EXIT_FAILURE
-    return exit_status(config, lambda: run(kind, config, trainer_cls=trainer_cls, display=display, stop=stop))
+    restarts = attempt.restarts
+
+    def whole() -> None:
+        run(kind, config, trainer_cls=trainer_cls, display=display, stop=stop, restarts=restarts)
+
+    return exit_status(config, whole, attempt)
+
+
+def _resuming(config: RunConfiguration, attempt: Attempt) -> RunConfiguration:
+    """Return the configuration of a run that is started again: it resumes from its own checkpoints, if it has any."""
+    store = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir))
+    if not attempt.restarts or not store.steps():
+        return config
+    trainer = config.trainer.model_copy(update={"resume_mode": "auto", "resume_from_path": None})
+    return config.model_copy(update={"trainer": trainer})
 
 
 class PresentStandardError(logging.StreamHandler[TextIO]):
@@ -71,12 +98,13 @@ class PresentStandardError(logging.StreamHandler[TextIO]):
         """Take nothing; the base class sets it once."""
 
 
-def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
+def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: Attempt | None = None) -> int:
     """Run, and return the exit status. Errors that explain themselves go to standard error without a traceback.
 
     Args:
         config: The validated configuration.
         run: The run.
+        attempt: Is told what ended the run.
 
     Returns:
         0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if steps were
@@ -88,7 +116,7 @@ def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[PresentStandardError()]
     )
     try:
-        run()
+        _told(run, attempt or Attempt())
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
@@ -101,6 +129,14 @@ def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return _interrupted(config)
     return 0
+
+
+def _told(run: Callable[[], object], attempt: Attempt) -> None:
+    try:
+        run()
+    except Exception as error:
+        attempt.failed(error)
+        raise
 
 
 def _stopped(config: RunConfiguration, stopped: RunStoppedError) -> int:
@@ -116,9 +152,6 @@ def _interrupted(config: RunConfiguration) -> int:
 
 def _resume_hint(config: RunConfiguration) -> str:
     """Return what continues the run; nothing where no checkpoint of it does."""
-    from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, load_state
-    from hrl.report.run_folder import RunFolder
-
     store = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir))
     try:
         newest = store.choose("auto", None).path

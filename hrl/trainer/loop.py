@@ -85,6 +85,7 @@ class TrainingLoop(ABC):
         keeps_validation_samples: Whether the samples of a validation belong to the run folder.
         stop: Says when a signal has asked for the end.
         inputs: What the run depends on beside its configuration and rows, see `hrl.preflight.run_inputs`.
+        restarts: How often the run was started again after a machine's fault.
     """
 
     config: RunConfiguration
@@ -128,6 +129,7 @@ class TrainingLoop(ABC):
         self.callbacks: Callback = Callback()
         self.run_state = RunState(total_training_steps, reporter.folder.path)
         self.stop = StopRequest()
+        self.restarts = 0
         self._whole: _WholeStep | None = None
         self._step_began_at = 0.0
         self._is_learning = False
@@ -261,6 +263,8 @@ class TrainingLoop(ABC):
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
             metrics |= self.data_metrics()
+            if self.config.trainer.max_restarts > 0:
+                metrics["run/restarts"] = float(self.restarts)
             of_store, news = store.look(self.global_steps)
             metrics |= of_store
             if news is not None:

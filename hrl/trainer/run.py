@@ -49,17 +49,19 @@ def run(
     trainer_cls: type[TrainingLoop] | None = None,
     display: Display | None = None,
     stop: StopRequest | None = None,
+    restarts: int = 0,
 ) -> Path:
     """Train as configured, and return the run folder; arguments and errors are those of `running`.
 
     A run that saves no checkpoint leaves the trained model in the folder `model`. `stop` receives the signals that ask
-    the run to end; without it they do what the caller has them do.
+    the run to end; without it they do what the caller has them do. `restarts` counts how often a machine's fault has
+    ended the run so far.
 
     Raises:
         RunStoppedError: A signal asked for the end, and the run was saved.
     """
     with running(kind, config, given, trainer_cls=trainer_cls, display=display) as trainer:
-        trainer.stop = stop or trainer.stop
+        trainer.stop, trainer.restarts = stop or trainer.stop, restarts
         trainer.fit()
         folder, note = trainer.reporter.folder.path, trainer.reporter.console.note
         if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:

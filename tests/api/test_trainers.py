@@ -273,3 +273,11 @@ def test_no_command_is_shown_for_what_cannot_be_run(config: dict[str, Any], mess
     assert repr(trainer).endswith("(which can't be run: see `.resolved()`)>")  # it is shown all the same
     sound = hrl.GRPO("some/model", len, data=[{"prompt": "a"}] * 20)
     assert repr(sound) == f"<hrl.GRPO: {sound.command}>"
+
+
+def test_only_a_command_starts_its_run_again() -> None:
+    trainer = hrl.GRPO("some/model", data="rows.jsonl", config={"trainer.max_restarts": 2})
+    with pytest.raises(
+        ConfigError, match=r"trainer\.max_restarts is 2, and only a command starts its run again\. Leave"
+    ):
+        trainer.train()

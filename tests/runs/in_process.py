@@ -142,7 +142,8 @@ def run_configured(
     trainer_cls: type[TrainingLoop] | None = None,
     display: Display | None = None,
     stop: StopRequest | None = None,
+    restarts: int = 0,
 ) -> Path:
     """Do what `run` does, without a cluster; inside `in_process`."""
     trainer_cls = in_this_process(trainer_cls or KINDS[kind].trainer(config))
-    return run(kind, config, given, trainer_cls=trainer_cls, display=display, stop=stop)
+    return run(kind, config, given, trainer_cls=trainer_cls, display=display, stop=stop, restarts=restarts)

@@ -37,6 +37,8 @@ class RolloutError(HrlError, RuntimeError):
 class EngineDeadError(RolloutError):
     """The engine's process is gone; it has to be started anew."""
 
+    may_pass = True
+
 
 class EngineUnusableError(RolloutError):
     """The engine runs, but until the next good weight sync its weights are not those of one policy version."""
