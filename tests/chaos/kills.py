@@ -1,0 +1,249 @@
+"""The driver killed, again and again, and the same command each time: at the end it is the run that nobody killed.
+
+A chain of kills is one run. That is more severe than a run for each kill: what one kill has left is the next one's
+start. Kills come at random moments, from start-up on, drawn from a seed; or in place of an operation that writes in the
+run folder, drawn likewise, so that every stage of a save, of the log and of taking a folder back is met.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from hrl.cluster.checkpoints import CheckpointStore
+from hrl.cluster.manifest import damages
+from hrl.report.run_folder import RunFolder, read_metrics
+from tests.chaos import small
+from tests.chaos.faults import Fault, Outcome
+from tests.chaos.same_run import differences
+from tests.chaos.victims import Driver, Family, as_command, family_of, in_one_process
+
+KIND = "the driver killed, and the same command again"
+#: A run that is not killed, on a machine that does other things too.
+PATIENCE_S = 600.0
+
+#: Every part of the driver's state: an adaptive KL coefficient, shaped rewards, a sampler, a validation, a schedule.
+STATEFUL = (
+    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.rollout.dtype=float32",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "reward.shaping={standardise: null}",
+    "data.val_max_samples=2",
+    "trainer.test_freq=4",
+    "trainer.save_freq=1",
+)
+
+
+class Straight(NamedTuple):
+    """The run that nobody kills.
+
+    Attributes:
+        folder: Its run folder.
+        first_s: From its start to the end of its first step.
+        step_s: Of a later step, on average.
+        first_operations: The same counted in operations that write, where it was one process; else 0.
+        step_operations: Likewise.
+    """
+
+    folder: Path
+    first_s: float
+    step_s: float
+    first_operations: float
+    step_operations: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A run to kill.
+
+    Attributes:
+        start: Starts it with these arguments; the number is the operation that kills it.
+        overrides: Its arguments.
+        steps: Its steps.
+    """
+
+    start: Callable[[Sequence[str], int | None], Driver]
+    overrides: tuple[str, ...]
+    steps: int
+
+    def arguments(self, folder: Path) -> list[str]:
+        """Of the command."""
+        ending = f"trainer.total_training_steps={self.steps}"
+        return small.runner().arguments(folder, "trainer.cpu_threads_per_worker=1", *self.overrides, ending)
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """For all its runs; it goes with this process."""
+        folder = Path(tempfile.mkdtemp(prefix="chaos-kills-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    @functools.cached_property
+    def straight(self) -> Straight:
+        """The run that nobody kills, made once for all chains."""
+        folder = self.folder / "straight"
+        began, first_s = time.monotonic(), 0.0
+        family = family_of(lambda: self.start(self.arguments(folder), None))
+        metrics = folder / "metrics.jsonl"
+        while family.driver.poll() is None and time.monotonic() < began + PATIENCE_S:
+            if not first_s and metrics.exists() and '"step": 1,' in metrics.read_text():
+                first_s = time.monotonic() - began
+            family.look()
+            time.sleep(0.05)
+        status = wait(family, None, patience_s=0)
+        if status != 0:
+            raise AssertionError(f"the run that nobody kills ended with {status}: {last_line(family.driver.output())}")
+        made = folder.with_name("straight.operations")
+        operations = json.loads(made.read_text()) if made.exists() else [0, 0]
+        later = self.steps - 1
+        step_s = (time.monotonic() - began - first_s) / later
+        return Straight(folder, first_s, step_s, operations[0], (operations[1] - operations[0]) / later)
+
+
+@dataclass
+class Chain:
+    """One run that is killed many times.
+
+    Args:
+        name: What it is called in the table.
+        scene: The run.
+        kills: How many there are.
+        at_writes: Whether a kill comes in place of an operation that writes, and not by the clock.
+        seed: Of the moments. They are drawn evenly from the start to the end of the third step.
+    """
+
+    name: str
+    scene: Scene
+    kills: int
+    at_writes: bool = False
+    seed: int = 0
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.scene.folder / self.name.replace(" ", "-").replace(",", "")
+
+    def kill(self, _: Path) -> Outcome:
+        """Start the command, kill its driver, and look at what is left."""
+        straight, drawn = self.scene.straight, self._random.random()
+        self.done += 1
+        operation = seconds = None
+        if self.at_writes:
+            operation = 1 + int(drawn * (straight.first_operations + 2 * straight.step_operations))
+        else:
+            seconds = drawn * (straight.first_s + 2 * straight.step_s)
+        family = family_of(lambda: self.scene.start(self.scene.arguments(self.folder), operation))
+        if wait(family, seconds) is None:
+            family.kill()
+        killed_at = time.monotonic()
+        status = wait(family, None, patience_s=30)
+        left = family.left()
+        gone_s = time.monotonic() - killed_at
+        if status not in (-signal.SIGKILL, 0):
+            return Outcome(0, gone_s, f"ended with {status}: {last_line(family.driver.output())}")
+        when = "after its end" if status == 0 else f"operation {operation}" if operation else f"after {seconds:.1f} s"
+        if left:
+            return Outcome(0, gone_s, f"{when}: {len(left)} left after {gone_s:.0f} s: {left[0]}")
+        return judged(self.folder, when, gone_s)
+
+    def finish(self, _: Path) -> Outcome:
+        """Let the killed run end, and compare it with one that nobody kills."""
+        straight, began = self.scene.straight, time.monotonic()
+        family = family_of(lambda: self.scene.start(self.scene.arguments(self.folder), None))
+        status = wait(family, None)
+        seconds = time.monotonic() - began
+        if status != 0:
+            return Outcome(0, seconds, f"the killed run ended with {status}: {last_line(family.driver.output())}")
+        found = differences(straight.folder, self.folder) + other_generators(straight.folder, self.folder)
+        if found:
+            return Outcome(0, seconds, f"{len(found)} differences, the first: {found[0]}")
+        aside = len(list((self.folder / "checkpoints" / "superseded").glob("*")))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        parts = "weights, moments, generators, metrics, samples, alarms, configuration and state"
+        return Outcome(2, seconds, f"after {self.done} kills: {parts} equal; {aside} folders of steps made again")
+
+    def faults(self) -> list[Fault]:
+        """Return a row for each kill, and one for the run that comes of them."""
+        rows = [Fault(KIND, f"{self.name}, kill {n} of {self.kills}", self.kill) for n in range(1, self.kills + 1)]
+        return [*rows, Fault(KIND, f"{self.name}, to its end", self.finish)]
+
+
+def other_generators(straight: Path, other: Path) -> list[str]:
+    """The steps that began with other states of generators than in the straight run; noted by runs in one process."""
+    one, two = (folder.with_name(f"{folder.name}.generators") for folder in (straight, other))
+    if not one.exists():
+        return []
+    lines = set(one.read_text().splitlines())
+    return [f"generators at the start of {line}" for line in two.read_text().splitlines() if line not in lines]
+
+
+def wait(family: Family, seconds: float | None, patience_s: float = PATIENCE_S) -> int | None:
+    """Return the exit status of a run; None where it has not ended after so many seconds."""
+    deadline = time.monotonic() + (patience_s if seconds is None else seconds)
+    while (status := family.driver.poll()) is None and time.monotonic() < deadline:
+        family.look()
+        time.sleep(0.05)
+    if status is None and seconds is None:
+        family.kill()
+        raise AssertionError(f"the run did not end within {patience_s:g} s: {family.left()}")
+    return status
+
+
+def judged(folder: Path, when: str, seconds: float) -> Outcome:
+    """Judge what a kill has left: a whole checkpoint, at most one interval older than the newest that was begun."""
+    store = CheckpointStore(RunFolder.checkpoints_in(folder))
+    steps = [record["step"] for record in read_metrics(folder)] if folder.exists() else []
+    whole = [step for step in store.steps() if not damages(store.path(step))]
+    logged, newest = max(steps, default=0), max(whole, default=0)
+    begun = max([int(each.name.rpartition("_")[2]) for each in store.interrupted()], default=logged - 1)
+    where = f"{when}, step {logged} logged, {newest or 'none'} saved"
+    if sorted(set(steps)) != steps:
+        return Outcome(0, seconds, f"{where}: metrics.jsonl has the steps {steps}")
+    if whole != store.steps():
+        return Outcome(0, seconds, f"{where}: of the checkpoints {store.steps()} only {whole} are whole")
+    if newest < begun - 1:
+        return Outcome(0, seconds, f"{where}: step {begun} was begun, so step {begun - 1} has to be whole")
+    return Outcome(2, seconds, f"{where}; nothing left")
+
+
+def last_line(text: str) -> str:
+    """Return the last line of an output."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+
+
+IN_ONE_PROCESS = Scene(in_one_process, STATEFUL, steps=40)
+#: Real processes and a Ray of its own, with a critic and its moments; weights and moments are shared by two ranks.
+TWO_RANKS = Scene(
+    as_command,
+    (*STATEFUL, "recipe=ppo", "trainer.n_gpus_per_node=2", "critic.optim.lr=1e-3"),
+    steps=12,
+)
+ONE_RANK = Scene(as_command, STATEFUL, steps=12)
+WITH_VLLM = Scene(as_command, (*STATEFUL, "actor_rollout_ref.rollout.name=vllm"), steps=12)
+
+CHAINS = [
+    Chain("hf in one process, in place of a write", IN_ONE_PROCESS, kills=25, at_writes=True),
+    Chain("hf in one process, by the clock", IN_ONE_PROCESS, kills=25, seed=1),
+    Chain("hf on one rank", ONE_RANK, kills=10, seed=2),
+    Chain("hf on two ranks with a critic", TWO_RANKS, kills=10, seed=3),
+    Chain("vLLM", WITH_VLLM, kills=10, seed=4),
+]
+FAULTS = [fault for chain in CHAINS for fault in chain.faults()]
