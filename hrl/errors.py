@@ -1,5 +1,7 @@
 """The base of all errors that a user can act on, and the error that lists all problems of a configuration."""
 
+import os
+import re
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
@@ -41,6 +43,12 @@ class UnreachableError(HrlError):
 
 class DatasetError(RefusedError, ValueError):
     """A source, a row or a whole data set can't be used; the message names file, row and the way out."""
+
+
+def system_error(error: Exception) -> OSError | None:
+    """Return the system's error that a library written in Rust tells of in words, such as a full disk; else None."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
 
 
 class Reason(StrEnum):

@@ -326,6 +326,22 @@ class WorkerGroups:
         for role in self.learners:
             self.groups[role].finish_save(wait)
 
+    def abandon_save(self) -> None:
+        """Wait until no rank writes anything any more, whatever became of it."""
+        for role in self.learners:
+            self.groups[role].abandon_save()
+
+    def bytes_to_save(self, contents: Sequence[str]) -> dict[str, int]:
+        """Return the bytes of tensors that `save` writes, by what a checkpoint holds."""
+        sizes: dict[str, int] = {}
+        for role in self.learners:
+            for rank in self.groups[role].bytes_to_save():
+                for content, size in rank.items():
+                    sizes[content] = sizes.get(content, 0) + size
+        if "hf_model" in contents:
+            sizes["hf_model"] = self.model.bytes_to_export()[0]
+        return sizes
+
     def load(self, folder: Path) -> None:
         """Load what `save` wrote."""
         for role in self.learners:

@@ -95,6 +95,9 @@ class RunConfig(Section):
     max_ckpt_to_keep: Annotated[PositiveInt | None, Unit("checkpoints")] = 2
     """Number of checkpoints to keep: the newest ones, and beside them the one with the best validation (highest mean
     score, or lowest loss); null keeps all."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What a checkpoint that the disk refuses does to the run: end it (stop), or be counted while the run goes on with
+    the older ones (continue)."""
     alarms: Thresholds = Field(default_factory=default_thresholds)
     """Name of an alarm → its threshold, where it is not to have its default: `{entropy_low: 0.05}`; false turns one off
     (`{kl: false}`), or all (`trainer.alarms=false`). docs/reading-a-run.md has the table."""

@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 
 import yaml
 
-from hrl.errors import HrlError, RefusedError
+from hrl.errors import HrlError, RefusedError, system_error
 from hrl.report.environment import describe_environment
 
 logger = logging.getLogger(__name__)
@@ -271,12 +271,25 @@ def writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        room = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "make room there, or" if room else "make it writable, or"
-        raise RunFolderError(
-            f"the run folder {folder} can't be written: {error.strerror or error}; {advice} name a folder in another "
-            "place with trainer.default_local_dir"
-        ) from error
+        raise _unwritable(folder, error) from error
+    except Exception as error:  # a tokenizer's library, for one, raises nothing more special
+        told = system_error(error)
+        if told is None:
+            raise
+        raise _unwritable(folder, told) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> RunFolderError:
+    advice = "make room there, or" if is_full(error) else "make it writable, or"
+    return RunFolderError(
+        f"the run folder {folder} can't be written: {error.strerror or error}; {advice} name a folder in another "
+        "place with trainer.default_local_dir"
+    )
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether a disk, a quota or the largest size of a file was reached."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def existing_folder(folder: Path) -> Path:

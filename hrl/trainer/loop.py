@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
 from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, check_data, check_parts, load_state
+from hrl.cluster.disk import gigabytes, in_words, refusal_of_disk, require_room
 from hrl.cluster.object_store import StoreWatch
 from hrl.cluster.pending_checkpoint import PendingCheckpoint
 from hrl.cluster.roles import ResourcePoolManager, Role
@@ -120,6 +121,9 @@ class TrainingLoop(ABC):
         }
         self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
         self._pending: PendingCheckpoint | None = None
+        self._save_sizes: dict[str, int] | None = None
+        self._failed_saves = 0
+        self._failed_step: int | None = None
         self._workers: WorkerGroups | None = None
         self.global_steps = 0
         self.data_position = Position()
@@ -265,6 +269,8 @@ class TrainingLoop(ABC):
             metrics |= self.data_metrics()
             if self.config.trainer.max_restarts > 0:
                 metrics["run/restarts"] = float(self.restarts)
+            if self.config.trainer.save_freq > 0:
+                metrics["checkpoint/failed_saves"] = float(self._failed_saves)
             of_store, news = store.look(self.global_steps)
             metrics |= of_store
             if news is not None:
@@ -504,7 +510,8 @@ class TrainingLoop(ABC):
         started = perf_counter()
         with self.reporter.stage(f"saving step {self.global_steps}"):
             self.finish_save()
-            self._pending = self._begin_checkpoint(metrics or {})
+            with self._told_if_refused(self.global_steps):
+                self._pending = self._begin_checkpoint(metrics or {})
             if self.callbacks.look_at_checkpoints:
                 self.finish_save()
         self.reporter.stood_still("save_checkpoint", perf_counter() - started)
@@ -518,27 +525,53 @@ class TrainingLoop(ABC):
         """Wait for the checkpoint that was begun last, if it is still pending, and tell of it.
 
         Raises:
-            HrlError: What a rank wrote is not there as the driver sees it, or the run folder can't be written to.
-            WorkerError: A rank could not write its part.
+            CheckpointError: It can't be written or published, and `trainer.on_save_error` is `stop`.
+            WorkerError: A rank failed in another way.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        final = None
+        with self._told_if_refused(pending.step):
+            try:
+                if not pending.is_over:
+                    with worker_phase("save_checkpoint"):
+                        self.workers.finish_save()
+            finally:
+                final = pending.stop()
+            if final is None:
+                require_all_shards(pending.folder, self.workers.trained, self.reporter.folder.path)
+                final = pending.publish()
+        if final is not None:
+            took = f"{pending.seconds:.1f} s"
+            self.reporter.console.note(f"saved {final} in {took}, {self._sizes(final)}; {self._kept()}")
+            self.callbacks.on_checkpoint(self.run_state, final)
+
+    @contextmanager
+    def _told_if_refused(self, step: int) -> Iterator[None]:
+        """Remove what there is of a checkpoint that the disk refuses, and end the run or go on, as configured."""
         try:
-            if not pending.is_over:
-                with worker_phase("save_checkpoint"):
-                    self.workers.finish_save()
-        finally:
-            final = pending.stop()
-        if final is None:
-            require_all_shards(pending.folder, self.workers.trained, self.reporter.folder.path)
-            final = pending.publish()
-        took = f"{pending.seconds:.1f} s"
-        self.reporter.console.note(f"saved {final} in {took}, {self._sizes(final)}; {self._kept()}")
-        self.callbacks.on_checkpoint(self.run_state, final)
+            yield
+        except (OSError, HrlError) as error:
+            refusal = refusal_of_disk(error)
+            if refusal is None:
+                raise
+            with worker_phase("save_checkpoint"):
+                self.workers.abandon_save()
+            try:
+                self.checkpoints.discard(step)
+            except OSError as left:
+                logger.warning("what there is of step %d can't be removed: %s", step, left)
+            message = f"step {step} is not saved: {refusal}; {self._kept()}"
+            if self.config.trainer.on_save_error == "stop":
+                raise CheckpointError(message) from error
+            self._failed_saves += 1
+            self._failed_step = step
+            self.reporter.console.note(f"{message}. The run goes on (trainer.on_save_error=continue)")
 
     def _begin_checkpoint(self, metrics: Mapping[str, float]) -> PendingCheckpoint:
         run_folder, step = self.reporter.folder.path, self.global_steps
+        require_room(run_folder, self._bytes_to_save())
         with writing_to(run_folder):
             folder = self.checkpoints.begin(step)
         with worker_phase("save_checkpoint"):
@@ -566,13 +599,14 @@ class TrainingLoop(ABC):
         if pending.is_over:
             self.finish_save()
             return
-        try:
-            with worker_phase("save_checkpoint"):
-                self.workers.finish_save(wait=False)
-        except HrlError:
-            self._pending = None  # there is nothing to wait for
-            pending.stop()
-            raise
+        with self._told_if_refused(pending.step):
+            try:
+                with worker_phase("save_checkpoint"):
+                    self.workers.finish_save(wait=False)
+            except (OSError, HrlError):
+                self._pending = None  # there is nothing to wait for
+                pending.stop()
+                raise
 
     @contextmanager
     def _finishing_saves(self) -> Iterator[None]:
@@ -586,6 +620,10 @@ class TrainingLoop(ABC):
                 self._rescue(pending, 0.0 if in_a_hurry else _RESCUE_S)
             raise
         self.finish_save()
+        if self._failed_step == self.global_steps:
+            raise CheckpointError(
+                f"the run ends without a checkpoint of its last step, {self.global_steps}; {self._kept()}"
+            )
 
     def _rescue(self, pending: PendingCheckpoint, patience_s: float) -> None:
         """Save what a failed run had begun to save, if that takes no longer; a second Ctrl-C ends the waiting."""
@@ -601,16 +639,22 @@ class TrainingLoop(ABC):
             else f"saved {final} in {pending.seconds:.1f} s"
         )
 
-    @staticmethod
-    def _sizes(checkpoint: Path) -> str:
-        """Return how large a checkpoint is, and the model in it that others load."""
-        whole, model = (sum(file_sizes(folder).values()) / 1e9 for folder in (checkpoint, checkpoint / "hf"))
-        return f"{whole:.2f} GB" + (f", of which hf {model:.2f} GB" if model else "")
+    def _bytes_to_save(self) -> dict[str, int]:
+        """Return the bytes of a checkpoint's tensors, by what it holds; they are the same in every step."""
+        if self._save_sizes is None:
+            with worker_phase("save_checkpoint"):
+                self._save_sizes = self.workers.bytes_to_save(self.save_contents)
+        return self._save_sizes
+
+    def _sizes(self, checkpoint: Path) -> str:
+        """Return how large a checkpoint is, and what takes how much of it."""
+        whole = gigabytes(sum(file_sizes(checkpoint).values()))
+        return f"{whole} ({in_words(self._bytes_to_save())})"
 
     def _kept(self) -> str:
         best = self.checkpoints.best()
-        steps = ", ".join(f"{step} (the best)" if step == best else str(step) for step in self.checkpoints.steps())
-        return f"kept: step {steps}"
+        steps = [f"{step} (the best)" if step == best else str(step) for step in self.checkpoints.steps()]
+        return f"kept: step {', '.join(steps)}" if steps else "there is no other checkpoint"
 
     def export(self, folder: Path) -> Path:
         """Write the present weights and the tokenizer as a folder that transformers and vLLM load."""

@@ -91,6 +91,21 @@ class ModelWorker(Worker):
         self.engine.finish_save(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def abandon_save(self) -> None:
+        """Wait until this rank writes nothing any more, whatever became of it."""
+        self.engine.abandon_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def bytes_to_save(self) -> dict[str, int]:
+        """Return the bytes of tensors that this rank writes in `save_checkpoint`, by what a checkpoint holds."""
+        return self.engine.bytes_to_save(None if self.checkpoint is None else self.checkpoint.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def bytes_to_export(self) -> int:
+        """Return the bytes of weights in the folder that `export_hf` writes."""
+        return self.engine.bytes_to_export()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
         """Load what `save_checkpoint` wrote."""
         self.engine.load(Path(folder), None if self.checkpoint is None else self.checkpoint.load_contents)

@@ -83,7 +83,7 @@ def test_a_checkpoint_whose_shards_are_on_two_disks_is_not_published(
     with pytest.raises(CheckpointError, match=r"rank 1 of actor on node 10\.0\.0\.1 wrote actor/shard-1, .*share"):
         driver.fit()
     assert driver.trainer.checkpoints.steps() == []
-    assert [path.name for path in driver.trainer.checkpoints.interrupted()] == ["tmp.step_1"]
+    assert driver.trainer.checkpoints.interrupted() == [], "what the driver sees of it is removed"
 
 
 def test_a_checkpoint_with_the_shards_of_all_ranks_is_published(tmp_path: Path) -> None:

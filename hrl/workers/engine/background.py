@@ -8,9 +8,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
-from hrl.workers.engine.digest import FileDigest, Written
+from hrl.workers.engine.digest import FileDigest, Written, naming
 
 _LOWEST_PRIORITY = 19
 
@@ -40,6 +41,11 @@ class BackgroundWriter:
             finally:
                 if job.done():  # and not Ctrl-C
                     self._jobs.pop(0)
+
+    def abandon(self) -> None:
+        """Wait until nothing is written any more, whatever became of it."""
+        wait_for(self._jobs)
+        self._jobs.clear()
 
 
 def give_way() -> None:
@@ -96,5 +102,7 @@ def make_durable(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise naming(error, path) from error
     finally:
         os.close(handle)

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
@@ -95,11 +96,27 @@ class StateToSave:
             yield Written(shards, file.digest)
         if self._rng is not None:
             rng = _rng_file(folder, self._rank)
-            save_file(self._rng, rng)
-            yield Written.by_reading(rng)
+            with DigestingFile(rng) as file:
+                file.write(to_safetensors(self._rng))
+            yield Written(rng, file.digest)
         if self._rank == 0:
-            (folder / STATE_FILE).write_text(json.dumps(self._state, indent=1, sort_keys=True) + "\n")
-            yield Written.by_reading(folder / STATE_FILE)
+            with DigestingFile(folder / STATE_FILE) as file:
+                file.write((json.dumps(self._state, indent=1, sort_keys=True) + "\n").encode())
+            yield Written(file.path, file.digest)
+
+
+def bytes_to_save(module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> dict[str, int]:
+    """Return how much of the tensors this rank writes, by what a checkpoint holds."""
+    rank = dist.get_rank()
+    return {
+        content: sum(
+            shard.nbytes
+            for tensor in _tensors(module, optimizer, [content]).values()
+            if (shard := _Shard.of(tensor, rank)) is not None
+        )
+        for content in ("model", "optimizer")
+        if content in contents
+    }
 
 
 def record_of(folder: Path) -> Path:

@@ -82,11 +82,22 @@ class DigestingFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as failed:
+            if error is None:  # the first one says what is wrong
+                raise naming(failed, self.path) from failed
 
     def write(self, data: bytes | memoryview) -> None:
-        """Add bytes."""
-        self._file.write(data)
+        """Add bytes.
+
+        Raises:
+            OSError: The disk refuses; names the file.
+        """
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise naming(error, self.path) from error
         self._xxh3.update(data)
         self._size += len(data)
 
@@ -94,6 +105,11 @@ class DigestingFile:
     def digest(self) -> FileDigest:
         """Of everything written so far."""
         return FileDigest(self._size, self._xxh3.hexdigest())
+
+
+def naming(error: OSError, path: Path) -> OSError:
+    """Return the same error with the name of the file, which the system leaves out where a file is open already."""
+    return OSError(error.errno, error.strerror, error.filename or str(path))
 
 
 class Written(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_mi
 from hrl.profiling.spans import CHECKSUM, OPTIMIZER, span
 from hrl.workers.engine.background import BackgroundWriter
 from hrl.workers.engine.casts import keeps_cast_parameters
-from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, load_state, record_of
+from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, bytes_to_save, load_state, record_of
 from hrl.workers.engine.checksum import Checksums, WeightsDifferError, first_elements, whole_checksum
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, skip
@@ -454,6 +455,18 @@ class Engine:
         """Wait until everything of this rank is on disk, or only look; raise what went wrong."""
         self._writer.finish(wait=wait)
 
+    def abandon_save(self) -> None:
+        """Wait until nothing of this rank is written any more, whatever became of it."""
+        self._writer.abandon()
+
+    def bytes_to_save(self, contents: Collection[str] | None = None) -> dict[str, int]:
+        """Return how many bytes of tensors this rank writes in a save, by what a checkpoint holds."""
+        return bytes_to_save(self.module, self._trained[0], contents or CONTENTS)
+
+    def bytes_to_export(self) -> int:
+        """Return how many bytes of weights the folder for transformers and vLLM has."""
+        return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self.param_specs(self._export_dtype))
+
     def save(self, folder: Path, contents: Collection[str] | None = None) -> None:
         """Write the sharded state, or the named parts of it, and return when all ranks have; every rank calls it."""
         self.begin_save(folder, contents)
@@ -486,12 +499,16 @@ class Engine:
             folder: Created if missing.
             record: The file that will be there when all of it is on disk, see `write_record`.
         """
-        own = self.source_config.dtype or torch.bfloat16
-        dtype = dtype_of(own) if isinstance(own, str) else own
+        dtype = self._export_dtype
         everything = iter_full_params(self.module, self.form, dtype, self.device)
         export = ExportToWrite.gather(everything, self.module, self.source_config, dtype)
         if export is not None:
             self._writer.begin(partial(export.write, folder), record)
+
+    @property
+    def _export_dtype(self) -> torch.dtype:
+        own = self.source_config.dtype or torch.bfloat16
+        return dtype_of(own) if isinstance(own, str) else own
 
     def export_hf(self, folder: Path) -> None:
         """Write a folder that transformers and vLLM load, and return when it is there; every rank calls it."""

@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from hrl.errors import system_error
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
-from hrl.workers.engine.digest import Written
+from hrl.workers.engine.digest import Written, naming
 from hrl.workers.engine.host_memory import local
 
 #: The wrapper's attribute that holds the transformers model.
@@ -137,8 +139,13 @@ class ExportToWrite:
             write_config(self.config, self.dtype, folder),
             *copy_companions(source, folder, has_code=has_code),
         ]
-        save_torch_state_dict(self.tensors, folder)
-        self.tensors.clear()
+        try:
+            save_torch_state_dict(self.tensors, folder)
+        except SafetensorError as error:
+            told = system_error(error)
+            raise error if told is None else naming(told, folder) from error
+        finally:
+            self.tensors.clear()
         yield from map(Written.by_reading, (*files, *folder.glob("model*.safetensors*")))
 
 

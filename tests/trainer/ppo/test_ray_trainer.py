@@ -113,7 +113,7 @@ def test_the_checkpoint_with_the_best_validation_stays_beside_the_newest(tmp_pat
     driver.fit()
     assert trainer.checkpoints.steps() == [2, 3, 4]
     said = " ".join(driver.shown.split())
-    assert "kept: step 2 (the best), 3, 4" in said and "0.00 GB" in said
+    assert "0.01 MB (model 0.02 GB); kept: step 2 (the best), 3, 4" in said
     assert [Manifest.read(trainer.checkpoints.path(step)).score for step in (2, 4)] == [0.9, 0.3]
     states = [json.loads((tmp_path / "checkpoints" / f"step_{step}" / "state.json").read_text()) for step in (2, 4)]
     assert [state["contents"] for state in states] == [["model"], ["model"]]
@@ -299,6 +299,7 @@ class SlowDisk(Workers):
         super().__init__()
         self.after, self.error = after, error
         self.open: list[Path] = []
+        self.refuses: list[int] = []
 
     def save(self, folder: Path, contents: list[str]) -> list[Path]:
         self.open.append(folder)
@@ -317,6 +318,10 @@ class SlowDisk(Workers):
     def finish_save(self, *, wait: bool = True) -> None:
         if self.error is not None:
             raise WorkerError(0, "actor.finish_save", "save_checkpoint", self.error)
+        if self.open and int(self.open[-1].name.rpartition("_")[2]) in self.refuses:
+            file = str(self.open.pop() / "shard")
+            refused = WorkerError(1, "actor.finish_save", "save_checkpoint", "OSError: …", "Traceback …")
+            raise refused from OSError(28, "No space left on device", file)
         if wait:
             self.write()
 
@@ -340,13 +345,61 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_while_a_checkpoint_is_written_ends_the_run_after_the_next_step(tmp_path: Path) -> None:
-    full = SlowDisk(error=f"OSError: [Errno 28] No space left on device: '{tmp_path}'")
-    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=9, workers=full)
-    with pytest.raises(WorkerError, match=rf"save_checkpoint\) raised OSError: .*No space left.*{tmp_path}"):
+    broken = SlowDisk(error="KeyError: 'what'")
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=9, workers=broken)
+    with pytest.raises(WorkerError, match=r"save_checkpoint\) raised KeyError: 'what'"):
         driver.fit()
     assert driver.trainer.global_steps == 3
     assert driver.trainer.checkpoints.steps() == []
-    assert [path.name for path in driver.trainer.checkpoints.interrupted()] == ["tmp.step_2"]
+
+
+def full_at(*steps: int) -> SlowDisk:
+    disk = SlowDisk()
+    disk.refuses.extend(steps)
+    return disk
+
+
+def test_a_disk_that_is_full_ends_the_run_with_one_line_and_the_part_is_removed(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=9, workers=full_at(4))
+    with pytest.raises(CheckpointError) as stopped:
+        driver.fit()
+    store = driver.trainer.checkpoints
+    assert str(stopped.value) == (
+        f"step 4 is not saved: rank 1 of actor can't write {store.temporary(4)}/shard: No space left on device; make "
+        "room there, or name a folder in another place with trainer.default_local_dir; kept: step 2"
+    )
+    assert "abandon save" in driver.workers.done, "nobody writes there while it is removed"
+    assert (driver.trainer.global_steps, store.steps(), store.interrupted()) == (5, [2], [])
+
+
+def test_a_run_goes_on_without_a_checkpoint_where_it_is_told_to_and_counts_it(tmp_path: Path) -> None:
+    goes_on = ("trainer.save_freq=1", "trainer.test_freq=-1", "trainer.on_save_error=continue")
+    driver = Driver(tmp_path, *goes_on, steps=5, workers=full_at(2, 3))
+    driver.fit()
+    store = driver.trainer.checkpoints
+    assert (store.steps(), store.interrupted()) == ([4, 5], [])
+    said = " ".join(driver.shown.split())
+    assert said.count("The run goes on (trainer.on_save_error=continue)") == 2 and "step 3 is not saved" in said
+    steps = [record for record in read_jsonl(tmp_path / "metrics.jsonl") if record["step"] > 0]
+    counted = [record["checkpoint/failed_saves"] for record in steps]
+    assert counted == sorted(counted) and (counted[0], counted[-1]) == (0.0, 2.0)
+
+
+def test_a_run_that_goes_on_and_can_not_save_its_end_does_not_end_well(tmp_path: Path) -> None:
+    goes_on = ("trainer.save_freq=2", "trainer.test_freq=-1", "trainer.on_save_error=continue")
+    driver = Driver(tmp_path, *goes_on, steps=4, workers=full_at(4))
+    with pytest.raises(CheckpointError, match="the run ends without a checkpoint of its last step, 4; kept: step 2"):
+        driver.fit()
+
+
+def test_a_save_that_there_is_no_room_for_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=4)
+    monkeypatch.setattr("hrl.cluster.disk.room_in", lambda folder: 80_000_000)
+    saved = driver.workers.save
+    driver.workers.save = lambda *given: pytest.fail("ranks began to write") or saved(*given)
+    with pytest.raises(CheckpointError, match=r"takes 0\.09 GB \(model 0\.02 GB\), and .* there are 0\.08 GB left"):
+        driver.fit()
+    assert driver.trainer.checkpoints.interrupted() == []
 
 
 @pytest.mark.parametrize("ended_by", [KeyboardInterrupt, RuntimeError])
