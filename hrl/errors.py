@@ -41,6 +41,10 @@ class UnreachableError(HrlError):
     """Something elsewhere that was asked, e.g. a hub of models, can't be reached; later the same may work."""
 
 
+class NonFiniteError(HrlError, ArithmeticError):
+    """A number is NaN or infinite that a run can't go on without; the exit status is 3."""
+
+
 class DatasetError(RefusedError, ValueError):
     """A source, a row or a whole data set can't be used; the message names file, row and the way out."""
 

@@ -193,7 +193,7 @@ def _over_sources(metrics: Mapping[str, float], begins: str) -> float | None:
         for name in metrics
         if name.startswith(source + begins) and "/" not in name.removeprefix(source) and metrics[name] is not None
     ]
-    return fmean(values) if values else None
+    return fmean(values) if values and all(map(math.isfinite, values)) else None
 
 
 def _sources(metrics: Mapping[str, float]) -> list[str]:

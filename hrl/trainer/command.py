@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, load_state
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
-from hrl.errors import ConfigError, HrlError
+from hrl.errors import ConfigError, HrlError, NonFiniteError
 from hrl.processes.imports import quick_imports
 from hrl.processes.signals import RunStoppedError, StopRequest
 from hrl.report.display import display_of
@@ -107,11 +107,10 @@ def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: At
         attempt: Is told what ended the run.
 
     Returns:
-        0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if steps were
-        not finite, 75 if a signal ended the run in order and the same command continues it, 130 if one ended it now.
+        0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if numbers
+        are not finite, 75 if a signal ended the run in order and the same command continues it, 130 if one ended it
+        now.
     """
-    from hrl.workers.engine.nonfinite import NonFiniteStepError
-
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[PresentStandardError()]
     )
@@ -123,7 +122,8 @@ def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: At
     except HrlError as error:
         logger.debug("the run failed", exc_info=error)
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
-        return EXIT_NONFINITE if isinstance(error.__cause__, NonFiniteStepError) else EXIT_FAILURE
+        of_numbers = isinstance(error, NonFiniteError) or isinstance(error.__cause__, NonFiniteError)
+        return EXIT_NONFINITE if of_numbers else EXIT_FAILURE
     except RunStoppedError as stopped:
         return _stopped(config, stopped)
     except KeyboardInterrupt:

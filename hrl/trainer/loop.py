@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -279,6 +280,7 @@ class TrainingLoop(ABC):
             prompt_lens, response_lens = lengths_of(batch)
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
             metrics |= self.reporter.own_metrics(tokens)
+            metrics |= self._count_nonfinite(metrics)
             metrics |= self.reporter.judge(self.global_steps, metrics)
             self.reporter.step_done(self.global_steps, metrics)
             if profiles is not None:
@@ -421,6 +423,7 @@ class TrainingLoop(ABC):
             return {}
         with self.reporter.stage("validating"):
             metrics = self.validate()
+        metrics |= self._count_nonfinite(metrics)
         self.reporter.validation_done(self.global_steps, metrics)
         self.callbacks.on_validation(self.run_state, metrics)
         return metrics
@@ -719,6 +722,15 @@ class TrainingLoop(ABC):
             named = ", ".join(map(str, missed))
             steps = f"makes the steps {first} to {last}" if first <= last else "makes no step"
             self.reporter.console.note(f"trainer.profile: nothing is profiled in step {named}; this run {steps}")
+
+    def _count_nonfinite(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Tell of metrics that are not finite, which the log has as null, and count them."""
+        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if not broken:
+            return {}
+        named = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
+        self.reporter.console.note(f"step {self.global_steps}: metrics that are not finite: {named}")
+        return {"nonfinite/metrics": float(len(broken))}
 
     def _tell_of_skipped_steps(self, metrics: Mapping[str, float]) -> None:
         for name, count in metrics.items():

@@ -28,6 +28,7 @@ from hrl.data.offline.answers import (
     passages_of_text,
 )
 from hrl.data.sources import DataRow, show_value, source_of
+from hrl.errors import NonFiniteError
 from hrl.protocol import DataProto
 
 _SIDES = ("chosen", "rejected")
@@ -165,12 +166,15 @@ class PairDataset(OfflineDataset[PairRow]):
         """Store the reference's log-probs of some pairs, summed over trained tokens: (B,), in the order of `batch`.
 
         Raises:
-            ValueError: A sum is not finite; names the row.
+            NonFiniteError: A sum is not finite; names the row.
         """
         lost = (~torch.isfinite(sums)).nonzero().flatten().tolist()
         if lost:
             row, value = indices[lost[0] // 2], float(sums[lost[0]])
-            raise ValueError(f"the reference gives an answer of row {row} the log-prob {value}")
+            raise NonFiniteError(
+                f"the reference gives an answer of row {row} the log-prob {value}: look at this row, and compute the "
+                "reference in a wider dtype (model.fsdp_config.dtype)"
+            )
         if self._reference is None:
             self._reference = sums.new_full((len(self), 2), math.nan)
         self._reference[list(indices)] = sums.reshape(-1, 2)

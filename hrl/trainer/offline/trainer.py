@@ -12,6 +12,7 @@ from hrl.batching.plan import BatchPlan
 from hrl.batching.planner import lengths_of
 from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
+from hrl.errors import NonFiniteError
 from hrl.metrics import Metric, StepMetrics, validation_of
 from hrl.protocol import DataProto
 from hrl.report import health
@@ -118,12 +119,15 @@ def metrics_by_source(sources: Sequence[str], columns: Mapping[str, Tensor], wei
         `val/<source>/<metric>`, and `val/<source>/n`, the number of items.
 
     Raises:
-        ValueError: A number is not finite; names metric, item and source.
+        NonFiniteError: A number is not finite; names metric, item and source.
     """
     for name, values in columns.items():
         bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
         if bad:
-            raise ValueError(f"the {name} of validation item {bad[0]} (source {sources[bad[0]]!r}) is {values[bad[0]]}")
+            raise NonFiniteError(
+                f"the {name} of validation item {bad[0]} (source {sources[bad[0]]!r}) is {values[bad[0]]}: look at "
+                "this row, which may be too long for the model's dtype, and at train/grad_norm of the last steps"
+            )
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
         mine = torch.tensor([other == source for other in sources])

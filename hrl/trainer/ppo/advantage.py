@@ -5,6 +5,7 @@ Both run over the whole batch on the driver, so neither can depend on how the ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -45,7 +46,8 @@ def apply_kl_penalty(
         beta,
         kl_penalty,
     )
-    kl_ctrl.update(current_kl=current_kl, n_steps=len(data))
+    if math.isfinite(current_kl):  # if not, neither are the rewards, and beta stays
+        kl_ctrl.update(current_kl=current_kl, n_steps=len(data))
     return data, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
 
 

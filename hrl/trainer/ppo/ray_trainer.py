@@ -31,6 +31,7 @@ from hrl.trainer.ppo.advantage import (
     rows_without_advantage,
 )
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
+from hrl.trainer.ppo.finite_columns import FiniteColumns, LeftOutError
 from hrl.trainer.ppo.generation import (
     Asked,
     check_policy_version,
@@ -109,6 +110,7 @@ class RayPPOTrainer(TrainingLoop):
         self.use_rm = config.needs_reward_model
         self.needs_old_log_prob = needs_old_log_prob(config)
         self.estimator = estimator_traits(config.algorithm.adv_estimator)
+        self.finite = FiniteColumns(self.reporter.folder.path, self.reporter.console.note)
         self.drift_gate = DriftGate(config.trainer.alarms[SAMPLER_GAP] or math.inf)
         self.policy_version = -1
         self._begun: list[Asked] = []
@@ -129,6 +131,25 @@ class RayPPOTrainer(TrainingLoop):
 
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Take one step of the algorithm, phase by phase, on a batch of prompts."""
+        self.finite.begin()
+        try:
+            batch = self.prepare_batch(batch, metrics)
+        except LeftOutError as left_out:
+            batch = self.finite.leave_out(left_out, self.global_steps, metrics)
+        else:
+            self.learn(batch, metrics)
+            self.finite.learnt(metrics)
+        with self.phase("weight_sync"):
+            metrics |= self.sync_weights()
+        self.judge_mismatch(metrics)
+        return batch
+
+    def prepare_batch(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """Return all that is to be learnt from: samples, scores, log-probs, values, advantages.
+
+        Raises:
+            LeftOutError: A number of it is not finite.
+        """
         may_refill = self.config.algorithm.filter_groups.enable
         with self.phase("gen"):
             batch = self.generate(batch, metrics)
@@ -142,17 +163,26 @@ class RayPPOTrainer(TrainingLoop):
         if may_refill:
             batch = self.refill(batch, metrics)
             self.workers.rollout.sleep_rollout()
+        self.finite.look(batch, "reward")
         if self.needs_old_log_prob:
             with self.phase("old_log_prob"):
                 batch = self.compute_old_log_prob(batch, metrics)
+            self.finite.look(batch, "old_log_prob")
         if self.use_reference_policy:
             with self.phase("ref"):
                 batch = self.compute_ref_log_prob(batch)
+            self.finite.look(batch, "ref")
         if self.use_critic:
             with self.phase("values"):
                 batch = self.compute_values(batch)
+            self.finite.look(batch, "values")
         with self.phase("adv"):
             batch = self.compute_advantage(batch, metrics)
+        self.finite.look(batch, "adv")
+        return batch
+
+    def learn(self, batch: DataProto, metrics: StepMetrics) -> None:
+        """Teach the critic and move the policy."""
         learnt = self.rows_to_learn(batch, metrics)
         if self.use_critic:
             with self.phase("update_critic"):
@@ -163,10 +193,6 @@ class RayPPOTrainer(TrainingLoop):
         else:
             with self.phase("old_log_prob"):
                 self.compare_with_sampler(batch, (), metrics)
-        with self.phase("weight_sync"):
-            metrics |= self.sync_weights()
-        self.judge_mismatch(metrics)
-        return batch
 
     # ------------------------------------------------------------------ which prompts come
 
@@ -403,6 +429,7 @@ class RayPPOTrainer(TrainingLoop):
             with_sum_pi_squared=self.estimator.needs_sum_pi_squared,
         )
         batch = batch.union(actor.compute_log_prob(batch, request))
+        self.finite.look(batch, "old_log_prob")  # before the correction, which would reject such a token
         columns = batch.batch
         metrics.observe(sampler_drift(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]))
         if correction.corrects and not correction.bypass_mode:
@@ -429,6 +456,7 @@ class RayPPOTrainer(TrainingLoop):
         if algorithm.use_kl_in_reward:
             batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
             metrics |= kl_metrics
+            self.finite.look(batch, "adv")
         else:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
         columns = advantage_columns(self.config)
@@ -579,7 +607,8 @@ class RayPPOTrainer(TrainingLoop):
 
     def describe(self, batch: DataProto) -> dict[str, float]:
         """Return scores, rewards, advantages and lengths of a step's samples, under verl's names."""
-        return compute_data_metrics(batch, use_critic=self.use_critic)
+        whole = not self.finite.left_out
+        return compute_data_metrics(batch, use_critic=self.use_critic and whole, has_advantages=whole)
 
     def validation_score(self, metrics: Mapping[str, float]) -> float | None:
         """Return the mean score of the validation, over its sources."""

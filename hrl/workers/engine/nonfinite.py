@@ -25,7 +25,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from hrl.batching.plan import MiniBatchPlan
-from hrl.errors import HrlError
+from hrl.errors import NonFiniteError
 from hrl.workers.engine.checksum import of_all_ranks
 from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.optim import MOMENTS, Optimizer, StepReport, names_of_nonfinite
@@ -47,7 +47,7 @@ FOLDER = "nonfinite"
 _IMPLIED = ("attention_mask", "input_ids", "position_ids")
 
 
-class NonFiniteStepError(HrlError, RuntimeError):
+class NonFiniteStepError(NonFiniteError):
     """Several optimizer steps in a row had a loss or gradient that is not a finite number."""
 
 
@@ -170,16 +170,28 @@ def dump(skipped: SkippedStep, folder: Path) -> Path | None:
         logger.warning("%s is not kept: this rank has kept %d batches in %s", skipped.name, MAX_DUMPS, folder)
         return None
     columns = unpadded(skipped.batch, skipped.plan.micro_batches)
+    return write_dump(folder, skipped.name, columns, _described(skipped, columns))
+
+
+def write_dump(folder: Path, name: str, columns: Mapping[str, Tensor], described: Mapping[str, Any]) -> Path | None:
+    """Write columns and what is known of them, see `dump`.
+
+    Args:
+        folder: Made if it is missing.
+        name: Of both files, without the suffix.
+        columns: See `unpadded`.
+        described: Anything.
+    """
     # NaN and infinity become text, which JSON has no numbers for; so does whatever else JSON lacks.
-    described = to_json(_described(skipped, columns), indent=1, inf_nan_mode="strings", fallback=_fields_or_text)
+    text = to_json(described, indent=1, inf_nan_mode="strings", fallback=_fields_or_text)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"{skipped.name}.safetensors", save(columns))
-        _write(folder / f"{skipped.name}.json", described + b"\n")
+        _write(folder / f"{name}.safetensors", save(dict(columns)))
+        _write(folder / f"{name}.json", text + b"\n")
     except OSError as error:
-        logger.warning("%s could not be written to %s: %s", skipped.name, folder, error)
+        logger.warning("%s could not be written to %s: %s", name, folder, error)
         return None
-    return folder / f"{skipped.name}.json"
+    return folder / f"{name}.json"
 
 
 def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hrl.config.offline import DemonstrationDataConfig, PairDataConfig, ScoredPa
 from hrl.data.offline.demonstrations import Demonstration, DemonstrationDataset, check_demonstration
 from hrl.data.offline.pairs import PairDataset, PairRow, check_pair
 from hrl.data.tasks import bundled_rows
-from hrl.errors import DatasetError
+from hrl.errors import DatasetError, NonFiniteError
 
 USER, YES, NO = (
     {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "y"), ("assistant", "n"))
@@ -156,7 +156,7 @@ def test_a_pair_that_the_reference_was_not_asked_for_is_not_served(tokenizer):
     assert dataset.batch([0, 2]).batch["ref_sequence_log_prob"].tolist() == [2.0, 3.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="log-probs of row 1 were not computed"):
         dataset.batch([0, 1])
-    with pytest.raises(ValueError, match="answer of row 1 the log-prob nan"):
+    with pytest.raises(NonFiniteError, match="answer of row 1 the log-prob nan"):
         dataset.set_reference([0, 1], torch.tensor([0.0, 0.0, 0.0, float("nan")]))
 
 

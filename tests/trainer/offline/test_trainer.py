@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from hrl.errors import NonFiniteError
 from hrl.trainer.offline.trainer import metrics_by_source
 
 
@@ -24,5 +25,5 @@ def test_weights_make_a_mean_over_tokens():
 
 
 def test_a_number_that_is_lost_names_item_and_source():
-    with pytest.raises(ValueError, match=r"the loss of validation item 1 \(source 'b'\) is nan"):
+    with pytest.raises(NonFiniteError, match=r"the loss of validation item 1 \(source 'b'\) is nan"):
         metrics_by_source(["a", "b"], {"loss": torch.tensor([0.0, math.nan])}, torch.ones(2))
