@@ -1,7 +1,7 @@
 """A script that waits for the process that started it to die, then ends what would otherwise stay behind.
 
-It imports the standard library only. The kernel tells it of the death (PR_SET_PDEATHSIG): a pipe would stay open in
-forked children, and polling for the pid is fooled by zombies.
+It imports the standard library only. The kernel tells it of the death (by a descriptor of the process, else by
+PR_SET_PDEATHSIG): a pipe would stay open in forked children, and polling for the pid is fooled by zombies.
 
     guard.py LEADER group            ends the rest of LEADER's process group
     guard.py LEADER PID@START …      kills these processes, if they still are the ones that began at START
@@ -10,6 +10,7 @@ forked children, and polling for the pid is fooled by zombies.
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
@@ -85,16 +86,32 @@ def kill_processes(identities: list[str]) -> None:
             _send(entry.pid, signal.SIGKILL)
 
 
+def _wait_for_end(leader: int) -> None:
+    """Return when process `leader`, the parent of this one, has ended. SIGTERM is blocked and comes at its death.
+
+    A leader in a Landlock domain of its own can send no signal beyond it, not even that one: its descriptor tells, too.
+    """
+    try:
+        ended = os.pidfd_open(leader)
+    except ProcessLookupError:
+        return
+    except OSError:  # before Linux 5.3, or where a container forbids it
+        while os.getppid() == leader:
+            # Anyone may send SIGTERM; only the change of parent says that the leader is gone. One that comes between
+            # the check and the wait stays pending and ends the wait.
+            signal.sigwait({signal.SIGTERM})
+        return
+    if os.getppid() == leader:  # else it is the descriptor of a process that has got its number
+        select.select([ended], [], [])
+
+
 def main(leader: int, targets: list[str]) -> None:
     """Wait until process `leader`, the parent of this one, has died, then end the targets."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    while os.getppid() == leader:
-        # Anyone may send SIGTERM; only the change of parent says that the leader is gone. The signal is blocked, so
-        # one that comes between the check and the wait stays pending and ends the wait.
-        signal.sigwait({signal.SIGTERM})
+    _wait_for_end(leader)
     if targets == ["group"]:
         end_group(leader)
     else:

@@ -1,0 +1,49 @@
+"""A guard ends as its leader has, whatever the leader may still tell it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes.process_table import descendants
+
+LEADER = """
+import subprocess, sys, time
+from hrl.processes.isolation import isolate
+from hrl.processes.lifetime import guard_process_group
+guard_process_group()
+isolate()
+subprocess.Popen(["sleep", "600"])
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def waits(guard: int) -> bool:
+    """Whether it has blocked its signals and sleeps."""
+    facts = dict(line.split(":", 1) for line in Path(f"/proc/{guard}/status").read_text().splitlines())
+    return facts["State"].strip().startswith("S") and int(facts["SigBlk"], 16) != 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is guarded")
+def test_a_leader_that_may_send_no_signals_is_followed_by_its_guard_and_its_group() -> None:
+    leader = subprocess.Popen([sys.executable, "-c", LEADER], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    assert leader.stdout is not None and leader.stdout.readline() == b"up\n"
+    below = [psutil.Process(pid) for pid in descendants(leader.pid)]
+    assert len(below) == 2
+    (guard,) = [process.pid for process in below if "guard.py" in " ".join(process.cmdline())]
+    deadline = time.monotonic() + 15
+    while not waits(guard):  # a guard that is still starting sees its leader's end without being told
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(leader.pid, signal.SIGKILL)
+    leader.wait()
+    leader.stdout.close()
+    assert not psutil.wait_procs(below, timeout=15)[1]
