@@ -24,10 +24,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hrl.errors import HrlError
 from hrl.metrics import Metric
+from hrl.processes.evidence import why_memory_ended_it
 from hrl.processes.lifetime import die_with_parent
+from hrl.processes.watch import NEEDED
 from hrl.reward.library.base import FAILURE
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow, Status
 from hrl.reward.spec import RewardSpec
+from hrl.single_controller.own_ray import end_lost_ray, watched_get
 from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
 
 if TYPE_CHECKING:
@@ -301,6 +304,7 @@ class RewardActor:
         """
         self.begin_start()
         self.pid = self._call("process_id")
+        NEEDED.add(self.pid, "the reward service")
         self._answer(self._starting, "start", _ANSWER_TIMEOUT_S)
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
@@ -316,6 +320,9 @@ class RewardActor:
 
         An actor that doesn't answer is killed: its processes end with it, and their guards end what they started.
         """
+        NEEDED.remove(self.pid)
+        if end_lost_ray():  # with which it ends
+            return
         try:
             self._call("shutdown", timeout_s=_SHUTDOWN_TIMEOUT_S)
         except RewardError as error:
@@ -328,7 +335,7 @@ class RewardActor:
 
     def _answer(self, ref: Any, method: str, timeout_s: float) -> Any:
         try:
-            return ray.get(ref, timeout=timeout_s)
+            return watched_get(ref, timeout_s)
         except RayTaskError as error:
             # Raise the loop's own error, which names function and sample; Ray's wrapper adds nothing to it.
             cause = cause_of(error)
@@ -338,11 +345,14 @@ class RewardActor:
         except RayError as error:
             if not is_death(error):
                 raise
+            known = NEEDED.why_it_ended(self.pid) or why_memory_ended_it()
+            died = f"the reward service (process {self.pid} on the driver's node) died before it answered `{method}`: "
+            if known is not None:
+                raise RewardServiceError(f"{died}{known}") from error
             raise RewardServiceError(
-                f"the reward service (process {self.pid} on the driver's node) died before it answered `{method}`: "
-                f"{death_reason(error)}\nReward functions run in processes of their own and can't take it along: see "
-                "`dmesg` for the kernel's out-of-memory killer. If that was it, lower reward.num_workers, or give the "
-                "driver's node more memory"
+                f"{died}{death_reason(error)}\nReward functions run in processes of their own and can't take it along: "
+                "see `dmesg` for the kernel's out-of-memory killer. If that was it, lower reward.num_workers, or give "
+                "the driver's node more memory"
             ) from error
 
 

@@ -17,6 +17,7 @@ import ray
 
 from hrl.errors import HrlError, may_pass
 from hrl.processes.lifetime import die_with_parent, guard_process_group
+from hrl.single_controller.pulse import begin_pulse
 
 if TYPE_CHECKING:
     from hrl.single_controller.packing import PackedBatch
@@ -49,6 +50,7 @@ class RankProcess:
         guard_process_group()
         for prelude in preludes:
             prelude()
+        begin_pulse(ray.get_runtime_context().get_actor_id())
         self._label = label
         self._workers: dict[str, Worker] = {}
         logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname).1s [{label}] %(name)s: %(message)s")

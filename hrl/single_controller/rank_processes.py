@@ -5,21 +5,26 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hrl.processes.evidence import why_memory_ended_it
+from hrl.processes.watch import NEEDED, is_gone
 from hrl.single_controller import transport
 from hrl.single_controller.dispatch import RankCall
+from hrl.single_controller.own_ray import LOOK_S, end_lost_ray, is_on_this_machine, require_own_ray
+from hrl.single_controller.pulse import SILENT_S, Pulses
 from hrl.single_controller.rank_process import ProcessInfo, RankProcess
 from hrl.single_controller.resource_pool import RayResourcePool, Slot
 from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs
 from hrl.single_controller.worker_errors import (
     WorkerDiedError,
     WorkerError,
+    WorkerStuckError,
     WorkerTimeoutError,
     cause_of,
     current_phase,
@@ -35,6 +40,8 @@ _BUSY_GRACE_S = 10.0  # for finishing current work, such as loading a model, bef
 _CLOSE_TIMEOUT_S = 40.0  # for closing; an engine alone has 30 s (hrl.workers.rollout.host)
 _STUCK_GRACE_S = 10.0
 _DEATH_NOTICE_S = 2.0
+_LONG_DEATH_NOTICE_S = 30.0  # for a process that has ended, as far as the kernel is concerned
+_PULSE_S = 15.0  # interval at which whoever waits for ranks reads their pulses
 
 
 class PendingCalls:
@@ -67,8 +74,10 @@ class PendingCalls:
         deadline, waiting_s = self._deadline, self._timeout_s
         if timeout_s is not None:
             deadline, waiting_s = min(deadline, time.monotonic() + timeout_s), timeout_s
-        if not self._all_taken(deadline):
-            raise self._timed_out(sorted(self._open.values()), waiting_s)
+        while not self._all_taken(min(deadline, time.monotonic() + LOOK_S)):
+            if time.monotonic() >= deadline:
+                raise self._timed_out(sorted(self._open.values()), waiting_s)
+            self._look()
         return list(self._results)
 
     def done(self) -> bool:
@@ -77,7 +86,16 @@ class PendingCalls:
             return True
         if time.monotonic() >= self._deadline:
             raise self._timed_out(sorted(self._open.values()), self._timeout_s)
+        self._look()
         return False
+
+    def _look(self) -> None:
+        """Raise if the call can't end: Ray is gone, or Python has stood still on a rank."""
+        silent = self._processes.look(self._open.values())
+        if silent:
+            pid, where = self._processes.pid(silent[0]), self._processes.whereabouts(silent)
+            self._processes.remember_stuck(self._method, self._open)
+            raise WorkerStuckError(silent, self._method, self._phase, SILENT_S, where, pid)
 
     def _all_taken(self, deadline: float) -> bool:
         """Take results as they arrive, until `deadline`; return whether all have."""
@@ -102,6 +120,7 @@ class PendingCalls:
             rank = self._open[refs[0]]
             if isinstance(error, GetTimeoutError):
                 raise self._timed_out([rank], self._timeout_s) from error
+            require_own_ray()  # without which every rank fails, one after the other
             del self._open[refs[0]]
             self._processes.remember_stuck(self._method, self._open)
             raise self._translated(rank, error) from cause_of(error)
@@ -109,9 +128,11 @@ class PendingCalls:
             self._results[self._open.pop(ref)] = result
 
     def _timed_out(self, ranks: list[int], waiting_s: float) -> WorkerTimeoutError:
+        where = ""
         if time.monotonic() >= self._deadline:  # before that, only the caller's own `timeout_s` has passed
             self._processes.remember_stuck(self._method, self._open)
-        return WorkerTimeoutError(ranks, self._method, self._phase, waiting_s)
+            where = self._processes.whereabouts(self._open.values())
+        return WorkerTimeoutError(ranks, self._method, self._phase, waiting_s, where)
 
     def _translated(self, rank: int, error: RayError) -> WorkerError:
         if is_death(error):
@@ -127,23 +148,25 @@ class PendingCalls:
         )
 
     def _death_of_another(self) -> WorkerDiedError | None:
-        deadline = time.monotonic() + _DEATH_NOTICE_S
         refs = dict(self._open)
-        while refs:
-            ready, _ = ray.wait(list(refs), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
-            if not ready:
+        began = time.monotonic()
+        while refs and time.monotonic() - began < _LONG_DEATH_NOTICE_S:
+            ready, _ = ray.wait(list(refs), num_returns=1, timeout=_DEATH_NOTICE_S / 10)
+            for ref in ready:
+                rank = refs.pop(ref)
+                try:
+                    ray.get(ref, timeout=1.0)
+                except RayError as error:
+                    if is_death(error):
+                        return self._died(rank, error)
+            is_dying = any(self._processes.is_gone(rank) for rank in refs.values())  # and Ray will notice it
+            if not is_dying and time.monotonic() - began > _DEATH_NOTICE_S:
                 return None
-            rank = refs.pop(ready[0])
-            try:
-                ray.get(ready[0], timeout=1.0)
-            except RayError as error:
-                if is_death(error):
-                    return self._died(rank, error)
         return None
 
     def _died(self, rank: int, error: RayError) -> WorkerDiedError:
-        pids = [info.pid for info in self._processes.infos]  # empty while the processes start
-        return WorkerDiedError(rank, self._method, self._phase, pids[rank] if pids else -1, death_reason(error))
+        pid = self._processes.pid(rank)
+        return WorkerDiedError(rank, self._method, self._phase, pid, self._processes.why_it_ended(rank, error))
 
 
 class RankProcesses:
@@ -177,6 +200,9 @@ class RankProcesses:
         self.infos: list[ProcessInfo] = []
         self._stuck: dict[ray.ObjectRef, int] = {}
         self._stuck_method = ""
+        self._here: set[int] = set()  # ranks whose processes are on this machine
+        self._pulses = Pulses([])
+        self._next_look = self._next_pulse = 0.0
         self._start_timeout_s = start_timeout_s
         try:
             for slot, actor_name in zip(self._slots, self.names, strict=True):
@@ -193,6 +219,10 @@ class RankProcesses:
             WorkerTimeoutError: A process was not up by the deadline.
         """
         self.infos = self._starting.get()
+        self._here = {rank for rank, info in enumerate(self.infos) if is_on_this_machine(info.node_id)}
+        for rank in self._here:
+            NEEDED.add(self.infos[rank].pid, f"rank {rank}'s process")
+        self._pulses = Pulses([actor._actor_id.hex() for actor in self.actors])
         (port,) = self._wait_for([self.actors[0].reserve_port.remote()], "reserve_port")
         environs = _rank_environs(self.infos, port)
         told = [actor.set_environ.remote(environ) for actor, environ in zip(self.actors, environs, strict=True)]
@@ -239,15 +269,71 @@ class RankProcesses:
         refs = [self.actors[rank].call.remote(*arguments) for rank, arguments in enumerate(sent)]
         return PendingCalls(self, refs, name, timeout_s)
 
+    # ---- the ranks from outside ------------------------------------------------------------------------------
+
+    def look(self, ranks: Iterable[int]) -> list[int]:
+        """Return which of these ranks stand still, at most once in a second; empty between.
+
+        Raises:
+            ClusterLostError: A process of Ray itself has ended.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return []
+        self._next_look = now + LOOK_S
+        require_own_ray()
+        if not self.infos:  # they start; that has a deadline of its own
+            return []
+        if now < self._next_pulse:
+            return []
+        self._next_pulse = now + _PULSE_S
+        waited_for = list(ranks)
+        self._pulses.look(waited_for, 2 * _PULSE_S)
+        return self._pulses.silent(waited_for)
+
+    def whereabouts(self, ranks: Iterable[int]) -> str:
+        """Return where ranks are, or were when they were last heard of."""
+        asked = list(ranks)
+        if self.infos:
+            require_own_ray()
+            self._pulses.look(asked, 2 * _PULSE_S)
+        return self._pulses.whereabouts(asked)
+
+    def pid(self, rank: int) -> int:
+        """Return a rank's process id; -1 while the processes start."""
+        return self.infos[rank].pid if self.infos else -1
+
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a rank's process has ended, as far as this machine knows."""
+        return rank in self._here and is_gone(self.infos[rank].pid)
+
+    def why_it_ended(self, rank: int, error: RayError) -> str:
+        """Return why a rank's process died: what is known on this machine, else what Ray says."""
+        if rank in self._here:
+            reason = NEEDED.why_it_ended(self.infos[rank].pid) or why_memory_ended_it()
+            if reason is not None:
+                beat = self._pulses.last(rank)
+                return f"{reason}." + (f" It had held up to {beat.peak_gib:.1f} GiB." if beat is not None else "")
+        return death_reason(error)
+
     def shutdown(self) -> None:
         """Let the workers close, within a deadline, and end the processes. A second call does nothing."""
-        if self.actors and ray.is_initialized():
+        for rank in self._here:
+            NEEDED.remove(self.infos[rank].pid)
+        self._here = set()
+        if self.actors and end_lost_ray():
+            still = [info.pid for info in self.infos if not is_gone(info.pid)]  # they end with the raylet
+            deadline = time.monotonic() + _BUSY_GRACE_S
+            while any(not is_gone(pid) for pid in still) and time.monotonic() < deadline:
+                time.sleep(_DEATH_NOTICE_S / 20)
+        elif self.actors and ray.is_initialized():
             self._close_workers()
             for actor in self.actors:
                 ray.kill(actor)
             # Ray answers a call to a killed actor with an error once it has noticed the death, so wait for that.
             refs = [actor.info.remote() for actor in self.actors]
             ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_TIMEOUT_S)
+            self._pulses.forget()
         self._pool.give_back_place(self._slots)
         self.actors, self._slots = [], []
 

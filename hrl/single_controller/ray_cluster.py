@@ -20,6 +20,7 @@ from ray._private.utils import get_shared_memory_bytes
 
 from hrl.processes.child_environment import changed_environment
 from hrl.processes.lifetime import guarded_processes
+from hrl.single_controller.own_ray import OwnRay
 from hrl.single_controller.worker_errors import PlacementError
 
 _PROBE_S = 10.0
@@ -82,6 +83,7 @@ def ray_cluster(
 
     Raises:
         PlacementError: No cluster answers at the address, or this machine has no loopback to listen on.
+        ClusterLostError: A process of the cluster that was started here has ended within the block.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; avoids its warning
@@ -96,16 +98,21 @@ def ray_cluster(
     bare = _bare(with_dashboard=settings["include_dashboard"]) if address == "local" else nullcontext()
     with reaching(address), bare, changed_environment(inherited):
         ray.init(address=address, **settings)
+    own: OwnRay | None = None
     try:
         if address == "local":
             # Everything that Ray starts ends with this process, except for the raylet's agents: after a SIGKILL they
             # try for a minute to reach a cluster that is gone.
-            with guarded_processes(_raylet_pid()):
+            own = OwnRay()
+            own.watch()
+            with guarded_processes(own.raylet_pid), own.supervised():
                 yield
         else:
             yield
     finally:
         ray.shutdown()
+        if own is not None:
+            own.forget()
 
 
 @contextmanager

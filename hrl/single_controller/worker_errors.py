@@ -93,18 +93,51 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
 
     may_pass = True
 
-    def __init__(self, ranks: Sequence[int], method: str, phase: str, timeout_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], method: str, phase: str, timeout_s: float, whereabouts: str = "") -> None:
         super().__init__(ranks[0], method, phase)
-        self.ranks, self.timeout_s = tuple(ranks), timeout_s
-        self.args = (self.ranks, method, phase, timeout_s)
+        self.ranks, self.timeout_s, self.whereabouts = tuple(ranks), timeout_s, whereabouts
+        self.args = (self.ranks, method, phase, timeout_s, whereabouts)
 
     @property
     def summary(self) -> str:
-        """One line: method, phase, deadline and the ranks that were late."""
+        """One line: method, phase, deadline, the ranks that were late and where they were."""
+        where = f": {self.whereabouts}" if self.whereabouts else ""
         return (
             f"{self._call} was not finished after {self.timeout_s:g} s; still running on rank(s) "
-            f"{', '.join(map(str, self.ranks))}. If the call needs longer, raise the group's call_timeout_s."
+            f"{', '.join(map(str, self.ranks))}{where}. If the call needs longer, raise the group's call_timeout_s."
         )
+
+
+class WorkerStuckError(WorkerTimeoutError):
+    """Python has stood still on a rank for so long that the call can't be expected to end.
+
+    Attributes:
+        pid: The process id of `rank`.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], method: str, phase: str, silent_s: float, whereabouts: str = "", pid: int = -1
+    ) -> None:
+        super().__init__(ranks, method, phase, silent_s, whereabouts)
+        self.pid = pid
+        self.args = (*self.args, pid)
+
+    @property
+    def summary(self) -> str:
+        """One line: the ranks that stand still, where they were, method and phase."""
+        who = ", ".join(map(str, self.ranks))
+        where = f" It was last seen here: {self.whereabouts}." if self.whereabouts else ""
+        return (
+            f"rank {who}: its process (pid {self.pid}) has stood still for {self.timeout_s:g} s in {self._call}: it is "
+            f"stopped, or stuck in C code that holds Python's lock, and other ranks wait for it.{where} "
+            "`py-spy dump --native --pid` shows a stuck process from outside"
+        )
+
+
+class ClusterLostError(HrlError, RuntimeError):
+    """A process of Ray that a run can't do without has ended; the message says which, and how."""
+
+    may_pass = True
 
 
 class PlacementError(HrlError, RuntimeError):
