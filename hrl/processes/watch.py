@@ -18,7 +18,7 @@ from pathlib import Path
 STOPPED_S = 10.0
 """How long a process may stay stopped: long enough for Ctrl-Z and `fg`, and far shorter than any deadline of a call."""
 _LOOK_S = 1.0
-_STOPPED = "T"  # by a signal; a debugger's stop is "t"
+STOPPED = "T"  # by a signal; a debugger's stop is "t"
 _GONE = "ZX"
 
 
@@ -117,7 +117,7 @@ class ProcessWatch:
             state = state_of(pid)
             if state is None or state.start != watched.start or watched.killed:
                 continue
-            watched.stopped_s = watched.stopped_s + passed_s if state.letter == _STOPPED else 0.0
+            watched.stopped_s = watched.stopped_s + passed_s if state.letter == STOPPED else 0.0
             if watched.stopped_s >= self._stopped_s:
                 watched.killed = self._kill(pid)
 

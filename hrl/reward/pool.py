@@ -28,7 +28,9 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hrl.processes.child_environment import child_environment, withheld_names
+from hrl.processes.evidence import why_memory_ended_it
 from hrl.processes.plain_data import to_plain
+from hrl.processes.watch import NEEDED, STOPPED, state_of
 from hrl.reward.function import RewardFunctionError, read_reward
 from hrl.reward.process import SharedState, encode, open_stream, receive
 from hrl.reward.scorers.base import UNSCORABLE
@@ -303,6 +305,7 @@ class RewardPool:
                 "processes, open files or memory (ulimit -a, the container's)"
             )
             return
+        NEEDED.add(popen.pid, "a reward process")
         process = _Process(popen, state, since=time.monotonic())
         self._processes.add(process)
         process.tending = self._tending.create_task(self._tend(process, ours))
@@ -395,7 +398,10 @@ class RewardPool:
     def _too_late(self, process: _Process) -> None:
         """Kill a process past its deadline."""
         holder, *_ = process.state.read()
-        if not process.concurrency:
+        state = state_of(process.popen.pid)
+        if state is not None and state.letter == STOPPED:  # its sample is not to blame
+            self._end(process, f"its process {process.popen.pid} had been stopped (SIGSTOP)")
+        elif not process.concurrency:
             self._end(process, f"loading took longer than {_START_TIMEOUT_S:g} s", "timeout")
         elif holder in process.tasks:
             self._end(process, f"took longer than {self._timeout_s:g} s and was killed", "timeout")
@@ -406,7 +412,10 @@ class RewardPool:
         """Clear up behind a process that ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(_LAST_WORDS_S)
-        how = f"its process {process.popen.pid} {_describe_exit(process.popen.returncode)}"
+        pid = process.popen.pid
+        how = f"its process {pid} {_describe_exit(process.popen.returncode)}"
+        if (reason := NEEDED.why_it_ended(pid) or why_memory_ended_it()) is not None:
+            how = f"{how} ({reason})"
         self._end(process, how if process.concurrency else f"{how} while loading")
 
     def _end(self, process: _Process, error: str, status: Literal["timeout", "crash"] = "crash") -> None:
@@ -456,6 +465,7 @@ class RewardPool:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.popen.pid, signal.SIGKILL)
         process.popen.wait()
+        NEEDED.remove(process.popen.pid)
         process.state.close()
         self._processes.discard(process)
 

@@ -70,8 +70,8 @@ class OwnRay:
         reason = NEEDED.why_it_ended(pid) or why_memory_ended_it()
         return (
             f"{title} on this machine (pid {pid}) {how}; no call to a worker can go on without it."
-            f"{'' if reason is None else f' {reason}.'} Start the run again: it goes on from its last checkpoint. Ray's "
-            f"logs are in {ray._private.worker._global_node.get_logs_dir_path()}"
+            f"{'' if reason is None else f' {reason}.'} Start the run again. Ray's logs are in "
+            f"{ray._private.worker._global_node.get_logs_dir_path()}"
         )
 
     @contextmanager

@@ -27,7 +27,7 @@ from ray.experimental import internal_kv
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 5.0
+BEAT_S = 3.0
 SILENT_S = 180.0
 """Without a beat for so long, a rank is held to be stuck. Loading a library from a cold network file system keeps the
 interpreter for a minute or so; what computes lets go of it."""
@@ -182,5 +182,5 @@ def whereabouts(beats: Mapping[int, Beat]) -> str:
     for (in_collective, place), ranks in sorted(places.items())[:_MOST_PLACES]:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:_MOST_RANKS]))}"
         more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-        words.append(f"{who}{more} {'waits for other ranks in' if in_collective else 'is in'} {place}")
+        words.append(f"{who}{more} {'waiting for other ranks in' if in_collective else 'in'} {place}")
     return "; ".join(words)

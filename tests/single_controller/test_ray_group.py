@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 
 from hrl.protocol import DataProto, DataProtoFuture
 from hrl.single_controller.dispatch import Dispatch, Execute, register
+from hrl.single_controller.pulse import Pulses
 from hrl.single_controller.resource_pool import RayResourcePool, merge_resource_pool, split_resource_pool
 from hrl.single_controller.worker import (
     RayClassWithInitArgs,
@@ -25,7 +27,14 @@ from hrl.single_controller.worker import (
     create_colocated_worker_cls,
     create_colocated_worker_raw_cls,
 )
-from hrl.single_controller.worker_errors import PlacementError, WorkerDiedError, WorkerError, WorkerTimeoutError, phase
+from hrl.single_controller.worker_errors import (
+    PlacementError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerStuckError,
+    WorkerTimeoutError,
+    phase,
+)
 from hrl.single_controller.worker_group import RayWorkerGroup
 from tests.processes.process_table import still_alive
 
@@ -252,6 +261,30 @@ def test_a_deadline_names_the_ranks_that_are_late(adders: RayWorkerGroup) -> Non
         adders.with_timeout(0.5).sleep({1: 3.0})
     assert caught.value.ranks == (1,) and isinstance(caught.value, TimeoutError)
     assert "Adder.sleep was not finished after 0.5 s; still running on rank(s) 1" in str(caught.value)
+    adders.sleep({})
+
+
+def test_a_deadline_tells_where_the_late_ranks_are(adders: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerTimeoutError) as caught:
+        adders.with_timeout(4.0).sleep({0: 4.5})  # longer than the interval of a pulse
+    assert re.search(r"rank\(s\) 0: rank 0 in sleep \(single_controller/test_ray_group.py:\d+\)", str(caught.value))
+    adders.sleep({})
+
+
+def test_a_rank_whose_pulse_has_stopped_ends_the_call_and_not_the_one_that_waits_for_it(
+    adders: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adders._processes, "_next_pulse", 0.0)
+    monkeypatch.setattr(Pulses, "silent", lambda _, ranks: [1] if 1 in ranks else [])
+    with pytest.raises(WorkerStuckError) as caught, phase("update_actor"):
+        adders.sleep({0: 3.0, 1: 3.0})
+    assert (caught.value.rank, caught.value.pid) == (1, adders.pids[1])
+    assert (
+        f"rank 1: its process (pid {adders.pids[1]}) has stood still for 180 s in Adder.sleep (phase update_actor)"
+        in (str(caught.value))
+    )
+    assert pickle.loads(pickle.dumps(caught.value)).pid == caught.value.pid  # noqa: S301  (this process wrote it)
+    monkeypatch.undo()
     adders.sleep({})
 
 

@@ -25,7 +25,7 @@ import runpy
 import select
 import signal
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,7 +33,9 @@ import torch
 
 from hrl.models.hf_config import engine_overrides
 from hrl.processes.child_environment import changed_environment
+from hrl.processes.evidence import why_memory_ended_it
 from hrl.processes.imports import quick_imports
+from hrl.processes.watch import NEEDED
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout import early_process
 from hrl.workers.rollout.base import (
@@ -63,6 +65,10 @@ END = (0, 33)
 _SHUTDOWN_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
 _LIVENESS_INTERVAL_S = 0.5
+_QUESTION_INTERVAL_S = 60.0
+_ANSWER_TIMEOUT_S = 600.0
+"""How long an engine may take to answer between two iterations. The longest one, a full prefill of a model of billions
+of weights on a few cores, takes a few minutes; the deadline of a call is 30."""
 _MODULES = ("vllm.v1.engine.async_llm", "vllm.engine.arg_utils")
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -125,6 +131,9 @@ class VllmEngine(RolloutEngine):
         self._lives: list[ProcessLife] = []
         self._others: frozenset[int] = frozenset()
         self._early: EarlyProcess | None = None
+        self._watched: set[int] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._why_ended: str | None = None
 
     async def prepare(self) -> None:
         """Import vLLM, and start the engine's process, which does so at the same time. On a GPU vLLM starts it alone.
@@ -137,6 +146,7 @@ class VllmEngine(RolloutEngine):
             require_supported(vllm_version(package))
         if self.setup.device.type == "cpu":
             self._early = early_process.take() or early_process.started(environment_of(self.setup))
+            self._watch([self._early.pid] if self._early is not None else [])
         others = {process.pid for process in _engine_processes() if process is not self._early}
         self._others = frozenset(pid for pid in others if pid is not None)
         with _own_environment(self.setup):
@@ -172,13 +182,21 @@ class VllmEngine(RolloutEngine):
                     "the cause to stderr; VLLM_LOGGING_LEVEL=INFO says more)"
                 ) from error
         self._loaded_from_folder()
+        self._watch(child.pid for child in _engine_processes() if child.pid not in self._others)
         self.processes = await self._call("hrl_join")
         self._lives = [ProcessLife(process["pid"]) for process in self.processes]
+        self._watch(process["pid"] for process in self.processes)
+        self._asking = asyncio.create_task(self._keep_asking())
 
     async def shutdown(self) -> None:
         """End the engine's processes, by force where they take too long."""
         llm, self._llm = self._llm, None
         early, self._early = self._early, None
+        if self._asking is not None:
+            self._asking.cancel()
+        for pid in self._watched:
+            NEEDED.remove(pid)
+        self._watched.clear()
         if llm is not None:
             if llm.output_handler is not None:  # it would report the end of the engine's process as a failure
                 llm.output_handler.cancel()
@@ -295,6 +313,32 @@ class VllmEngine(RolloutEngine):
             skip_clone=True,
         )
 
+    def _watch(self, pids: Iterable[int | None]) -> None:
+        """Have processes killed that stay stopped: vLLM then knows that the engine is dead, and says so to all."""
+        for pid in pids:
+            if pid is not None and pid not in self._watched:
+                self._watched.add(pid)
+                NEEDED.add(pid, "a process of the vLLM engine")
+
+    async def _keep_asking(self) -> None:
+        """Ask the engine for a sign of life now and then, and kill one that gives none: nothing else would end it."""
+        while True:
+            await asyncio.sleep(_QUESTION_INTERVAL_S)
+            try:
+                await asyncio.wait_for(self._call("hrl_answer"), _ANSWER_TIMEOUT_S)
+            except TimeoutError:
+                self._why_ended = (
+                    f"It gave no sign of life for {_ANSWER_TIMEOUT_S:g} s, between two iterations or in one, and was "
+                    "killed"
+                )
+                for process in self.processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process["pid"], signal.SIGKILL)
+                self.kill()
+                return
+            except RolloutError:  # it is dead, as whoever waits for it is told
+                return
+
     def _running(self) -> AsyncLLM:
         if self._llm is None:
             raise EngineDeadError("the vLLM engine is not running")
@@ -308,7 +352,9 @@ class VllmEngine(RolloutEngine):
 
     def _epitaph(self, during: str) -> str:
         pids = ", ".join(str(process["pid"]) for process in self.processes)
-        return f"the vLLM engine (pid {pids}) died during {during}; its last output is on stderr"
+        known = [self._why_ended, *(NEEDED.why_it_ended(pid) for pid in sorted(self._watched)), why_memory_ended_it()]
+        reason = next((f". {reason}" for reason in known if reason is not None), "; its last output is on stderr")
+        return f"the vLLM engine (pid {pids}) died during {during}{reason}"
 
 
 def _engine_processes() -> list[multiprocessing.process.BaseProcess]:

@@ -293,6 +293,10 @@ class RolloutWorkerExtension:
         )
         return {"rank": rank, "pid": os.getpid(), "threads": torch.get_num_threads()}
 
+    def hrl_answer(self) -> dict[str, Any]:
+        """Say that this process is alive."""
+        return {}
+
     def hrl_weights_begin(self, manifest: Mapping[str, Any], handle: Mapping[str, Any], version: int) -> dict[str, Any]:
         """Announce a sync. See `WeightReceiver.begin`."""
         receiver = self._hrl_receiver
