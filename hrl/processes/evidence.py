@@ -51,7 +51,7 @@ def why_memory_ended_it() -> str | None:
     free = _free_shared_memory()
     if free is not None and free < _SCARCE_BYTES:
         return (
-            f"{_SHARED_MEMORY} is full ({free >> 20} MiB free), and writing there kills a process (SIGBUS): free some, "
+            f"/dev/shm is full ({free >> 20} MiB free), and writing there kills a process (SIGBUS): free some, "
             "or give it more (`mount -o remount,size=…`, `docker run --shm-size=…`)"
         )
     return None
