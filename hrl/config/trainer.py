@@ -85,6 +85,10 @@ class RunConfig(Section):
     address is in the run's first lines."""
     default_local_dir: str = follows(lambda get: f"outputs/{get('.project_name')}/{get('.experiment_name')}")
     """Run folder. Default: outputs/<project_name>/<experiment_name>."""
+    default_remote_dir: str | None = None
+    """Address of a store that also gets every checkpoint, in the background, and from which another machine goes on
+    with the run: `s3://bucket/folder`, `gs://…`, `abfs://…`, `hdfs://host/…`, or another protocol of fsspec.
+    Credentials come from the environment. docs/checkpoints.md says more."""
     val_before_train: bool = follows(_validates)
     """Validate before the first step. Default: whether there are validation rows. A run that validates before its first
     step, or every `test_freq` steps, also does after its last."""
