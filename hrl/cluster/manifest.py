@@ -98,6 +98,26 @@ class Manifest:
         file = folder / MANIFEST
         try:
             text = file.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise ManifestError(f"{file} is missing") from error
+        except OSError as error:
+            raise ManifestError(f"{file} can't be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ManifestError(f"{file} is damaged: {error}") from error
+        return cls.parse(text, str(file))
+
+    @classmethod
+    def parse(cls, text: str, file: str) -> Manifest:
+        """Return the manifest that a text is.
+
+        Args:
+            text: What a file holds.
+            file: Its name, for errors.
+
+        Raises:
+            ManifestError: It is not, to the byte, what `write` wrote.
+        """
+        try:
             plain = json.loads(text)
             if isinstance(plain, dict) and plain.get("format", FORMAT) != FORMAT and text == _sealed(plain):
                 raise ManifestError(
@@ -105,10 +125,6 @@ class Manifest:
                     f"version {plain.get('hrl')}, which can continue it"
                 )
             manifest = cls._of_plain(plain)
-        except FileNotFoundError as error:
-            raise ManifestError(f"{file} is missing") from error
-        except OSError as error:
-            raise ManifestError(f"{file} can't be read: {error.strerror or error}") from error
         except ManifestError:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:

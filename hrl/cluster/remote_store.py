@@ -164,13 +164,18 @@ class RemoteStore:
             run: A name that no other run has.
         """
         before = self._owner()
-        mine = {"run": run, "host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%FT%TZ", time.gmtime())}
+        mine = {
+            "run": run,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "since": time.strftime("%FT%TZ", time.gmtime()),
+        }
         with self._told("written to"):
             self._make_room_for(f"{self._root}/{OWNER}")
             self._fs.pipe_file(f"{self._root}/{OWNER}", json.dumps(mine, indent=1).encode())
         if before is None or before.get("run") == run:
             return None
-        return f"process {before.get('process')} on {before.get('host')}, since {before.get('since')}"
+        return _in_words(before)
 
     def require_owner(self, run: str) -> None:
         """Check that no other run has claimed the store meanwhile.
@@ -181,8 +186,8 @@ class RemoteStore:
         owner = self._owner() or {}
         if owner.get("run") != run:
             raise RemoteStoreError(
-                f"another run writes to {self.address} by now: process {owner.get('process')} on {owner.get('host')}, since "
-                f"{owner.get('since')}. This one uploads nothing more; give each run a {KEY} of its own"
+                f"another run writes to {self.address} by now: {_in_words(owner)}. This one uploads nothing more; give "
+                f"each run a {KEY} of its own"
             )
 
     def _owner(self) -> dict[str, Any] | None:
@@ -194,7 +199,9 @@ class RemoteStore:
                 return None
             raise
         except ValueError as error:
-            raise RemoteStoreError(f"{self.address}/{OWNER} is damaged: {error}. Remove it, if the store is this run's") from error
+            raise RemoteStoreError(
+                f"{self.address}/{OWNER} is damaged: {error}. Remove it, if the store is this run's"
+            ) from error
         return found if isinstance(found, dict) else {}
 
     # ------------------------------------------------------------------ there and back
@@ -205,7 +212,7 @@ class RemoteStore:
         Args:
             folder: The checkpoint's, with its manifest; it stays as it is meanwhile.
             step: Whose it is.
-            beside: Files of the run that go on with it, by their name below `run/`; those that are missing are left out.
+            beside: Files of the run that go on with it, by their name below `run/`; missing ones are left out.
 
         Raises:
             RemoteStoreError: A file could not be sent, has changed since its manifest was written, or arrived with
@@ -280,7 +287,9 @@ class RemoteStore:
             with file.open("rb") as source, self._told("written to"), self._fs.open(path, "wb") as target:
                 found = self._copied(source, target)
             if expected is not None and found != expected:
-                raise RemoteStoreError(f"{file} has changed since it was saved: {_difference(expected, found)}; it is not uploaded")
+                raise RemoteStoreError(
+                    f"{file} has changed since it was saved: {_difference(expected, found)}; it is not uploaded"
+                )
             with self._told("read"):
                 size = self._fs.info(path)["size"]
             if size != found.size:
@@ -419,6 +428,10 @@ def _file_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
         return ArrowFSWrapper(fs.AzureFileSystem(account_name=os.environ.get("AZURE_STORAGE_ACCOUNT", ""))), path
     system, root = fsspec.core.url_to_fs(address)
     return system, str(root).rstrip("/")
+
+
+def _in_words(owner: Mapping[str, Any]) -> str:
+    return f"process {owner.get('process')} on {owner.get('host')}, since {owner.get('since')}"
 
 
 def _difference(expected: FileDigest, found: FileDigest) -> str:

@@ -14,7 +14,7 @@ import pytest
 from hrl.cluster import remote_store
 from hrl.cluster.manifest import MANIFEST, Manifest
 from hrl.cluster.remote_store import GivenUpError, RemoteStore, RemoteStoreError
-from hrl.cluster.uploads import Uploads
+from hrl.cluster.remote_checkpoints import Uploads
 from tests.cluster.s3_server import STORES, S3Server, s3_server
 
 _NUMBERS = itertools.count()
@@ -199,7 +199,7 @@ class _Refusing(BaseHTTPRequestHandler):
         self.send_header("content-length", "0")
         self.end_headers()
 
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _answer  # noqa: N815 (names of the base class)
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _answer
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
@@ -213,7 +213,7 @@ def test_a_store_that_refuses_is_named_with_the_way_out(status: int, monkeypatch
         settings = S3Server(server.server_address[1], None).environment  # type: ignore[arg-type]
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(RemoteStoreError, match=r"the store s3://bucket/a can't be written to: .*credentials in the env"):
+        with pytest.raises(RemoteStoreError, match=r"s3://bucket/a can't be written to: .*credentials in the env"):
             RemoteStore("s3://bucket/a").probe()
         server.shutdown()
 
