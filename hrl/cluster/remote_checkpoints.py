@@ -1,17 +1,23 @@
-"""The thread that sends a run's checkpoints to its remote store, while the run goes on."""
+"""A run's checkpoints in its remote store: sent while the run goes on, fetched where another machine goes on with it."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 
-from hrl.cluster.remote_store import GivenUpError, RemoteStore, RemoteStoreError
+from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
+from hrl.cluster.remote_store import DamagedObjectError, GivenUpError, RemoteStore, RemoteStoreError
+from hrl.report.run_folder import ALARMS, CONFIG, METRICS, read_jsonl, writing_to
 
 logger = logging.getLogger(__name__)
+
+#: Files of a run that lie beside its checkpoints in the store: with them another machine continues the log.
+BESIDE = (METRICS, ALARMS, CONFIG)
 
 #: Checkpoints that may wait for the store; a run that saves faster than they are sent waits at its next save.
 _MAX_WAITING = 2
@@ -131,3 +137,55 @@ class Uploads:
         for step in steps[: max(0, len(steps) - self._keep)]:
             if step not in (best, sent):
                 self._store.remove(step)
+
+
+def fetch_newer(store: RemoteStore, checkpoints: CheckpointStore, run_folder: Path, tell: Callable[[str], None]) -> None:
+    """Fetch the newest checkpoint of a store that is as its manifest says, if the disk has none that is as new.
+
+    Args:
+        store: The run's.
+        checkpoints: Those on the disk.
+        run_folder: The run folder, which gets the files beside the checkpoint too. Nobody else may use it meanwhile.
+        tell: Is told what was damaged and what was fetched.
+
+    Raises:
+        RemoteStoreError: The store can't be read.
+        CheckpointError: The store has checkpoints, all damaged, and the disk has none.
+        RunFolderError: The run folder can't be written to.
+    """
+    here = max(checkpoints.steps(), default=-1)
+    newer = [step for step in store.steps() if step > here]
+    for step in reversed(newer):
+        with writing_to(run_folder):
+            temporary = checkpoints.begin(step)
+            try:
+                store.fetch(step, temporary)
+            except DamagedObjectError as error:
+                tell(f"{store.address_of(step)} is not used: {error}")
+                shutil.rmtree(temporary)
+                continue
+            checkpoints.publish(step)
+            _continue_log(store, run_folder)
+        tell(f"fetched {store.address_of(step)}")
+        return
+    if newer and here < 0:
+        raise CheckpointError(
+            f"{store.address} holds checkpoints, but none is as its manifest says. Name another store with "
+            "trainer.default_remote_dir, or remove these"
+        )
+
+
+def _continue_log(store: RemoteStore, run_folder: Path) -> None:
+    """Take over the files beside a checkpoint, unless the log here goes on further."""
+    arriving = run_folder / "tmp.run"
+    shutil.rmtree(arriving, ignore_errors=True)
+    arriving.mkdir()
+    fetched = store.fetch_beside(BESIDE, arriving)
+    if len(_records(arriving / METRICS)) > len(_records(run_folder / METRICS)):
+        for name in fetched:
+            (arriving / name).replace(run_folder / name)
+    shutil.rmtree(arriving)
+
+
+def _records(file: Path) -> list[dict[str, object]]:
+    return read_jsonl(file) if file.exists() else []

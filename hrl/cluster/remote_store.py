@@ -56,6 +56,10 @@ class RemoteStoreError(HrlError, RuntimeError):
     """A store can't be reached, written or read, or another run writes to it."""
 
 
+class DamagedObjectError(RemoteStoreError):
+    """A checkpoint in a store is not what its manifest says; asking again is no use."""
+
+
 class GivenUpError(RemoteStoreError):
     """A transfer was given up because the run ends."""
 
@@ -140,14 +144,15 @@ class RemoteStore:
         """Return the manifest of a checkpoint.
 
         Raises:
-            RemoteStoreError: It can't be read, or is damaged.
+            DamagedObjectError: It is damaged.
+            RemoteStoreError: It can't be read.
         """
         with self._told("read"):
             content = self._fs.cat_file(self._path(step, MANIFEST))
         try:
             return Manifest.parse(content.decode(errors="replace"), f"{self.address_of(step)}/{MANIFEST}")
         except ManifestError as error:
-            raise RemoteStoreError(str(error)) from error
+            raise DamagedObjectError(str(error)) from error
 
     def address_of(self, step: int) -> str:
         """Return the address of a checkpoint."""
@@ -234,7 +239,8 @@ class RemoteStore:
         """Fetch a checkpoint into an empty folder, and check every file against its manifest.
 
         Raises:
-            RemoteStoreError: A file could not be fetched, or is not what the manifest says.
+            DamagedObjectError: A file is not what the manifest says.
+            RemoteStoreError: A file could not be fetched.
             OSError: The folder can't be written to.
         """
         manifest = self.manifest(step)
@@ -306,7 +312,7 @@ class RemoteStore:
                 target.flush()
                 os.fsync(target.fileno())
             if expected is not None and found != expected:
-                raise RemoteStoreError(f"{path} in {self.address} is damaged: {_difference(expected, found)}")
+                raise DamagedObjectError(f"{path} in {self.address} is damaged: {_difference(expected, found)}")
             self.transfers.nbytes += found.size
 
         self._retried(attempt, f"fetching {path} from {self.address}")
@@ -337,7 +343,7 @@ class RemoteStore:
         for pause_s in self._pauses_s:
             try:
                 return attempt()
-            except GivenUpError:
+            except (GivenUpError, DamagedObjectError):
                 raise
             except RemoteStoreError as error:
                 logger.warning("%s failed, and is tried again in %g s: %s", what, pause_s, error)

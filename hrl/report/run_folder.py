@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 METRICS = "metrics.jsonl"
+ALARMS = "alarms.jsonl"
 CONFIG = "config.yaml"
 MODEL = "model"
 """The folder of the trained model in the folder of a run that was started from Python."""
@@ -35,7 +36,7 @@ RolloutKind = Literal["train", "val"]
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
 _OUTPUTS = (
     METRICS,
-    "alarms.jsonl",
+    ALARMS,
     CONFIG,
     "environment.json",
     "first_look.json",
@@ -157,7 +158,7 @@ class RunFolder:
     @property
     def alarms_file(self) -> Path:
         """Path of the file of alarms, one JSON object for each alarm, at the step in which it was first raised."""
-        return self.path / "alarms.jsonl"
+        return self.path / ALARMS
 
     def write_alarm(self, record: Mapping[str, Any]) -> None:
         """Add an alarm to `alarms.jsonl`."""
