@@ -25,7 +25,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,11 +84,15 @@ class CheckpointStore:
     Args:
         folder: The run's `checkpoints` folder; made on the first save.
         keep: How many to keep, newest first, and the best one beside them; `None` keeps all.
+
+    Attributes:
+        busy: Returns steps that somebody still reads; they stay until the next save.
     """
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.busy: Callable[[], Collection[int]] = frozenset
 
     def steps(self) -> list[int]:
         """Return steps with a checkpoint that is whole by its files' names and sizes, oldest first."""
@@ -191,12 +195,22 @@ class CheckpointStore:
             if path not in durable:
                 make_durable(path)
         manifest.write(temporary)
+        self.publish(step)
+        self._rotate(step)
+        return final
+
+    def publish(self, step: int) -> Path:
+        """Give a temporary folder that is durable and has a manifest its final name, and read it back.
+
+        Raises:
+            CheckpointError: The file system does not show what was written to it.
+        """
+        temporary, final = self.temporary(step), self.path(step)
         temporary.rename(final)
         for folder in (self.folder, self.folder.parent):  # which may be as new
             make_durable(folder)
         self._look_again(temporary, final)
         _remember_undamaged(final)
-        self._rotate(step)
         return final
 
     def _look_again(self, temporary: Path, final: Path) -> None:
@@ -212,7 +226,7 @@ class CheckpointStore:
             )
         found = damages(final, from_disk=True, gives_way=True)
         if found:
-            aside = self._move_aside(final)
+            aside = self.set_aside(final)
             raise CheckpointError(
                 f"{final} is not what was written to it: read back, {describe(found)}. It is now in {aside}, and older "
                 "checkpoints stay. Look at the disk, or name a folder on another one with trainer.default_local_dir"
@@ -226,7 +240,7 @@ class CheckpointStore:
             logger.warning("%s is damaged, and is not one of the %d that are kept", self.path(step), self.keep)
         others, best = [step for step in whole if step != committed], self.best()
         for step in others[: max(0, len(others) + 1 - self.keep)]:
-            if step != best:
+            if step != best and step not in self.busy():
                 self._remove(self.path(step))
 
     def _remove(self, checkpoint: Path) -> None:
@@ -255,11 +269,8 @@ class CheckpointStore:
                 removed.append(path)
         return removed
 
-    def set_aside(self, damaged: DamagedCheckpoint) -> Path:
+    def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that no run looks at it again, and return its new folder."""
-        return self._move_aside(damaged.path)
-
-    def _move_aside(self, path: Path) -> Path:
         aside = self.folder / f"damaged.{path.name}"
         number = 1
         while aside.exists() or aside.is_symlink():
@@ -321,6 +332,10 @@ class CheckpointStore:
                 "another trainer.default_local_dir"
             )
         return Choice(None)
+
+    def newest_undamaged(self) -> int | None:
+        """Return the newest step whose checkpoint is whole; every file of it is read, the first time. None if none is."""
+        return next((step for step in reversed(self._saved()) if not damages_of_checkpoint(self.path(step))), None)
 
     def _named(self, path: Path) -> Path:
         if not (path / STATE_FILE).is_file() and not (path / MANIFEST).is_file():

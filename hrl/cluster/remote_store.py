@@ -4,7 +4,8 @@ It holds what another machine needs to go on with the run, below the address tha
 
     owner.json             which run writes here; one that finds another's name there stops writing
     run/                   the run's metrics, alarms and configuration, as they were with the newest checkpoint
-    checkpoints/step_N/    a checkpoint, file by file, and `manifest.json` last: without it the checkpoint doesn't count
+    checkpoints/step_N/    a checkpoint, file by file, and `manifest.json` last: without it the checkpoint doesn't count;
+                           it is called `superseded.json` where a run went on from an earlier step
 
 Nothing is renamed there, because an object store can't: a checkpoint appears with its manifest, and its removal begins
 with the manifest.
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 KEY = "trainer.default_remote_dir"
 OWNER = "owner.json"
 RUN = "run"
+_SUPERSEDED = "superseded.json"
 CHECKPOINTS = "checkpoints"
 
 #: Bytes that are read, hashed and sent at once; a transfer that is given up ends after one.
@@ -138,7 +140,7 @@ class RemoteStore:
 
     def torn(self) -> list[int]:
         """Return the steps of which there is something, but no manifest: an upload or a removal was interrupted."""
-        return sorted(step for step, names in self._folders().items() if MANIFEST not in names)
+        return sorted(step for step, names in self._folders().items() if not names & {MANIFEST, _SUPERSEDED})
 
     def manifest(self, step: int) -> Manifest:
         """Return the manifest of a checkpoint.
@@ -194,6 +196,18 @@ class RemoteStore:
                 f"another run writes to {self.address} by now: {_in_words(owner)}. This one uploads nothing more; give "
                 f"each run a {KEY} of its own"
             )
+
+    def supersede(self, after: int) -> list[int]:
+        """Let the checkpoints of the steps beyond `after` count no longer, because these steps are made again.
+
+        Their files stay until the step is sent again; return the steps.
+        """
+        later = [step for step in self.steps() if step > after]
+        for step in later:
+            with self._told("written to"):
+                self._fs.pipe_file(self._path(step, _SUPERSEDED), self._fs.cat_file(self._path(step, MANIFEST)))
+            self._delete(self._path(step, MANIFEST))
+        return later
 
     def _owner(self) -> dict[str, Any] | None:
         try:
@@ -396,6 +410,20 @@ class RemoteStore:
                 raise
             said = " ".join(str(error).split()) or type(error).__name__
             raise RemoteStoreError(f"the store {self.address} can't be {what}: {said}; {_WAY_OUT}") from error
+
+
+def split_checkpoint(address: str) -> tuple[str, int]:
+    """Return the store and the step of the address of a checkpoint, as `RemoteStore.address_of` writes it.
+
+    Raises:
+        RemoteStoreError: It is no such address.
+    """
+    match = re.fullmatch(rf"(.+)/{CHECKPOINTS}/step_(\d+)/?", address)
+    if match is None:
+        raise RemoteStoreError(
+            f"trainer.resume_from_path={address} is no checkpoint in a store; write e.g. s3://bucket/folder/{CHECKPOINTS}/step_20"
+        )
+    return match[1], int(match[2])
 
 
 _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")

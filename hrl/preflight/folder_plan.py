@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.cluster.checkpoints import CheckpointStore, DamagedCheckpoint, check_data, load_state
+from hrl.cluster.remote_store import RemoteStore, RemoteStoreError
 from hrl.config.arithmetic import Fact
 from hrl.config.trainer import RunConfig
 from hrl.preflight.findings import Findings
@@ -110,3 +111,18 @@ def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: An
         findings.facts.append(Fact("run folder", str(plan)))
         return plan
     return None
+
+
+def look_at_store(findings: Findings, trainer: RunConfig, plan: FolderPlan | None) -> None:
+    """Check that the remote store, if there is one, can be written, read and cleaned up, and is this run's to use."""
+    if trainer.default_remote_dir is None:
+        return
+    with findings.about("trainer.default_remote_dir"):
+        store = RemoteStore(trainer.default_remote_dir)
+        findings.facts.append(Fact("remote store", store.probe()))
+        begins_anew = trainer.resume_mode != "auto" and plan is not None and not plan.continues
+        if begins_anew and store.steps():
+            raise RemoteStoreError(
+                f"{store.address} holds checkpoints of an earlier run; continue it with trainer.resume_mode=auto, or "
+                "give this run its own trainer.default_remote_dir"
+            )

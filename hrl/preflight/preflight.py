@@ -18,7 +18,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.data_look import look_at_batch, look_at_rows, look_at_template
 from hrl.preflight.findings import Findings
-from hrl.preflight.folder_plan import look_at_run_folder
+from hrl.preflight.folder_plan import look_at_run_folder, look_at_store
 from hrl.preflight.given import Given
 from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_trackers
 from hrl.preflight.memory_look import look_at_memory
@@ -114,6 +114,7 @@ def inspect_run(
     look_at_devices(findings, config.trainer, outline.num_processes)
     look_at_memory(findings, config, outline, folders)
     plan = look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
+    look_at_store(findings, config.trainer, plan)
     if tokenizer is None or ids is None or train is None:
         return None, findings
     inputs = run_inputs(config, given, folders, tokenizer)

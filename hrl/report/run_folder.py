@@ -90,7 +90,7 @@ class RunFolder:
         self._last_step: int | None = None  # in the metrics file, once that was read
         with ExitStack() as failed, writing_to(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._acquire_lock()
+            self._lock = lock_folder(self.path)
             failed.callback(self.close)
             if not resume:
                 self._move_earlier_run_aside()
@@ -196,19 +196,6 @@ class RunFolder:
             moved = [_rewind(file, step, aside) for file in (self.metrics_file, self.alarms_file)]
             return any(moved) or bool(files)
 
-    def _acquire_lock(self) -> IO[str]:
-        lock = open(self.path / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the run lives)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            refusal = in_use(self.path, lock)
-            lock.close()
-            raise refusal from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        return lock
-
     def _move_earlier_run_aside(self) -> None:
         check_holds_no_checkpoints(self.path)
         target = next_numbered(self.path / EARLIER)
@@ -217,6 +204,26 @@ class RunFolder:
             target.mkdir(parents=True, exist_ok=True)
             entry.rename(target / entry.name)
             logger.info("moved %s of an earlier run to %s", entry.name, target)
+
+
+def lock_folder(path: Path) -> IO[str]:
+    """Lock a run folder for this process, until the returned file is closed.
+
+    Raises:
+        RunFolderError: Another live process has locked it.
+        OSError: The folder can't be written to.
+    """
+    lock = open(path / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the lock is held)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refusal = in_use(path, lock)
+        lock.close()
+        raise refusal from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
 
 
 def _rewind(file: Path, step: int, aside: Path) -> bool:

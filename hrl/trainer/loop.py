@@ -20,6 +20,7 @@ from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, check_data
 from hrl.cluster.disk import gigabytes, in_words, refusal_of_disk, require_room
 from hrl.cluster.object_store import StoreWatch
 from hrl.cluster.pending_checkpoint import PendingCheckpoint
+from hrl.cluster.remote_checkpoints import Uploads
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared
 from hrl.cluster.worker_groups import WorkerGroups
@@ -88,6 +89,7 @@ class TrainingLoop(ABC):
         stop: Says when a signal has asked for the end.
         inputs: What the run depends on beside its configuration and rows, see `hrl.preflight.run_inputs`.
         restarts: How often the run was started again after a machine's fault.
+        uploads: Sends every checkpoint to the remote store; None without one.
     """
 
     config: RunConfiguration
@@ -121,6 +123,7 @@ class TrainingLoop(ABC):
             for name, each in config.micro_batches().items()
         }
         self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
+        self.uploads: Uploads | None = None
         self._pending: PendingCheckpoint | None = None
         self._save_sizes: dict[str, int] | None = None
         self._failed_saves = 0
@@ -268,6 +271,8 @@ class TrainingLoop(ABC):
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
             metrics |= self.data_metrics()
+            if self.uploads is not None:
+                metrics |= self.uploads.look()
             if self.config.trainer.max_restarts > 0:
                 metrics["run/restarts"] = float(self.restarts)
             if self.config.trainer.save_freq > 0:
@@ -304,6 +309,7 @@ class TrainingLoop(ABC):
             if self.run_state.stop_reason is not None and not _is_validated(metrics):  # when it was saved
                 self.finish_save()
                 self.checkpoints.set_score(self.global_steps, self.validation_score(self._validate_the_end()))
+                self._send(self.global_steps)
             if self._is_stopped() or ends:
                 return
 
@@ -549,6 +555,7 @@ class TrainingLoop(ABC):
             took = f"{pending.seconds:.1f} s"
             self.reporter.console.note(f"saved {final} in {took}, {self._sizes(final)}; {self._kept()}")
             self.callbacks.on_checkpoint(self.run_state, final)
+            self._send(pending.step)
 
     @contextmanager
     def _told_if_refused(self, step: int) -> Iterator[None]:
@@ -571,6 +578,11 @@ class TrainingLoop(ABC):
             self._failed_saves += 1
             self._failed_step = step
             self.reporter.console.note(f"{message}. The run goes on (trainer.on_save_error=continue)")
+
+    def _send(self, step: int) -> None:
+        """Let the remote store, if there is one, have a checkpoint as it is now."""
+        if self.uploads is not None:
+            self.uploads.send(step)
 
     def _begin_checkpoint(self, metrics: Mapping[str, float]) -> PendingCheckpoint:
         run_folder, step = self.reporter.folder.path, self.global_steps
@@ -636,6 +648,8 @@ class TrainingLoop(ABC):
         except Exception as error:  # noqa: BLE001  the run's own error is the one to raise
             final = None
             logger.warning("step %d is not saved: %s", pending.step, error)
+        if final is not None:
+            self._send(pending.step)
         self.reporter.console.note(
             f"step {pending.step} is not saved: the run ended before all of it was written"
             if final is None

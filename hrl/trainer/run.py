@@ -37,6 +37,7 @@ from hrl.single_controller.object_store import store_use
 from hrl.trainer.banner import run_facts, title
 from hrl.trainer.callbacks import Callback, Callbacks
 from hrl.trainer.kinds import KINDS, Kind
+from hrl.trainer.remote_dir import sending, with_fetched
 from hrl.trainer.loop import TrainingLoop
 from hrl.workers.runtime import Runtime
 
@@ -107,8 +108,8 @@ def running(
     config = given.named_in(config)
     checked = load_kind(made_of.config, config)
     config = config if checked == config else checked  # which knows where its values come from
-    config = with_models_of_before(config)
     display = display or display_of(config.trainer)
+    config = with_models_of_before(with_fetched(config, display))
     ready = preflight(config, given, display.stage)
     display.expect(ready.total_training_steps, made_of.line(config), made_of.phases(config))
     _show(display, config, ready, kind, facts)
@@ -127,6 +128,7 @@ def running(
                 picture=made_of.picture,
             )
         )
+        uploads = stack.enter_context(sending(config.trainer, folder, display))
         batch_tokens = made_of.batch_tokens(config, ready)
         cluster = run_cluster(config.trainer.ray_kwargs, num_processes, batch_tokens)
         with _shown(display, "Ray", cluster):
@@ -135,6 +137,8 @@ def running(
                 display.note(short)
             with _trainer(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter) as trainer:
                 trainer.callbacks = Callbacks(callbacks)
+                if uploads is not None:
+                    trainer.uploads, trainer.checkpoints.busy = uploads, uploads.steps
                 yield trainer
 
 
@@ -241,7 +245,7 @@ def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) ->
             display.note(f"removed {leftover}, left by an interrupted save")
         if plan.continues:
             for damaged in plan.damaged:
-                display.note(f"{damaged}. It is now {store.set_aside(damaged).name}, and no run looks at it")
+                display.note(f"{damaged}. It is now {store.set_aside(damaged.path).name}, and no run looks at it")
             step, aside = plan.state["step"], store.next_superseded()
             moved = [folder.rewind(step, aside), store.supersede(step, aside)]
             if any(moved):

@@ -1,0 +1,125 @@
+"""What a run does with its remote store before its first step and after its last one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from hrl.cluster.checkpoints import CheckpointStore
+from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer
+from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, split_checkpoint
+from hrl.config.outline import RunConfiguration
+from hrl.config.trainer import RunConfig
+from hrl.processes.signals import RunStoppedError
+from hrl.report.console import Display
+from hrl.report.run_folder import RunFolder, lock_folder, writing_to
+
+RunC = TypeVar("RunC", bound=RunConfiguration)
+
+#: Seconds that a run which failed waits for what is on its way to the store.
+_RESCUE_S = 30.0
+_FETCHED = "fetched"
+
+
+def with_fetched(config: RunC, display: Display) -> RunC:
+    """Bring the checkpoint that a run begins with to this machine, if only a store has it.
+
+    Args:
+        config: The validated configuration.
+        display: Shows what is fetched.
+
+    Returns:
+        The configuration, in which `resume_from_path` names a folder.
+
+    Raises:
+        RemoteStoreError: The store can't be read, or lacks what is named.
+        RunFolderError: The run folder is in use, or can't be written to.
+    """
+    trainer = config.trainer
+    folder = Path(trainer.default_local_dir).expanduser().resolve()
+    named = trainer.resume_from_path or ""
+    if trainer.resume_mode == "resume_path" and "://" in named:
+        address, step = split_checkpoint(named)
+        checkpoints = CheckpointStore(folder / _FETCHED)
+        if checkpoints.newest_undamaged() != step:
+            with display.stage(f"fetching {named}"), _locked(folder):
+                fetch(RemoteStore(address), step, checkpoints, folder)
+        fetched = {"resume_from_path": str(checkpoints.path(step))}
+        return config.model_copy(update={"trainer": trainer.model_copy(update=fetched)})
+    if trainer.resume_mode == "auto" and trainer.default_remote_dir is not None:
+        store = RemoteStore(trainer.default_remote_dir)
+        with display.stage(f"looking for checkpoints in {store.address}"), _locked(folder):
+            fetch_newer(store, CheckpointStore(RunFolder.checkpoints_in(folder)), folder, display.note)
+    return config
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder)
+    with closing(lock):
+        yield
+
+
+@contextmanager
+def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator[Uploads | None]:
+    """Send checkpoints to the remote store, if there is one, and wait at the end of the block until all are there.
+
+    Args:
+        trainer: The section of the configuration.
+        folder: The run folder, taken back to where the run begins.
+        display: Is told what is sent.
+
+    Raises:
+        RemoteStoreError: The store can't be written to; or the newest checkpoint is not there at the end.
+    """
+    if trainer.default_remote_dir is None:
+        yield None
+        return
+    store, run = RemoteStore(trainer.default_remote_dir), uuid.uuid4().hex
+    checkpoints = CheckpointStore(folder.checkpoints)
+    with display.stage(f"claiming {store.address}"):
+        before = store.claim(run)
+        superseded = store.supersede(after=max(checkpoints.steps(), default=0))
+    if before is not None:
+        display.note(f"{store.address} was the store of {before}; if that still runs, it sends nothing more")
+    if superseded:
+        steps = ", ".join(map(str, superseded))
+        display.note(f"checkpoints of steps {steps} in {store.address}, which are made again, count no longer")
+    uploads = Uploads(
+        store,
+        run,
+        checkpoints,
+        trainer.max_ckpt_to_keep,
+        display.note,
+        stops=trainer.on_save_error == "stop",
+        patience_s=trainer.timeouts.call_s,
+    )
+    try:
+        yield uploads
+    except BaseException as error:
+        in_order = isinstance(error, RunStoppedError)
+        _finish(uploads, display, store, (trainer.grace_s or trainer.timeouts.call_s) if in_order else _RESCUE_S)
+        raise
+    missing = _finish(uploads, display, store, trainer.timeouts.call_s)
+    newest = max(checkpoints.steps(), default=0)
+    if newest in missing:
+        raise RemoteStoreError(
+            f"{store.address} lacks the newest checkpoint, which is whole in {checkpoints.path(newest)}: {missing[newest]}"
+        )
+
+
+def _finish(uploads: Uploads, display: Display, store: RemoteStore, patience_s: float) -> dict[int, str]:
+    """Wait for what is on its way; tell of what does not arrive, and return it with the reasons."""
+    if uploads.steps():
+        with display.stage(f"sending checkpoints to {store.address}"):
+            missing = uploads.close(patience_s)
+    else:
+        missing = uploads.close(patience_s)
+    for step, reason in missing.items():
+        display.note(f"step {step} is not in {store.address}: {reason}")
+    return missing
