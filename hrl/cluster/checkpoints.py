@@ -334,7 +334,7 @@ class CheckpointStore:
         return Choice(None)
 
     def newest_undamaged(self) -> int | None:
-        """Return the newest step whose checkpoint is whole; every file of it is read, the first time. None if none is."""
+        """Return the newest step whose checkpoint is undamaged, None if none is; its files are read, the first time."""
         return next((step for step in reversed(self._saved()) if not damages_of_checkpoint(self.path(step))), None)
 
     def _named(self, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A run's checkpoints in its remote store: sent while the run goes on, fetched where another machine goes on with it."""
+"""A run's checkpoints in its remote store: sent while it runs, fetched where another machine goes on with it."""
 
 from __future__ import annotations
 
@@ -162,7 +162,9 @@ class Uploads:
                 self._store.remove(step)
 
 
-def fetch_newer(store: RemoteStore, checkpoints: CheckpointStore, run_folder: Path, tell: Callable[[str], None]) -> None:
+def fetch_newer(
+    store: RemoteStore, checkpoints: CheckpointStore, run_folder: Path, tell: Callable[[str], None]
+) -> None:
     """Fetch the newest checkpoint of a store that is as its manifest says, if the disk has none that is as new.
 
     Args:

@@ -4,8 +4,8 @@ It holds what another machine needs to go on with the run, below the address tha
 
     owner.json             which run writes here; one that finds another's name there stops writing
     run/                   the run's metrics, alarms and configuration, as they were with the newest checkpoint
-    checkpoints/step_N/    a checkpoint, file by file, and `manifest.json` last: without it the checkpoint doesn't count;
-                           it is called `superseded.json` where a run went on from an earlier step
+    checkpoints/step_N/    a checkpoint, file by file, and `manifest.json` last: without it the checkpoint doesn't
+                           count; it is called `superseded.json` where a run went on from an earlier step
 
 Nothing is renamed there, because an object store can't: a checkpoint appears with its manifest, and its removal begins
 with the manifest.

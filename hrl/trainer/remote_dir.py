@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer
@@ -48,7 +48,7 @@ def with_fetched(config: RunC, display: Display) -> RunC:
             with display.stage(f"fetching {named}"), _locked(folder):
                 fetch(RemoteStore(address), step, checkpoints, folder)
         fetched = {"resume_from_path": str(checkpoints.path(step))}
-        return config.model_copy(update={"trainer": trainer.model_copy(update=fetched)})
+        return cast("RunC", config.model_copy(update={"trainer": trainer.model_copy(update=fetched)}))
     if trainer.resume_mode == "auto" and trainer.default_remote_dir is not None:
         store = RemoteStore(trainer.default_remote_dir)
         with display.stage(f"looking for checkpoints in {store.address}"), _locked(folder):
@@ -109,7 +109,8 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
     newest = max(checkpoints.steps(), default=0)
     if newest in missing:
         raise RemoteStoreError(
-            f"{store.address} lacks the newest checkpoint, which is whole in {checkpoints.path(newest)}: {missing[newest]}"
+            f"{store.address} lacks the newest checkpoint, which is whole in {checkpoints.path(newest)}: "
+            f"{missing[newest]}"
         )
 
 

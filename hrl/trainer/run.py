@@ -37,8 +37,8 @@ from hrl.single_controller.object_store import store_use
 from hrl.trainer.banner import run_facts, title
 from hrl.trainer.callbacks import Callback, Callbacks
 from hrl.trainer.kinds import KINDS, Kind
-from hrl.trainer.remote_dir import sending, with_fetched
 from hrl.trainer.loop import TrainingLoop
+from hrl.trainer.remote_dir import sending, with_fetched
 from hrl.workers.runtime import Runtime
 
 

@@ -118,7 +118,7 @@ def test_the_newest_that_is_whole_continues_whatever_a_newer_one_lacks(
         assert store.choose("auto", None) == Choice(weights)
     spoil(store.path(2))
     assert said in damaged(store, 2)
-    assert store.set_aside(store.choose("auto", None).damaged[0]) == tmp_path / "damaged.step_2"
+    assert store.set_aside(store.choose("auto", None).damaged[0].path) == tmp_path / "damaged.step_2"
     assert store.choose("auto", None) == Choice(store.path(1))
 
 
@@ -250,7 +250,7 @@ def test_a_second_one_that_is_damaged_at_the_same_step_gets_a_number(tmp_path: P
     save(store, 1)
     for name in ("damaged.step_2", "damaged.step_2.2"):
         (save(store, 2) / "weights.bin").unlink()
-        assert store.set_aside(store.choose("auto", None).damaged[0]).name == name
+        assert store.set_aside(store.choose("auto", None).damaged[0].path).name == name
 
 
 def test_disable_starts_afresh_and_an_empty_folder_too(tmp_path: Path) -> None:

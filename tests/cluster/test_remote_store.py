@@ -12,9 +12,10 @@ import fsspec
 import pytest
 
 from hrl.cluster import remote_store
+from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.manifest import MANIFEST, Manifest
+from hrl.cluster.remote_checkpoints import Uploads, fetch_newer
 from hrl.cluster.remote_store import GivenUpError, RemoteStore, RemoteStoreError
-from hrl.cluster.remote_checkpoints import Uploads
 from tests.cluster.s3_server import STORES, S3Server, s3_server
 
 _NUMBERS = itertools.count()
@@ -235,60 +236,143 @@ def test_a_missing_bucket_is_named(server: S3Server, monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------------- the thread that sends
 
 
+class Sending:
+    """Uploads of checkpoints that lie in a folder, and what they tell."""
+
+    def __init__(self, store: RemoteStore, folder: Path, keep: int | None = None, stops: bool = True) -> None:
+        store.claim("run")
+        self.folder, self.told = folder / "checkpoints", list[str]()
+        checkpoints = CheckpointStore(self.folder)
+        self.uploads = Uploads(store, "run", checkpoints, keep, self.told.append, stops=stops, patience_s=20)
+
+    def send(self, step: int, score: float | None = None) -> Path:
+        made = checkpoint(self.folder, step, score=score)
+        self.uploads.send(step)
+        return made
+
+
 def test_uploads_keep_the_newest_and_the_best(in_memory: RemoteStore, tmp_path: Path) -> None:
-    in_memory.claim("run")
-    uploads = Uploads(in_memory, "run", 2, {})
+    sending = Sending(in_memory, tmp_path, keep=2)
     for step, score in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.3)):
-        uploads.send(step, checkpoint(tmp_path, step, score=score), patience_s=20)
-    assert uploads.close(patience_s=20) == ()
+        sending.send(step, score)
+    assert sending.uploads.close(patience_s=20) == {}
     assert in_memory.steps() == [2, 3, 4]
-    assert sorted(uploads.done) == [1, 2, 3, 4]
-    assert uploads.take_error() is None
+    assert [line.split(" in ")[0][-6:] for line in sending.told] == ["step_1", "step_2", "step_3", "step_4"]
 
 
 def test_what_an_interrupted_upload_left_goes_with_the_next(in_memory: RemoteStore, tmp_path: Path) -> None:
-    in_memory.claim("run")
+    sending = Sending(in_memory, tmp_path, keep=2)
     in_memory._fs.pipe_file(in_memory._path(1, "actor/shard.safetensors"), b"half")
-    uploads = Uploads(in_memory, "run", 2, {})
-    uploads.send(2, checkpoint(tmp_path, 2), patience_s=20)
-    assert uploads.close(patience_s=20) == ()
+    sending.send(2)
+    assert sending.uploads.close(patience_s=20) == {}
     assert in_memory.steps() == [2] and in_memory.torn() == []
 
 
-def test_a_failed_upload_is_told_once_and_the_next_is_sent(in_memory: RemoteStore, tmp_path: Path) -> None:
-    in_memory.claim("run")
-    uploads = Uploads(in_memory, "run", 2, {})
-    broken = checkpoint(tmp_path, 1)
-    (broken / "state.json").write_text("changed since")
-    uploads.send(1, broken, patience_s=20)
-    uploads.send(2, checkpoint(tmp_path, 2), patience_s=20)
-    assert uploads.close(patience_s=20) == ()
-    error = uploads.take_error()
-    assert error is not None and "state.json has changed" in str(error)
-    assert uploads.take_error() is None
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_failed_upload_ends_the_run_or_is_counted_as_configured(
+    in_memory: RemoteStore, tmp_path: Path, stops: bool
+) -> None:
+    sending = Sending(in_memory, tmp_path, stops=stops)
+    (checkpoint(sending.folder, 1) / "state.json").write_text("changed since")
+    sending.uploads.send(1)
+    sending.send(2)
+    (missing,) = sending.uploads.close(patience_s=20).values()
+    assert "state.json has changed" in missing
     assert in_memory.steps() == [2]
+    if stops:
+        with pytest.raises(RemoteStoreError, match=r"state\.json has changed"):
+            sending.uploads.look()
+    else:
+        metrics = sending.uploads.look()
+        assert metrics["checkpoint/failed_uploads"] == 1.0
+        assert "state.json has changed" in sending.told[-1] and "The run goes on" in sending.told[-1]
+
+
+def test_a_run_that_lost_its_store_to_another_sends_nothing_more(in_memory: RemoteStore, tmp_path: Path) -> None:
+    sending = Sending(in_memory, tmp_path)
+    in_memory.claim("another run")
+    sending.send(1)
+    (reason,) = sending.uploads.close(patience_s=20).values()
+    assert reason.startswith("another run writes to")
+    assert in_memory.steps() == [] and objects(in_memory, 1) == []
 
 
 def test_a_run_that_saves_faster_than_the_store_takes_waits_and_then_says_so(
     in_memory: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_memory.claim("run")
-    release = threading.Event()
-    opened = in_memory._fs.open
+    release, opened = threading.Event(), in_memory._fs.open
 
     def open_later(path: str, mode: str, **options: object):
         assert release.wait(30)
         return opened(path, mode, **options)
 
+    sending = Sending(in_memory, tmp_path)
     monkeypatch.setattr(in_memory._fs, "open", open_later)
-    uploads = Uploads(in_memory, "run", None, {})
-    for step in (1, 2):
-        uploads.send(step, checkpoint(tmp_path, step), patience_s=5)
-    assert uploads.steps == {1, 2}
-    with pytest.raises(RemoteStoreError, match="those of steps 1, 2 were not sent within 0.05 s"):
-        uploads.send(3, checkpoint(tmp_path, 3), patience_s=0.05)
+    sending.send(1)
+    sending.send(2)
+    assert sending.uploads.steps() == {1, 2}  # which the disk has to keep
+    monkeypatch.setattr(sending.uploads, "_patience_s", 0.05)
+    with pytest.raises(RemoteStoreError, match=r"those of steps 1, 2 were not sent within 0\.05 s"):
+        sending.send(3)
     release.set()
-    assert uploads.close(patience_s=20) == ()
+    assert sending.uploads.close(patience_s=20) == {}
+
+
+# ---------------------------------------------------------------------- another machine goes on
+
+
+def test_the_newest_undamaged_checkpoint_is_fetched_with_the_log(in_memory: RemoteStore, tmp_path: Path) -> None:
+    log = tmp_path / "there" / "metrics.jsonl"
+    for step in (1, 2, 3):
+        made = checkpoint(tmp_path / "there", step)
+        log.write_text("".join(f'{{"step": {each}}}\n' for each in range(1, step + 1)))
+        in_memory.upload(made, step, {"metrics.jsonl": log})
+    in_memory._fs.pipe_file(in_memory._path(3, "state.json"), b"flipped")
+    told: list[str] = []
+    folder = tmp_path / "here"
+    checkpoints = CheckpointStore(folder / "checkpoints")
+    fetch_newer(in_memory, checkpoints, folder, told.append)
+    assert checkpoints.steps() == [2]
+    assert contents(checkpoints.path(2)) == contents(tmp_path / "there" / "step_2")
+    assert (folder / "metrics.jsonl").read_text() == log.read_text()
+    assert "step_3 is not used" in told[0] and "state.json" in told[0] and told[1].startswith("fetched")
+    assert checkpoints.interrupted() == [] and not (folder / "tmp.run").exists()
+
+
+def test_nothing_is_fetched_where_the_disk_has_as_new_a_checkpoint(in_memory: RemoteStore, tmp_path: Path) -> None:
+    in_memory.upload(checkpoint(tmp_path / "there", 2), 2, {})
+    checkpoint(tmp_path / "checkpoints", 2, weights=b"mine")
+    before = in_memory.transfers.nbytes
+    fetch_newer(in_memory, CheckpointStore(tmp_path / "checkpoints"), tmp_path, pytest.fail)
+    assert in_memory.transfers.nbytes == before
+
+
+def test_a_damaged_checkpoint_on_the_disk_is_replaced_by_that_of_the_store(
+    in_memory: RemoteStore, tmp_path: Path
+) -> None:
+    in_memory.upload(checkpoint(tmp_path / "there", 2), 2, {})
+    (checkpoint(tmp_path / "checkpoints", 2) / "state.json").write_text("flipped")
+    checkpoints = CheckpointStore(tmp_path / "checkpoints")
+    fetch_newer(in_memory, checkpoints, tmp_path, lambda _: None)
+    assert contents(checkpoints.path(2)) == contents(tmp_path / "there" / "step_2")
+    assert (tmp_path / "checkpoints" / "damaged.step_2").is_dir()
+
+
+def test_a_store_of_damaged_checkpoints_alone_is_no_fresh_start(in_memory: RemoteStore, tmp_path: Path) -> None:
+    in_memory.upload(checkpoint(tmp_path / "there", 2), 2, {})
+    in_memory._fs.pipe_file(in_memory._path(2, "state.json"), b"flipped")
+    with pytest.raises(RemoteStoreError, match="none is as its manifest says"):
+        fetch_newer(in_memory, CheckpointStore(tmp_path / "checkpoints"), tmp_path, lambda _: None)
+
+
+def test_steps_that_are_made_again_count_no_longer(in_memory: RemoteStore, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        in_memory.upload(checkpoint(tmp_path, step), step, {})
+    assert in_memory.supersede(after=1) == [2, 3]
+    assert in_memory.steps() == [1] and in_memory.torn() == []
+    assert "actor/shard.safetensors" in objects(in_memory, 3)  # nothing is lost
+    in_memory.upload(tmp_path / "step_2", 2, {})
+    assert in_memory.steps() == [1, 2]
 
 
 def test_memory_is_one_place_for_all_of_a_process() -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from hrl.cluster.checkpoints import CheckpointError
+from hrl.cluster.manifest import Manifest
 from hrl.config import compose_cli
 from hrl.errors import HrlError, may_pass
 from hrl.processes.signals import ENDING
@@ -263,8 +264,8 @@ def test_a_run_that_is_started_again_resumes_from_its_own_checkpoints_whatever_t
     assert _resuming(config, Attempt(1)).trainer.resume_mode == "resume_path"  # it has none of its own yet
     checkpoint = own / "checkpoints" / "step_1"
     checkpoint.mkdir(parents=True)
-    for name in ("state.json", "manifest.json"):
-        (checkpoint / name).write_text("{}")
+    (checkpoint / "state.json").write_text("{}")
+    Manifest.of(checkpoint, 1).write(checkpoint)
     assert _resuming(config, Attempt(0)).trainer.resume_mode == "resume_path"
     again = _resuming(config, Attempt(1)).trainer
     assert (again.resume_mode, again.resume_from_path) == ("auto", None)
