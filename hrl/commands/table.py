@@ -48,6 +48,7 @@ COMMANDS: Sequence[Command] = (
     Command("eval", "score a model on rows: mean@k, pass@k, maj@k, and a file with every sample"),
     Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),
     Command("rollouts", "show samples of a run, with their rewards"),
+    Command("replay", "compute a mini-batch that was not applied again: where do its numbers stop being finite?"),
     Command("report", "write the page of a run anew, or compare several runs in one page"),
     Command("watch", "show the page of a run in a browser and follow it"),
     Command("tasks", "the built-in tasks and reward functions, each with an example and its score"),

@@ -129,21 +129,6 @@ class RayPPOTrainer(TrainingLoop):
         """Give the engines the weights that the run starts with."""
         self.sync_weights()
 
-    def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """Take one step of the algorithm, phase by phase, on a batch of prompts."""
-        self.finite.begin()
-        try:
-            batch = self.prepare_batch(batch, metrics)
-        except LeftOutError as left_out:
-            batch = self.finite.leave_out(left_out, self.global_steps, metrics)
-        else:
-            self.learn(batch, metrics)
-            self.finite.learnt(metrics)
-        with self.phase("weight_sync"):
-            metrics |= self.sync_weights()
-        self.judge_mismatch(metrics)
-        return batch
-
     def prepare_batch(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Return all that is to be learnt from: samples, scores, log-probs, values, advantages.
 
@@ -193,6 +178,21 @@ class RayPPOTrainer(TrainingLoop):
         else:
             with self.phase("old_log_prob"):
                 self.compare_with_sampler(batch, (), metrics)
+
+    def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """Take one step of the algorithm, phase by phase, on a batch of prompts."""
+        self.finite.begin()
+        try:
+            batch = self.prepare_batch(batch, metrics)
+        except LeftOutError as left_out:
+            batch = self.finite.leave_out(left_out, self.global_steps, metrics)
+        else:
+            self.learn(batch, metrics)
+            self.finite.learnt(metrics)
+        with self.phase("weight_sync"):
+            metrics |= self.sync_weights()
+        self.judge_mismatch(metrics)
+        return batch
 
     # ------------------------------------------------------------------ which prompts come
 

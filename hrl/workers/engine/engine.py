@@ -160,6 +160,7 @@ class Engine:
     ) -> None:
         self.device = device
         self.training = training
+        self._source, self._fsdp = source, fsdp
         self.share_prefix = source.share_prefix
         self.mesh = build_mesh(device, fsdp.fsdp_size)
         dtype = dtype_of(fsdp.model_dtype)
@@ -361,6 +362,14 @@ class Engine:
             report,
             metrics=names_of_nonfinite(meter.collected()),
             weights=names_of_nonfinite(weights),
+            circumstances={
+                "weights_checksum": self.weights_checksum(),
+                "model": self._source,
+                "fsdp": self._fsdp,
+                "device": self.device.type,
+                "num_threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+            },
         )
         skip(skipped, training.run_folder)
 

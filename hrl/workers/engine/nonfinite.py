@@ -69,6 +69,8 @@ class SkippedStep:
         report: What the optimizer saw.
         metrics: Names of the update's metrics that are not finite by now.
         weights: Names of parameters that are not finite themselves.
+        circumstances: What else `hrl replay` needs: how the model was loaded and sharded, where it ran, and the
+            checksum of its weights.
     """
 
     update: str
@@ -80,6 +82,7 @@ class SkippedStep:
     report: StepReport
     metrics: tuple[str, ...]
     weights: tuple[str, ...]
+    circumstances: Mapping[str, Any]
 
     @property
     def plan(self) -> MiniBatchPlan:
@@ -215,9 +218,13 @@ def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str,
             "gradients": report.nonfinite_gradients,
             "weights": skipped.weights,
         },
+        "counts": {name: value for name, value in vars(skipped.plan).items() if name != "micro_batches"},
+        "response_width": skipped.batch.batch["responses"].shape[1],
         "meta_info": skipped.batch.meta_info,
+        "asked_for": type(skipped.request).__name__,
         "request": {name: value for name, value in vars(skipped.request).items() if name != "plan"},
         "config": skipped.config,
+        **skipped.circumstances,
     }
 
 
