@@ -5,21 +5,31 @@ PR_SET_PDEATHSIG): a pipe would stay open in forked children, and polling for th
 
     guard.py LEADER group            ends the rest of LEADER's process group
     guard.py LEADER PID@START …      kills these processes, if they still are the ones that began at START
+    guard.py LEADER run COMMAND …    runs a command, and kills it and all that it started when it or LEADER has ended
+
+The last one finds also what left its group and its session, and whose parent has ended: the kernel then makes the guard
+its parent (PR_SET_CHILD_SUBREAPER). The command's process begins as the leader of its session, and the guard ends as it
+has ended. SIGTERM to the guard ends all.
 """
 
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 5.0
+_TRACKER_GRACE_S = 1.0
 _POLL_S = 0.05
+_NOT_FOUND = 127
+_ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 
 
@@ -105,12 +115,108 @@ def _wait_for_end(leader: int) -> None:
         select.select([ended], [], [])
 
 
+class _Run:
+    """A command, whose process and all that descends from it end together.
+
+    Args:
+        command: Program and arguments.
+        mask: The signals that its process blocks.
+    """
+
+    def __init__(self, command: list[str], mask: set[int | signal.Signals]) -> None:
+        own = os.getpid()
+        self._status: int | None = None
+        self._pid = os.fork()
+        if self._pid == 0:
+            _begin(command, mask, own)
+        # What the process inherited is its alone: its peer is to notice when it closes it.
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+
+    def has_ended(self) -> bool:
+        """Return whether its process has ended; also takes note of others that have."""
+        with contextlib.suppress(ChildProcessError):  # there is none left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                if ended[0] == self._pid:
+                    self._status = ended[1]
+        return self._status is not None
+
+    def kill_all(self) -> None:
+        """Kill what descends from this process, at once; resource trackers may clear up behind the others."""
+        deadline = time.monotonic() + _GRACE_S
+        trackers_until = time.monotonic() + _TRACKER_GRACE_S
+        while time.monotonic() < deadline:
+            self.has_ended()
+            left = _descendants(os.getpid())
+            if not left:
+                return
+            spared = time.monotonic() < trackers_until
+            for pid in left:
+                if not (spared and _is_resource_tracker(pid)):
+                    _send(pid, signal.SIGKILL)
+            signal.sigtimedwait({signal.SIGCHLD}, _POLL_S)
+
+    def end_alike(self) -> NoReturn:
+        """End this process as the command's has ended."""
+        if self._status is not None and os.WIFEXITED(self._status):
+            os._exit(os.WEXITSTATUS(self._status))
+        number = signal.SIGKILL if self._status is None else os.WTERMSIG(self._status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command's process has left its own
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+        os._exit(128 + number)
+
+
+def _begin(command: list[str], mask: set[int | signal.Signals], parent: int) -> NoReturn:
+    """Become the command, in a session of its own that the kernel ends with the guard."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(_NOT_FOUND)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} can't be started: {error}\n")
+    os._exit(_NOT_FOUND)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below `pid` that are alive."""
+    table = process_table()
+    found = {pid}
+    while more := {entry.pid for entry in table if entry.parent in found} - found:
+        found |= more
+    return list(found - {pid})
+
+
+def run(leader: int, command: list[str]) -> NoReturn:
+    """Run a command for process `leader`, the parent of this one; see the module."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_ENDING, signal.SIGCHLD})
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _prctl(libc, _PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(libc, _PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != leader:
+        os._exit(0)
+    started = _Run(command, mask)
+    while not started.has_ended():
+        if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
+            break
+    started.kill_all()
+    started.end_alike()
+
+
+def _prctl(libc: ctypes.CDLL, option: int, value: int) -> None:
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
 def main(leader: int, targets: list[str]) -> None:
     """Wait until process `leader`, the parent of this one, has died, then end the targets."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if targets[:1] == ["run"]:
+        run(leader, targets[1:])
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    _prctl(ctypes.CDLL(None, use_errno=True), _PR_SET_PDEATHSIG, int(signal.SIGTERM))
     _wait_for_end(leader)
     if targets == ["group"]:
         end_group(leader)

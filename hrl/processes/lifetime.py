@@ -1,10 +1,12 @@
 """Processes that die with the process that started them.
 
-Two layers, of which the second covers what the first can't:
+Three layers, of which each covers what the one before it can't:
 
 1. `die_with_parent()` in a child: the kernel kills it when the thread that started it ends (Linux).
 2. `guard_process_group()` covers descendants that don't call it, such as the engine processes of a library: a guard of
    a few megabytes outlives the worker by a moment and ends the rest of its process group.
+3. `under_guard()` covers what a stranger's code starts, in whatever group and session: the guard is there first, starts
+   the process, and is the parent of all that it leaves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hrl.processes import guard
@@ -66,6 +68,21 @@ def guard_process_group() -> None:
     _group_guard = _start_guard("group")
 
 
+def under_guard(command: Sequence[str]) -> list[str]:
+    """Return a command line that runs `command` and leaves nothing that it started, however it or this process ends.
+
+    Start it from a thread that lives as long as it should. It ends as the command does: with its exit status, or by its
+    signal. SIGTERM ends it and kills all; SIGKILL would only kill the command's own process with it. Elsewhere than on
+    Linux it is the command itself.
+
+    Args:
+        command: Program and arguments.
+    """
+    if _LIBC is None:
+        return list(command)
+    return [*_guard_command(), "run", *command]
+
+
 @contextmanager
 def guarded_processes(parent_pid: int) -> Iterator[None]:
     """Kill the present children of `parent_pid` if this process dies while the block runs. On Linux only."""
@@ -81,6 +98,10 @@ def guarded_processes(parent_pid: int) -> Iterator[None]:
 
 
 def _start_guard(*targets: str) -> subprocess.Popen[bytes]:
-    # -I -S: the guard needs the standard library only, and starts in a few milliseconds without site-packages.
-    command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *targets]
+    command = [*_guard_command(), *targets]
     return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def _guard_command() -> list[str]:
+    # -I -S: the guard needs the standard library only, and starts in a few milliseconds without site-packages.
+    return [sys.executable, "-I", "-S", guard.__file__, str(os.getpid())]

@@ -2,7 +2,8 @@
 
 One thread of the parent owns all processes. It starts them, hands each as many samples as it takes at once (one, or
 many for an async function), and kills a process at its deadline whatever it is doing, even in a loop in C. The kernel
-kills the processes when that thread ends, so they never outlive the parent.
+kills the processes when that thread ends, so they never outlive the parent. Each has a guard, which leaves nothing of
+what the function has started, in whatever session.
 
 A built-in function never fails because of a response: a response that it can't score gets the score of a wrong answer
 and is marked.
@@ -29,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hrl.processes.child_environment import child_environment, withheld_names
 from hrl.processes.evidence import why_memory_ended_it
+from hrl.processes.lifetime import under_guard
 from hrl.processes.plain_data import to_plain
 from hrl.processes.watch import NEEDED, STOPPED, state_of
 from hrl.reward.function import RewardFunctionError, read_reward
@@ -51,6 +53,8 @@ _LAST_WORDS_S = 0.5
 """How long to wait for the exit code of a process that has closed its socket."""
 _SILENCE_S = 5.0
 """How much longer than the deadline a process may be blocked outside of any sample before it is killed."""
+_GUARD_TIMEOUT_S = 15.0
+"""How long a guard may take to kill what a process has started; it gives up after 5 s itself."""
 _START_TIMEOUT_S = 60.0
 """How long a process may take to start and load the function."""
 _FAILED_STARTS_ALLOWED = 3
@@ -116,7 +120,7 @@ class _Task:
 
 @dataclass(eq=False)
 class _Process:
-    """A process and its samples."""
+    """A process and its samples; `popen` is its guard, which ends as it does."""
 
     popen: subprocess.Popen[bytes]
     state: SharedState
@@ -126,6 +130,11 @@ class _Process:
     tasks: dict[int, _Task] = field(default_factory=dict)
     writer: asyncio.StreamWriter = field(init=False)
     tending: asyncio.Task[None] = field(init=False)
+
+    @property
+    def pid(self) -> int:
+        """Its id, or that of its guard before it has begun."""
+        return self.state.pid or self.popen.pid
 
     @property
     def has_room(self) -> bool:
@@ -305,7 +314,6 @@ class RewardPool:
                 "processes, open files or memory (ulimit -a, the container's)"
             )
             return
-        NEEDED.add(popen.pid, "a reward process")
         process = _Process(popen, state, since=time.monotonic())
         self._processes.add(process)
         process.tending = self._tending.create_task(self._tend(process, ours))
@@ -358,6 +366,7 @@ class RewardPool:
         if "ready" in message:
             process.concurrency, process.is_limited = message["ready"], message["is_limited"]
             self._failed_starts = 0
+            NEEDED.add(process.pid, "a reward process")
             self._started.set()
             return
         task = process.tasks.pop(message["id"])
@@ -398,9 +407,9 @@ class RewardPool:
     def _too_late(self, process: _Process) -> None:
         """Kill a process past its deadline."""
         holder, *_ = process.state.read()
-        state = state_of(process.popen.pid)
+        state = state_of(process.pid)
         if state is not None and state.letter == STOPPED:  # its sample is not to blame
-            self._end(process, f"its process {process.popen.pid} had been stopped (SIGSTOP)")
+            self._end(process, f"its process {process.pid} had been stopped (SIGSTOP)")
         elif not process.concurrency:
             self._end(process, f"loading took longer than {_START_TIMEOUT_S:g} s", "timeout")
         elif holder in process.tasks:
@@ -412,7 +421,7 @@ class RewardPool:
         """Clear up behind a process that ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(_LAST_WORDS_S)
-        pid = process.popen.pid
+        pid = process.pid
         how = f"its process {pid} {_describe_exit(process.popen.returncode)}"
         if (reason := NEEDED.why_it_ended(pid) or why_memory_ended_it()) is not None:
             how = f"{how} ({reason})"
@@ -462,10 +471,14 @@ class RewardPool:
 
     def _kill(self, process: _Process) -> None:
         process.tending.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.popen.pid, signal.SIGKILL)
-        process.popen.wait()
-        NEEDED.remove(process.popen.pid)
+        process.popen.terminate()
+        try:
+            process.popen.wait(_GUARD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # somebody has stopped the guard
+            logger.warning("the guard of reward process %d does not end, and is killed", process.pid)
+            process.popen.kill()
+            process.popen.wait(_GUARD_TIMEOUT_S)
+        NEEDED.remove(process.pid)
         process.state.close()
         self._processes.discard(process)
 
@@ -507,12 +520,12 @@ def _start_process(
         shared = SharedState.create()
         on_failure.callback(os.close, shared)
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hrl.reward.process", *map(str, (theirs.fileno(), shared, os.getpid()))],
+            under_guard([sys.executable, "-P", "-m", "hrl.reward.process", str(theirs.fileno()), str(shared)]),
             env=child_environment({**os.environ, **_OF_EVERY_PROCESS, **variables}, keep=variables),
             pass_fds=[theirs.fileno(), shared],
             stdin=subprocess.DEVNULL,
             stderr=output,
-            start_new_session=True,  # its children can be killed with it, and Ctrl-C reaches only the parent
+            start_new_session=True,  # Ctrl-C reaches only the parent
         )
         on_failure.pop_all()
     return popen, ours, SharedState(shared)

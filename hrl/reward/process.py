@@ -1,4 +1,4 @@
-"""The process in which reward functions run: `python -m hrl.reward.process <socket> <state> <parent pid>`.
+"""The process in which reward functions run: `python -m hrl.reward.process <socket> <state>`.
 
 It imports neither torch nor the parent's main module, loads the function, and answers samples over a socket, one line
 of JSON each. It can be killed at any moment. A plain function gets one sample at a time; many calls of an async
@@ -27,15 +27,14 @@ from typing import Any
 
 from hrl import user_file
 from hrl.processes.isolation import isolate
-from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.processes.plain_data import from_plain
 from hrl.reward import function as function_file
 from hrl.reward.function import RESPONSE, RewardFunctionError, is_async, names_taken, read_reward
 from hrl.reward.spec import RewardSpec
 from hrl.reward.weighted import BLAME
 
-_SINCE_NS, _HOLDER, _BLAME = range(3)
-_STATE_BYTES = 3 * 8
+_SINCE_NS, _HOLDER, _BLAME, _PID = range(4)
+_STATE_BYTES = 4 * 8
 _LONGEST_TRACEBACK = 4000
 _LONGEST_TEXT = 4000
 _ONE_AT_A_TIME = (
@@ -104,6 +103,15 @@ class SharedState:
         """Return the sample, since when (on the clock of `time.monotonic`), and whether its response is to blame."""
         return self._cells[_HOLDER], self._cells[_SINCE_NS] / 1e9, bool(self._cells[_BLAME])
 
+    def enter(self) -> None:
+        """Record that this process is the one whose state it is."""
+        self._cells[_PID] = os.getpid()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process; 0 before it has begun."""
+        return self._cells[_PID]
+
     def close(self) -> None:
         """Release the memory."""
         self._cells.release()
@@ -113,14 +121,13 @@ class SharedState:
 # ---------------------------------------------------------------------- the child
 
 
-def main(socket_number: int, state_number: int, parent_pid: int) -> None:
+def main(socket_number: int, state_number: int) -> None:
     """Load the function, then answer samples until the parent closes the connection."""
-    die_with_parent(parent_pid)
-    guard_process_group()  # the kernel ends this process with its parent, but not the processes it starts
-    isolate()  # after the guard, which is thus out of reach; before the user's code
+    isolate()  # before the user's code; the guard that started this process is thus out of its reach
     os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # killed at its end, it writes out no buffer
     state = SharedState(state_number)
+    state.enter()
     with socket.socket(fileno=socket_number) as connection, connection.makefile("rb") as stream:
         settings = json.loads(stream.readline() or "null")
         if settings is None:
@@ -341,4 +348,4 @@ def _leads_to_the_user(file: str) -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from multiprocessing import shared_memory
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hrl.processes.lifetime import die_with_parent
+from hrl.processes.lifetime import die_with_parent, under_guard
 from tests.processes.process_table import descendants, still_alive
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,37 @@ if __name__ == "__main__":
     ]
     children[-1].start()
     time.sleep(600)
+"""
+
+STRAYING = """
+import os, signal, subprocess, sys, time
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def daemon():
+    # as a daemon is made: in a session of its own, with a parent that has ended, deaf to what asks it to leave
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            say("daemon", os.getpid())
+            os.execve("/bin/sleep", ["sleep", "600"], {})
+        os._exit(0)
+    os.wait()
+
+daemon()
+say("session", subprocess.Popen(["setsid", "sleep", "600"]).pid)
+say("ready", os.getpid(), os.getpgrp())
+sys.stdin.readline()
+exec(sys.argv[1])
+"""
+
+OWNER = """
+import subprocess, sys, time
+from hrl.processes.lifetime import under_guard
+child = subprocess.Popen(under_guard([sys.executable, *sys.argv[1:]]))
+child.wait()
 """
 
 DRIVER = """
@@ -75,11 +107,11 @@ if __name__ == "__main__":
 """
 
 
-def start(script: str, folder: Path) -> subprocess.Popen[str]:
+def start(script: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     path = folder / "script.py"
     path.write_text(script)
     return subprocess.Popen(
-        [sys.executable, str(path)],
+        [sys.executable, str(path), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -111,6 +143,71 @@ def test_a_killed_parent_takes_its_group_and_its_shared_memory_along(tmp_path: P
     assert not remaining, [children[pid] for pid in remaining]
     with pytest.raises(FileNotFoundError):
         shared_memory.SharedMemory(name=segment)
+
+
+def straying(end: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+    """A guarded process that has started what would outlive it; and their ids."""
+    guarded = subprocess.Popen(
+        under_guard([sys.executable, "-c", STRAYING, end]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return guarded, pids_said(guarded)
+
+
+def pids_said(process: subprocess.Popen[str]) -> dict[str, int]:
+    said = {}
+    while "ready" not in said:
+        name, pid, *group = process.stdout.readline().split()
+        said[name] = int(pid)
+    assert group == [str(said["ready"])], "it leads its own group"
+    assert not still_ended(said.values())
+    return said
+
+
+def still_ended(pids: Iterable[int]) -> list[int]:
+    return [pid for pid in pids if not psutil.pid_exists(pid)]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("sys.exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
+    ],
+)
+def test_a_guarded_process_leaves_neither_sessions_nor_daemons_and_its_guard_ends_as_it_does(
+    end: str, status: int
+) -> None:
+    guarded, started = straying(end)
+    guarded.communicate("\n", timeout=30)
+    assert guarded.returncode == status
+    assert not still_alive(started.values(), within_s=0.0), "all are gone when the guard is"
+
+
+def test_sigterm_to_a_guard_kills_all_at_once_also_what_is_stopped(tmp_path: Path) -> None:
+    guarded, started = straying("")
+    os.kill(started["ready"], signal.SIGSTOP)
+    guarded.terminate()
+    assert guarded.wait(30) == -signal.SIGKILL
+    assert not still_alive(started.values(), within_s=0.0)
+
+
+def test_what_a_guarded_process_started_ends_with_its_owner_that_gets_sigkill(tmp_path: Path) -> None:
+    owner = start(OWNER, tmp_path, "-c", STRAYING, "")
+    started = pids_said(owner)
+    guards = descendants(owner.pid)
+    owner.kill()
+    owner.wait()
+    assert not still_alive([*started.values(), *guards], within_s=15)
+
+
+def test_a_guarded_program_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert subprocess.run(under_guard(["/nowhere/at-all"]), timeout=30, check=False).returncode == 127
+    assert "/nowhere/at-all can't be started" in capfd.readouterr().err
 
 
 def _child(pids: Connection, wait_for_end_of: int | None) -> None:

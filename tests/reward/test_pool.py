@@ -20,7 +20,7 @@ from hrl.reward.spec import RewardSpec
 from tests.reward.settings import reward
 
 FUNCTION = """
-import asyncio, os, sys, time
+import asyncio, os, subprocess, sys, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     if solution_str == "spin in C":
@@ -54,6 +54,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         if os.fork() == 0:
             time.sleep(1000)
         return float(os.getpid())
+    if solution_str.startswith("stray"):
+        if os.fork() == 0:  # a daemon, with nothing that tells whose it was
+            os.setsid()
+            if os.fork() == 0:
+                os.execve("/bin/sleep", ["sleep", "1000"], {})
+            os._exit(0)
+        os.wait()
+        session = subprocess.Popen(["setsid", "sleep", "1000"])
+        time.sleep(1000 if solution_str == "stray for long" else 0)
+        return {"score": 1.0, "session": float(session.pid)}
     return {"score": len(solution_str) + bonus, "truth": repr(ground_truth)}
 
 async def slowly(data_source, solution_str, ground_truth, extra_info=None):
@@ -141,7 +151,7 @@ def score(pool, text, ground_truth="1", **extra_info):
 
 
 def process_ids(pool):
-    return {process.popen.pid for process in set(pool._processes)}
+    return {process.popen.pid for process in set(pool._processes)}  # of their guards, known from the start
 
 
 def is_alive(pid):
@@ -323,7 +333,7 @@ def test_shutdown_kills_all_and_ends_what_waits(function_file):
     grandparent = int(score(pool, "fork").score)
     futures = [submit(pool, "spin in C") for _ in range(5)]
     time.sleep(0.2)
-    pids = process_ids(pool)
+    pids = process_ids(pool) | {process.pid for process in set(pool._processes)}
     assert grandparent in pids
     pool.shutdown()
     pool.shutdown()
@@ -331,6 +341,35 @@ def test_shutdown_kills_all_and_ends_what_waits(function_file):
     assert wait_for_death(pids)
     with pytest.raises(RuntimeError, match="not running"):
         submit(pool, "x")
+
+
+def sleepers():
+    """The processes on this machine that only sleep 1000 s, which nothing but the function above starts."""
+    lines = {int(path.parent.name): path for path in Path("/proc").glob("[0-9]*/cmdline")}
+    return {pid for pid, path in lines.items() if is_alive(pid) and path.read_bytes() == b"sleep\x001000\x00"}
+
+
+def new_sleepers(before, count):
+    """Those that came since, once they are as many as they become."""
+    end = time.monotonic() + 10
+    while len(found := sleepers() - before) < count and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(found) == count
+    return found
+
+
+def test_what_a_function_starts_in_sessions_of_their_own_ends_with_its_process(function_file):
+    before = sleepers()
+    with RewardPool(RewardSpec(UserFile(function_file)), reward(num_workers=1, timeout_s=2.0)) as pool:
+        outcome = submit(pool, "stray").result(timeout=30)
+        assert outcome.parts["session"] in new_sleepers(before, 2)
+        killed = submit(pool, "stray for long").result(timeout=30)
+        assert killed.status == "timeout"
+        assert score(pool, "four").score is not None, "another process has taken its place"
+        assert wait_for_death(sleepers() - before), "with the process that was killed"
+        assert submit(pool, "stray").result(timeout=30).status == "ok"
+        last = new_sleepers(before, 2)
+    assert not any(map(is_alive, last)), "the end waits for them"
 
 
 def test_processes_die_with_a_parent_that_is_killed(function_file):
@@ -344,7 +383,7 @@ def test_processes_die_with_a_parent_that_is_killed(function_file):
         "pool.start()\n"
         "pool.submit(RewardRow(0, 's', '1'), 'spin in C', 's')\n"
         "time.sleep(0.5)\n"
-        "pids = [str(process.popen.pid) for process in pool._processes]\n"
+        "pids = [str(pid) for process in pool._processes for pid in (process.pid, process.popen.pid)]\n"
         "sys.stdout.write(' '.join(pids) + '\\n'); sys.stdout.flush()\n"
         "time.sleep(1000)\n"
     )
@@ -389,7 +428,7 @@ def test_samples_are_spread_over_the_processes(judges):
     processes = set()
     while len(processes) < 2 and time.monotonic() < end:  # until both have loaded the function
         processes = {outcome.parts["process"] for outcome in score_all(judges, ["ok"] * 2)}
-    assert processes == process_ids(judges)
+    assert processes == {process.pid for process in set(judges._processes)}
 
 
 def test_an_await_that_hangs_is_cancelled_and_harms_no_neighbour(judges):
