@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ _SAME_FOR_NOBODY = ("trainer.default_local_dir", "trainer.experiment_name")
 """Keys in which any two runs differ."""
 
 
+_CHECKSUM = "/weights_checksum"
+
+
 def compare_page(folders: Sequence[Path]) -> Page:
     """Return the page that compares runs.
 
@@ -29,14 +33,15 @@ def compare_page(folders: Sequence[Path]) -> Page:
         ValueError: A file of a run is damaged; names file and line.
     """
     names = short_names(folders)
-    runs = [run_columns(read_metrics(folder)) for folder in folders]
+    records = [read_metrics(folder) for folder in folders]
+    runs = [run_columns(each) for each in records]
     configs = [read_config(folder) for folder in folders]
     drawn = charts_of(runs, names)
     sections = {
         "header": section("comparison_header", names),
         "summary": section("runs", _runs(folders, names, runs)),
         "curves": curves(drawn, runs, _common_thresholds(configs)),
-        "numbers": section("numbers", names, final_numbers(runs)),
+        "numbers": section("numbers", names, final_numbers(runs) + equal_weights(records)),
         "differences": section("differences", names, differences(configs)),
         "answers": _answers(folders, names),
     }
@@ -68,6 +73,27 @@ def final_numbers(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[flo
         ends = [ends_of(columns, name) for columns in runs]
         rows.append((name, [None if each is None else each[1] for each in ends]))
     return [(name, values) for name, values in rows if any(value is not None for value in values)]
+
+
+def equal_weights(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, list[float | None]]]:
+    """Return, for each model that all runs train, up to which of their common steps all have the same weights.
+
+    Args:
+        runs: The records of every run.
+
+    Returns:
+        Rows of the table of numbers; 0 where the first common step differs already.
+    """
+    rows: list[tuple[str, list[float | None]]] = []
+    for name in dict.fromkeys(key for records in runs for record in records for key in record):
+        if not name.endswith(_CHECKSUM):
+            continue
+        sums = [{record["step"]: record[name] for record in records if name in record} for records in runs]
+        common = sorted(set.intersection(*(set(each) for each in sums)))
+        same = list(takewhile(lambda step: len({each[step] for each in sums}) == 1, common))  # noqa: B023  used at once
+        if common:
+            rows.append((f"{name}: equal up to step", [float(same[-1]) if same else 0.0] * len(runs)))
+    return rows
 
 
 def _value(values: Mapping[str, Any], key: str) -> str:

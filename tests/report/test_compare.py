@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from hrl import cli
-from hrl.report.compare import compare_page, differences, final_numbers, short_names
+from hrl.report.compare import compare_page, differences, equal_weights, final_numbers, short_names
 from hrl.report.html_report import run_page
 from hrl.report.run_folder import json_line, read_jsonl
 from tests.report.runs import HOSTILE, finished_run
@@ -90,3 +90,16 @@ def test_a_folder_without_a_run_names_those_below_it(two, tmp_path, capsys):
     assert f"{tmp_path} holds no run; runs are in {two[0]}, {two[1]}" in capsys.readouterr().err
     assert cli.main(["watch", str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_the_step_up_to_which_weights_are_equal_is_told():
+    name = "actor/weights_checksum"
+
+    def run(*sums: float, first: int = 1) -> list[dict[str, float]]:
+        return [{"step": step, name: each} for step, each in enumerate(sums, start=first)]
+
+    row = f"{name}: equal up to step"
+    assert equal_weights([run(5, 6, 7, 8), run(5, 6, 9, 8)]) == [(row, [2.0, 2.0])], "equal again is no longer equal"
+    assert equal_weights([run(5, 6), run(4, 6)]) == [(row, [0.0, 0.0])]
+    assert equal_weights([run(5, 6, 7), run(6, 7, 8, first=2)]) == [(row, [3.0, 3.0])], "resumed elsewhere"
+    assert equal_weights([run(5), [{"step": 1, "reward/mean": 1.0}]]) == []

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 #: Rows of a batch that are kept: those that are broken, and others of their prompts.
 MAX_ROWS = 64
+#: Columns that are looked at later than after the phase that made them, because scores are needed first.
+_MADE_IN = {"rollout_log_probs": "gen"}
 
 
 class NonFiniteBatchError(NonFiniteError):
@@ -115,7 +117,10 @@ class FiniteColumns:
                 continue
             self._seen[name] = column
             # A finite sum has finite terms, and is quicker to tell.
-            if not torch.isfinite(column.sum()) and (broken := _broken(name, column, mask, phase)) is not None:
+            if (
+                not torch.isfinite(column.sum())
+                and (broken := _broken(name, column, mask, _MADE_IN.get(name, phase))) is not None
+            ):
                 raise LeftOutError(batch, broken)
 
     def learnt(self, metrics: StepMetrics) -> None:
@@ -137,7 +142,7 @@ class FiniteColumns:
         where = "" if kept is None else f". Its rows are in {kept}"
         told = f"after phase {broken.phase}, {broken.told(batch)}"
         if self._in_a_row >= MAX_IN_A_ROW:
-            self._end(f"{told}; {broken.count} numbers of this column are not finite{where}")
+            self._end(f"{told}; {broken.count} number(s) of this column are not finite{where}")
         self._note(f"step {step}: nothing is learnt from this batch ({self._in_a_row} in a row): {told}{where}")
         return batch
 

@@ -61,7 +61,7 @@ class Broken(Workers):
 
 #: The phase after which each column of a PPO step is seen.
 COLUMNS = {
-    "rollout_log_probs": "reward",
+    "rollout_log_probs": "gen",
     "token_level_scores": "reward",
     "old_log_probs": "old_log_prob",
     "ref_log_prob": "ref",

@@ -1,0 +1,223 @@
+"""Long runs, in which nothing may grow: memory, open files and threads of every process, shared memory, Ray's store.
+
+A series is fitted over its second half, when caches are full. Neighbouring steps are alike, so the line goes through
+means of blocks, and its standard error is theirs. It is flat if the slope is within three standard errors of nothing,
+or so small that a hundred thousand steps, a month at 25 seconds, would not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+
+from tests.chaos import small
+from tests.chaos.faults import Fault, Outcome
+from tests.runs.runner import ROOT, descendants
+
+KIND = "a long run, in which nothing may grow"
+REAL_STEPS, SCRIPTED_STEPS = 300, 3000
+PATIENCE_S = 3000.0
+BLOCKS = 15
+#: What a series may grow by in a step and still be flat. 4 KiB are 0.4 GiB in a month.
+ALLOWED = {"KiB": 4.0, "files": 0.01, "threads": 0.01}
+#: Parts of command lines, and what their processes are called.
+PARTS = {
+    "gcs_server": "ray",
+    "raylet": "ray",
+    "monitor.py": "ray",
+    "log_monitor": "ray",
+    "dashboard": "ray",
+    "runtime_env": "ray",
+    "VLLM": "engine",
+    "rollout/": "engine",
+    "hrl.reward": "rewards",
+    "reward/process": "rewards",
+    "RewardLoop": "rewards",
+    "ray::IDLE": "idle",
+    "ray::": "ranks",
+}
+
+
+class Trend(NamedTuple):
+    """How a series grows.
+
+    Attributes:
+        slope: Per step.
+        error: Its standard error.
+        last: The mean of the last block.
+    """
+
+    slope: float
+    error: float
+    last: float
+
+    def is_flat(self, unit: str) -> bool:
+        """Whether it does not grow, or not so that it would matter."""
+        return self.slope <= max(3 * self.error, ALLOWED[unit])
+
+    def told(self, unit: str) -> str:
+        """Say it."""
+        return f"{self.last:.0f} {unit} {self.slope:+.3f} ± {self.error:.3f}"
+
+
+def trend(values: Sequence[float]) -> Trend:
+    """Fit a line to the second half of a series by least squares, through means of blocks."""
+    half = np.asarray(values[len(values) // 2 :], dtype=float)
+    blocks = np.array_split(np.arange(len(half)), min(BLOCKS, len(half) // 2))
+    x, y = (np.array([series[block].mean() for block in blocks]) for series in (np.arange(len(half)), half))
+    centred = x - x.mean()
+    slope = float(centred @ y / (centred @ centred))
+    residuals = y - y.mean() - slope * centred
+    error = float(np.sqrt(residuals @ residuals / (len(x) - 2) / (centred @ centred)))
+    return Trend(slope, error, float(y[-1]))
+
+
+def part_of(process: psutil.Process) -> str:
+    """Return which part of a run a process is."""
+    title = " ".join(process.cmdline()) or process.name()
+    return next((part for word, part in PARTS.items() if word in title), "others")
+
+
+def memory_kib(pid: int) -> tuple[float, float]:
+    """Return a process's own memory, and its part of what is shared by name.
+
+    Both are proportional: what the processes of a run share counts once. Files that are mapped are left out, because
+    programs beside the run map the same libraries.
+    """
+    lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    sizes = {parts[0]: float(parts[1]) for parts in lines}
+    return sizes["Pss_Anon:"], sizes["Pss_Shmem:"]
+
+
+def sample(root: int) -> dict[tuple[str, str], float]:
+    """Return memory, files and threads of the parts of a run, by part and unit."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for process in [psutil.Process(root), *descendants(root)]:
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended
+            part = "driver" if process.pid == root else part_of(process)
+            own, shared = memory_kib(process.pid)
+            found["shared memory", "KiB"] += shared
+            measured = own, process.num_fds(), process.num_threads()
+            for unit, value in zip(("KiB", "files", "threads"), measured, strict=True):
+                found[part, unit] += value
+    return found
+
+
+def judged(series: Sequence[Mapping[tuple[str, str], float]], began: float, what: str) -> Outcome:
+    """Return whether all that was sampled is flat."""
+    names = [name for name in series[-1] if all(name in one for one in series[len(series) // 2 :])]
+    trends = {name: trend([one.get(name, 0.0) for one in series]) for name in names}
+    grown = [f"{part}: {found.told(unit)}" for (part, unit), found in trends.items() if not found.is_flat(unit)]
+    said = "; ".join(f"{part}: {found.told(unit)}" for (part, unit), found in trends.items() if unit == "KiB")
+    seconds = time.monotonic() - began
+    if grown:
+        return Outcome(0, seconds, f"{what} grew per step: {'; '.join(grown)}")
+    return Outcome(2, seconds, f"{what}, growth per step: {said}; open files and threads are flat too")
+
+
+def steps_of(folder: Path) -> int:
+    """Return how many steps a run has logged."""
+    file = folder / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def real(engine: str, *overrides: str, steps: int = REAL_STEPS) -> Fault:
+    """A run of the small model on a cluster, sampled after every step."""
+
+    def inject(folder: Path) -> Outcome:
+        began, path = time.monotonic(), folder / "run"
+        process = small.runner().start(
+            path,
+            f"trainer.total_training_steps={steps}",
+            f"actor_rollout_ref.rollout.name={engine}",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=50",
+            "trainer.log_rollouts_freq=-1",
+            *overrides,
+        )
+        drained: list[str] = []
+        reader = threading.Thread(target=lambda: drained.extend(process.stdout or ()), daemon=True)
+        reader.start()
+        series: list[dict[tuple[str, str], float]] = []
+        done = 0
+        while process.poll() is None and time.monotonic() - began < PATIENCE_S:
+            if (now := steps_of(path)) > done:
+                done = now
+                series.append(sample(process.pid))
+            time.sleep(0.05)
+        if process.poll() is None:
+            process.kill()
+            return Outcome(0, time.monotonic() - began, f"step {done} of {steps} after {PATIENCE_S:g} s")
+        reader.join(10)
+        if process.returncode != 0 or done < steps:
+            return Outcome(0, time.monotonic() - began, f"status {process.returncode}: {''.join(drained[-3:])}")
+        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        stored = [record["perf/object_store_gib"] * 2**20 for record in records if "perf/object_store_gib" in record]
+        for one, kib in zip(series, stored, strict=False):
+            one["object store", "KiB"] = kib
+        return judged(series[:-2], began, f"{len(series)} of {steps} steps on {engine} sampled")  # it ends meanwhile
+
+    return Fault(KIND, f"{steps} steps of a small model on {engine}", inject)
+
+
+def scripted(steps: int) -> Fault:
+    """A driver on stand-ins, in a process of its own, which samples itself."""
+
+    def inject(folder: Path) -> Outcome:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "tests.chaos.soak", str(folder), str(steps)]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        except subprocess.TimeoutExpired:
+            return Outcome(0, PATIENCE_S, f"no end after {PATIENCE_S:g} s")
+        if done.returncode != 0:
+            return Outcome(0, time.monotonic() - began, done.stderr.strip().splitlines()[-1])
+        series = [{("driver", unit): value for unit, value in one.items()} for one in json.loads(done.stdout)]
+        return judged(series, began, f"{len(series)} steps of a driver on stand-ins")
+
+    return Fault(KIND, f"{steps} steps of a driver on stand-ins", inject)
+
+
+def run_scripted(folder: Path, steps: int) -> Iterator[dict[str, float]]:
+    """Make the steps, and yield what the process has after each."""
+    from hrl.trainer.callbacks import Callback
+    from tests.trainer.ppo.driver import Driver
+
+    driver = Driver(
+        folder / "run",
+        "trainer.test_freq=100",
+        "trainer.save_freq=100",
+        "trainer.max_ckpt_to_keep=2",
+        "trainer.log_rollouts_freq=-1",
+        steps=steps,
+    )
+    sampled: list[dict[str, float]] = []
+    own = psutil.Process()
+
+    class Sampling(Callback):
+        def on_step_end(self, state: object, metrics: object) -> None:
+            driver.shown_file.seek(0)
+            driver.shown_file.truncate()  # which holds what a terminal would have taken
+            measured = memory_kib(own.pid)[0], own.num_fds(), own.num_threads()
+            sampled.append(dict(zip(("KiB", "files", "threads"), measured, strict=True)))
+
+    driver.trainer.callbacks = Sampling()
+    driver.fit()
+    yield from sampled
+
+
+FAULTS: list[Fault] = [scripted(SCRIPTED_STEPS), real("hf"), real("vllm")]
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps([*run_scripted(Path(sys.argv[1]), int(sys.argv[2]))]))
