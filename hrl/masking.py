@@ -1,28 +1,55 @@
-"""What is a secret, by its name or by its value."""
+"""What is a secret, by its name or by its value, and what stands in its place where something is written.
+
+Everything that leaves the process goes through here: a configuration through `masked`, a text through `masked_text`.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import functools
+import json
+import os
 import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+MASK = "<masked>"
+"""What is written in place of a secret. A configuration that has it is refused: it was saved, and lacks what it had."""
 
 _VARIABLE = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|PRIVATE|SESSION|SIGNATURE|BEARER|WEBHOOK|JWT|APIKEY|ACCESSKEY|"
     r"CONNECTION_?STRING|(^|_)(AUTH|KEYS?|PAT|PASS|PWD|DSN)(_|$)",
     re.IGNORECASE,
 )
+_LOGIN = r"(?<=://)[^/\s@'\"]+(?=@)"
+_WELL_KNOWN = (
+    r"\b(?:sk|rk|pk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w+"
+    r"|\bglpat-[\w-]+|\bxox[a-z]-[\w-]+|\bAKIA[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}"
+    r"|\beyJ[A-Za-z0-9_-]{10,}\.[\w.-]*"
+    r"|-----BEGIN (?:[\s\S]*?-----END [A-Z ]+-----|[\s\S]*)"
+)
 _VALUE = re.compile(
-    r"://[^/\s@]+@"  # an address with a login
-    r"|\b(?:sk|rk|pk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_"
-    r"|\bglpat-|\bxox[a-z]-|\bAKIA[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}|\beyJ[A-Za-z0-9_-]{10,}\.|-----BEGIN "
+    rf"{_LOGIN}|{_WELL_KNOWN}"
     r"|(?:password|passwd|pwd|token|secret|apikey|api_key|accountkey|sharedaccesskey|sig)=[^\s;&]",
     re.IGNORECASE,
 )
 _ARGUMENT = re.compile(
-    r"(^|_)(api_?key|access_?key|private_?key|secret|passw(or)?d|passphrase|credentials?|bearer|jwt|"
-    r"(api|auth|access|hf)_?token)$",
+    r"(^|_)(api_?key|access_?key|private_?key|account_?key|secret_?key|client_?secret|secret|passw(or)?d|passphrase|"
+    r"credentials?|authorization|bearer|jwt|webhook(_url)?|(api|auth|access|hf|hub|bearer|session|refresh|client)_?token)$",
     re.IGNORECASE,
 )
 """Narrower than for variables: arguments such as `max_tokens`, `stop_token` and `key` are no secrets."""
+_OFTEN_NONE = re.compile(r"(^|_)(keys?|tokens?|secrets?|passw\w*|auth|credentials?|signature|cookie|pat|dsn)(_|$)", re.I)
+"""Names whose value is a secret if it looks drawn by lot."""
+_DRAWN_BY_LOT = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[A-Za-z0-9+/=_.~-]{20,}")
 _NO_SECRETS = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
+_ASSIGNED = re.compile(
+    r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]{0,200})(?P<between>['\"]?\s?[=:]\s?)(?P<quote>['\"]?)(?P<value>[^\s'\",;&}\])]+)"
+)
+_WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
+_SHORTEST = 8
+"""A shorter text than this is not replaced wherever it stands: it would be found in words that say something else."""
 
 
 def is_secret_variable(name: str, value: str) -> bool:
@@ -43,4 +70,133 @@ def is_written_secret(name: str, value: object) -> bool:
     """
     if not isinstance(value, str) or not value or value.startswith("env:"):
         return False
-    return bool(_ARGUMENT.search(name) or _VALUE.search(value))
+    return bool(_names_a_secret(name) or _VALUE.search(value))
+
+
+def masked(tree: Any, names: Collection[str] = ()) -> Any:
+    """Return nested plain data with `MASK` in place of every secret, and remember these for `masked_text`.
+
+    A value is a secret by its name (`api_key`, `hf_token`, `password`, …; also `key` and `token` if the value looks drawn
+    by lot), by its form (keys of well-known services), or because a pattern names it. Of an address with a login only
+    the login is masked. `env:NAME`, which names a variable, is no secret.
+
+    Args:
+        tree: A dict of dicts and lists.
+        names: Patterns such as `*webhook*` or `reward.*.customer`, for the last part of a key or for all of it.
+    """
+    return _masked(tree, (), tuple(pattern.lower() for pattern in names))
+
+
+def _masked(value: Any, path: tuple[str, ...], patterns: tuple[str, ...]) -> Any:
+    if path and _is_named(path, patterns):
+        return _all_masked(value)
+    if isinstance(value, Mapping):
+        return {name: _masked(item, (*path, str(name)), patterns) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item, path, patterns) for item in value]
+    if path and _is_secret(path[-1], value):
+        return _all_masked(value)
+    return masked_text(value) if isinstance(value, str) else value
+
+
+def _all_masked(value: Any) -> Any:
+    """Return a value whose every text and number is a secret: by name it is, whatever its form."""
+    if isinstance(value, Mapping):
+        return {name: _all_masked(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_all_masked(item) for item in value]
+    if value is None or isinstance(value, bool) or value == "" or (isinstance(value, str) and value.startswith("env:")):
+        return value
+    remember(str(value))
+    return MASK
+
+
+def _is_named(path: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    whole, last = ".".join(path).lower(), path[-1].lower()
+    return any(fnmatch.fnmatchcase(whole, pattern) or fnmatch.fnmatchcase(last, pattern) for pattern in patterns)
+
+
+def _is_secret(name: str, value: object) -> bool:
+    if isinstance(value, str) and value.startswith("env:"):
+        return False
+    if _names_a_secret(name):
+        return isinstance(value, str | int | float) and not isinstance(value, bool)
+    if not isinstance(value, str):
+        return False
+    if name.isupper():  # a variable of an environment, as in Ray's `runtime_env`
+        return is_secret_variable(name, value)
+    return bool(_OFTEN_NONE.search(_snake(name)) and _DRAWN_BY_LOT.fullmatch(value))
+
+
+def _names_a_secret(name: str) -> bool:
+    return _ARGUMENT.search(_snake(name)) is not None
+
+
+def _snake(name: str) -> str:
+    """Return a name such as `X-Api-Key` or `apiKey` as `api_key`."""
+    return "_".join(part for part in _WORDS.split(name) if part)
+
+
+def is_masked(value: object) -> bool:
+    """Return whether a text is one that `masked` has changed."""
+    return isinstance(value, str) and MASK in value
+
+
+# ---------------------------------------------------------------------- texts
+
+_remembered: set[str] = set()
+
+
+def remember(*values: str) -> None:
+    """Have `masked_text` replace these texts too, in this process, wherever they stand and however they are quoted."""
+    for value in values:
+        if len(value) >= _SHORTEST and value != MASK:
+            _remembered.update((value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe="")))
+            _pattern.cache_clear()
+
+
+def remember_environment(environ: Mapping[str, str] | None = None) -> None:
+    """Have `masked_text` replace the values of variables that look like secrets."""
+    remember(*_secret_values(os.environ if environ is None else environ))
+
+
+def _secret_values(environ: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environ.items():
+        # A session or a socket for logins has a name like a secret, and a value that is the name of a file or of a desktop.
+        is_place = value.startswith(("/", "~", "./")) or "SESSION" in name.upper()
+        if not is_place and is_secret_variable(name, value):
+            logins = re.findall(_LOGIN, value)
+            yield from logins or [value]
+
+
+def remember_arguments(arguments: Iterable[str]) -> None:
+    """Have `masked_text` replace the secrets among `key=value` arguments, which messages may repeat."""
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        _masked(value, (key.rpartition(".")[2].lstrip("+"),), ())
+        for found in _ASSIGNED.finditer(value):
+            if _names_a_secret(found["name"].rpartition(".")[2]) and not found["value"].startswith("env:"):
+                remember(found["value"])
+
+
+def masked_text(text: str) -> str:
+    """Return a text with `MASK` in place of what looks like a secret, or is remembered as one."""
+    if _remembered:
+        text = _pattern().sub(MASK, text)
+    text = _FORMS.sub(MASK, text)
+    return _ASSIGNED.sub(_masked_assignment, text) if "=" in text or ":" in text else text
+
+
+_FORMS = re.compile(rf"{_LOGIN}|{_WELL_KNOWN}")
+
+
+@functools.cache
+def _pattern() -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(_remembered, key=len, reverse=True))))
+
+
+def _masked_assignment(found: re.Match[str]) -> str:
+    name, value = found["name"].rpartition(".")[2], found["value"]
+    if value.startswith(("env:", MASK)) or not _names_a_secret(name):
+        return found[0]
+    return f"{found['name']}{found['between']}{found['quote']}{MASK}"
