@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from hrl.commands.table import COMMANDS, Command
 from hrl.errors import HrlError, RefusedError
+from hrl.masking import masked_text, remember_arguments, remember_environment
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -37,10 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _without_command(arguments, commands)
     command = commands[arguments[0]]
     options = read_arguments(command, arguments[1:])
+    remember_environment()
+    remember_arguments(arguments)
     try:
         return command.load().run(options)
     except HrlError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(masked_text(f"{error}\n"))
         return EXIT_USAGE if isinstance(error, RefusedError) else EXIT_FAILURE
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")

@@ -17,6 +17,7 @@ from urllib.parse import quote
 MASK = "<masked>"
 """What is written in place of a secret. A configuration that has it is refused: it was saved, and lacks what it had."""
 
+_VARIABLE_NAMED = "env:"
 _VARIABLE = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|PRIVATE|SESSION|SIGNATURE|BEARER|WEBHOOK|JWT|APIKEY|ACCESSKEY|"
     r"CONNECTION_?STRING|(^|_)(AUTH|KEYS?|PAT|PASS|PWD|DSN)(_|$)",
@@ -40,9 +41,16 @@ _ARGUMENT = re.compile(
     re.IGNORECASE,
 )
 """Narrower than for variables: arguments such as `max_tokens`, `stop_token` and `key` are no secrets."""
-_OFTEN_NONE = re.compile(r"(^|_)(keys?|tokens?|secrets?|passw\w*|auth|credentials?|signature|cookie|pat|dsn)(_|$)", re.I)
+_OFTEN_NONE = re.compile(
+    r"(^|_)(keys?|tokens?|secrets?|passw\w*|auth|credentials?|signature|cookie|pat|dsn)(_|$)", re.I
+)
 """Names whose value is a secret if it looks drawn by lot."""
-_DRAWN_BY_LOT = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[A-Za-z0-9+/=_.~-]{20,}")
+_DRAWN_BY_LOT = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=]{20,}")
+_FORMS = re.compile(rf"{_LOGIN}|{_WELL_KNOWN}")
+_IN_ADDRESS = re.compile(
+    r"([?&;](?:[\w.-]{0,60}(?:token|secret|passw(?:or)?d|signature|api_?key|access_?key)|accountkey|sig|key|pwd)=)[^&\s'\"#;]+",
+    re.IGNORECASE,
+)
 _NO_SECRETS = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
 _ASSIGNED = re.compile(
     r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]{0,200})(?P<between>['\"]?\s?[=:]\s?)(?P<quote>['\"]?)(?P<value>[^\s'\",;&}\])]+)"
@@ -68,7 +76,7 @@ def is_written_secret(name: str, value: object) -> bool:
         name: Of the argument.
         value: Its value; only a text can be one.
     """
-    if not isinstance(value, str) or not value or value.startswith("env:"):
+    if not isinstance(value, str) or not value or value.startswith(_VARIABLE_NAMED):
         return False
     return bool(_names_a_secret(name) or _VALUE.search(value))
 
@@ -76,9 +84,9 @@ def is_written_secret(name: str, value: object) -> bool:
 def masked(tree: Any, names: Collection[str] = ()) -> Any:
     """Return nested plain data with `MASK` in place of every secret, and remember these for `masked_text`.
 
-    A value is a secret by its name (`api_key`, `hf_token`, `password`, …; also `key` and `token` if the value looks drawn
-    by lot), by its form (keys of well-known services), or because a pattern names it. Of an address with a login only
-    the login is masked. `env:NAME`, which names a variable, is no secret.
+    A value is a secret by its name (`api_key`, `hf_token`, `password`, …; also `key` and `token` if the value looks
+    drawn by lot), by its form (keys of well-known services), or because a pattern names it. Of an address with a login
+    only the login is masked. `env:NAME` is no secret; the value of the variable that it names is one in texts.
 
     Args:
         tree: A dict of dicts and lists.
@@ -88,15 +96,18 @@ def masked(tree: Any, names: Collection[str] = ()) -> Any:
 
 
 def _masked(value: Any, path: tuple[str, ...], patterns: tuple[str, ...]) -> Any:
-    if path and _is_named(path, patterns):
+    if path and (_is_named(path, patterns) or _names_a_secret(path[-1])):
         return _all_masked(value)
     if isinstance(value, Mapping):
         return {name: _masked(item, (*path, str(name)), patterns) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_masked(item, path, patterns) for item in value]
+    if isinstance(value, str) and value.startswith(_VARIABLE_NAMED):
+        remember(os.environ.get(value.removeprefix(_VARIABLE_NAMED), ""))
+        return value
     if path and _is_secret(path[-1], value):
         return _all_masked(value)
-    return masked_text(value) if isinstance(value, str) else value
+    return _without_known_forms(value) if isinstance(value, str) else value
 
 
 def _all_masked(value: Any) -> Any:
@@ -105,22 +116,21 @@ def _all_masked(value: Any) -> Any:
         return {name: _all_masked(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_all_masked(item) for item in value]
-    if value is None or isinstance(value, bool) or value == "" or (isinstance(value, str) and value.startswith("env:")):
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    if isinstance(value, str) and value.startswith(_VARIABLE_NAMED):
+        remember(os.environ.get(value.removeprefix(_VARIABLE_NAMED), ""))
         return value
     remember(str(value))
     return MASK
 
 
 def _is_named(path: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    whole, last = ".".join(path).lower(), path[-1].lower()
+    whole, last = ".".join(path).lower(), path[-1].lower().rpartition(".")[2]
     return any(fnmatch.fnmatchcase(whole, pattern) or fnmatch.fnmatchcase(last, pattern) for pattern in patterns)
 
 
 def _is_secret(name: str, value: object) -> bool:
-    if isinstance(value, str) and value.startswith("env:"):
-        return False
-    if _names_a_secret(name):
-        return isinstance(value, str | int | float) and not isinstance(value, bool)
     if not isinstance(value, str):
         return False
     if name.isupper():  # a variable of an environment, as in Ray's `runtime_env`
@@ -162,7 +172,7 @@ def remember_environment(environ: Mapping[str, str] | None = None) -> None:
 
 def _secret_values(environ: Mapping[str, str]) -> Iterator[str]:
     for name, value in environ.items():
-        # A session or a socket for logins has a name like a secret, and a value that is the name of a file or of a desktop.
+        # A session, or a socket for logins, has a name like a secret, and a value that names a desktop or a file.
         is_place = value.startswith(("/", "~", "./")) or "SESSION" in name.upper()
         if not is_place and is_secret_variable(name, value):
             logins = re.findall(_LOGIN, value)
@@ -175,19 +185,19 @@ def remember_arguments(arguments: Iterable[str]) -> None:
         key, _, value = argument.partition("=")
         _masked(value, (key.rpartition(".")[2].lstrip("+"),), ())
         for found in _ASSIGNED.finditer(value):
-            if _names_a_secret(found["name"].rpartition(".")[2]) and not found["value"].startswith("env:"):
+            if _names_a_secret(found["name"].rpartition(".")[2]) and not found["value"].startswith(_VARIABLE_NAMED):
                 remember(found["value"])
 
 
 def masked_text(text: str) -> str:
     """Return a text with `MASK` in place of what looks like a secret, or is remembered as one."""
+    return _ASSIGNED.sub(_masked_assignment, _without_known_forms(text))
+
+
+def _without_known_forms(text: str) -> str:
     if _remembered:
         text = _pattern().sub(MASK, text)
-    text = _FORMS.sub(MASK, text)
-    return _ASSIGNED.sub(_masked_assignment, text) if "=" in text or ":" in text else text
-
-
-_FORMS = re.compile(rf"{_LOGIN}|{_WELL_KNOWN}")
+    return _IN_ADDRESS.sub(rf"\1{MASK}", _FORMS.sub(MASK, text))
 
 
 @functools.cache
@@ -197,6 +207,6 @@ def _pattern() -> re.Pattern[str]:
 
 def _masked_assignment(found: re.Match[str]) -> str:
     name, value = found["name"].rpartition(".")[2], found["value"]
-    if value.startswith(("env:", MASK)) or not _names_a_secret(name):
+    if value.startswith((_VARIABLE_NAMED, MASK)) or not _names_a_secret(name):
         return found[0]
     return f"{found['name']}{found['between']}{found['quote']}{MASK}"

@@ -1,6 +1,26 @@
+import time
+
 import pytest
 
-from hrl.masking import is_secret_variable
+from hrl import masking
+from hrl.masking import (
+    MASK,
+    is_masked,
+    is_secret_variable,
+    masked,
+    masked_text,
+    remember,
+    remember_arguments,
+    remember_environment,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.setattr(masking, "_remembered", set())
+    masking._pattern.cache_clear()
+    yield
+    masking._pattern.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -40,3 +60,143 @@ def test_a_variable_is_a_secret_by_its_name_or_its_value(name, value):
 )
 def test_another_variable_is_none(name, value):
     assert not is_secret_variable(name, value)
+
+
+# ---------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "apiKey", "X-Api-Key", "openai_api_key", "hf_token", "auth_token", "password"]
+)
+@pytest.mark.parametrize("prefix", ["", "db_", "_redis_"])
+def test_a_value_is_masked_by_its_name(prefix, name):
+    name = prefix + name
+    assert masked({"a": {name: "hunter2"}}) == {"a": {name: MASK}}
+    assert masked({name: ["x", {"b": 12345}]}) == {name: [MASK, {"b": MASK}]}
+    assert masked({name: None}) == {name: None}
+    assert masked({name: "env:NAME"}) == {name: "env:NAME"}
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("max_tokens", 128),
+        ("pad_token", "<|pad|>"),
+        ("stop_token", "</answer>"),
+        ("prompt_key", "question"),
+        ("reward_fn_key", "data_source"),
+        ("key", "id"),
+        ("token", "<think>"),
+        ("monkey", "secretly"),
+        ("keys", ["prompt", "answer"]),
+        ("prompt_key", "prompt_with_context_version_2"),
+        ("eos_token_id", 2),
+        ("name", "password reset"),
+        ("tokenizer_path", "org/model-4f9a8b7c6d5e4f3a2b1c0"),
+        ("enable_token_level", True),
+    ],
+)
+def test_a_value_that_is_no_secret_stays(name, value):
+    assert masked({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize("name", ["secret", "client_secret", "aws_secret_access_key", "Authorization", "credentials"])
+def test_other_names_of_secrets(name):
+    assert masked({name: "x"}) == {name: MASK}
+
+
+def test_a_key_is_masked_if_it_looks_drawn_by_lot():
+    assert masked({"key": "4f9a8b7c6d5e4f3a2b1c0", "token": "c2VjcmV0IHNlY3JldCBzZWNyZXQ5"}) == {
+        "key": MASK,
+        "token": MASK,
+    }
+
+
+def test_of_an_address_only_the_login_is_masked_and_of_a_query_the_key():
+    tree = {
+        "files": ["https://me:pw@host/rows.jsonl", "s3://id:secret@bucket/x", "https://host/a?user=me&sig=abc%2F&x=1"],
+        "store": "AccountName=me;AccountKey=abc==;Suffix=x",
+    }
+    assert masked(tree) == {
+        "files": [f"https://{MASK}@host/rows.jsonl", f"s3://{MASK}@bucket/x", f"https://host/a?user=me&sig={MASK}&x=1"],
+        "store": f"AccountName=me;AccountKey={MASK};Suffix=x",
+    }
+
+
+def test_a_variable_in_a_configuration_is_judged_as_variables_are():
+    env = {"WANDB_API_KEY": "x", "MODE": "fast", "DB": "postgres://me:pw@db/x"}
+    assert masked({"env_vars": env}) == {"env_vars": {"WANDB_API_KEY": MASK, "MODE": "fast", "DB": MASK}}
+
+
+def test_what_the_user_names_is_masked_by_the_last_part_of_its_key_or_all_of_it():
+    tree = {"a": {"customer": 4711, "b": {"x": "1", "y": [2, "3"]}}, "customers": 5, "c": {"x": "1"}}
+    assert masked(tree, ["Customer", "a.b.*"]) == {
+        "a": {"customer": MASK, "b": {"x": MASK, "y": [MASK, MASK]}},
+        "customers": 5,
+        "c": {"x": "1"},
+    }
+
+
+def test_a_masked_value_is_known_as_one():
+    assert is_masked(masked({"files": "https://me:pw@host/x"})["files"])
+    assert not is_masked("masked")
+    assert not is_masked(None)
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def test_a_secret_of_a_configuration_is_masked_wherever_it_stands_afterwards():
+    masked({"a": {"customer": 'can"ary\n-äü/1'}}, ["customer"])
+    as_json, in_an_address = r'{"x": "can\"ary\n-\u00e4\u00fc/1"}', "/x?c=can%22ary%0A-%C3%A4%C3%BC%2F1"
+    for written in ('can"ary\n-äü/1', as_json, in_an_address, repr('can"ary\n-äü/1')):
+        assert "ary" not in masked_text(f"error: {written} was refused")
+    assert masked_text("can and ary") == "can and ary"
+
+
+def test_a_variable_that_an_argument_names_is_masked_in_texts_whatever_its_name(monkeypatch):
+    monkeypatch.setenv("MINE", "canary-1")
+    assert masked({"a": {"b": "env:MINE", "c": "env:NOT_SET"}}) == {"a": {"b": "env:MINE", "c": "env:NOT_SET"}}
+    assert masked_text("the key canary-1 is refused") == f"the key {MASK} is refused"
+
+
+def test_secrets_of_the_environment_and_of_a_command_line_are_masked():
+    environ = {"MY_TOKEN": "canary-1", "DB": "postgres://me:canary-2@db/x"}
+    places = {"SSH_AUTH_SOCK": "/tmp/agent/x", "SESSION": "gnome-classic"}
+    remember_environment(environ | places)
+    kwargs = "a.kwargs={hf_token: canary-4, key: prompt_or_so}"
+    remember_arguments(["trainer.x=1", "+a.api_key=canary-3", kwargs, "data.prompt_key=question"])
+    text = "canary-1 me:canary-2 canary-3 canary-4 /tmp/agent/x gnome-classic question prompt_or_so"
+    assert masked_text(text) == " ".join([MASK, MASK, MASK, MASK, "/tmp/agent/x gnome-classic question prompt_or_so"])
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("a.api_key=abc is refused", f"a.api_key={MASK} is refused"),
+        ("{'hf_token': 'abc', 'max_tokens': 5}", f"{{'hf_token': '{MASK}', 'max_tokens': 5}}"),
+        ('{"password":"abc"}', f'{{"password":"{MASK}"}}'),
+        ("write api_key: env:ITS_NAME", "write api_key: env:ITS_NAME"),
+        ("pad_token=0 max_tokens=8 tokens: 3", "pad_token=0 max_tokens=8 tokens: 3"),
+        ("Incorrect API key provided: sk-abcdefghijklmnop12", f"Incorrect API key provided: {MASK}"),
+        ("push to https://me:pw@host/x.git failed", f"push to https://{MASK}@host/x.git failed"),
+        ("-----BEGIN OPENSSH KEY-----\nabc\n-----END OPENSSH KEY----- x", f"{MASK} x"),
+        ("step 3: loss 0.5, 12 tokens/s", "step 3: loss 0.5, 12 tokens/s"),
+    ],
+)
+def test_a_text_shows_no_secret_and_everything_else(text, shown):
+    assert masked_text(text) == shown
+
+
+def test_a_short_text_is_not_replaced_in_others():
+    remember("1", "fast", MASK)
+    assert masked_text(f"as fast as 1 {MASK}") == f"as fast as 1 {MASK}"
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "a.", "a=", "-----BEGIN ", "://a", "eyJ", "sk-", "?key", ";", "api_key=", "'", "é", "\x00"]
+)
+def test_a_long_text_takes_no_longer_than_its_length_asks(piece):
+    begun = time.process_time()
+    masked_text(piece * (200_000 // len(piece)))
+    assert time.process_time() - begun < 5.0  # a tenth of a second; where something is quadratic, minutes

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from hrl.config.section import WholeConfig, defaults, flatten
+from hrl.config.outline import RunConfiguration
+from hrl.config.saved import saved_config
+from hrl.config.section import defaults, flatten
+from hrl.masking import is_masked, masked
 
 #: Where a run lies, what it goes on from and what it shows change no number in it.
 _SAME_RUN = frozenset(
@@ -17,11 +20,13 @@ _SAME_RUN = frozenset(
         "default_local_dir",
         "experiment_name",
         "logger",
+        "private",
         "profile",
         "project_name",
         "ray_kwargs",
         "resume_from_path",
         "resume_mode",
+        "secrets",
     )
 )
 _SHORT = 60
@@ -56,19 +61,20 @@ def _part(text: str, place: int) -> str:
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
-def changes(saved: Mapping[str, Any], present: WholeConfig) -> list[Change]:
+def changes(saved: Mapping[str, Any], present: RunConfiguration) -> list[Change]:
     """Return what differs between the configuration of an earlier run and the present one.
 
     Keys that only say where a run lies or what it shows are left out. A key that the other version of hrl did not have
     counts where it is not at its default.
 
     Args:
-        saved: `model_dump(mode="json")` of the earlier run's configuration, of the same kind.
+        saved: The earlier run's configuration, of the same kind, as `saved_config` has it. Where it was masked, nothing
+            is known.
         present: The present configuration.
     """
     schema = type(present)
-    old = dict(flatten(saved, schema))
-    new = dict(flatten(json.loads(json.dumps(present.model_dump(mode="json"))), schema))
+    old = dict(flatten(masked(saved, present.trainer.secrets), schema))
+    new = dict(flatten(json.loads(json.dumps(saved_config(present))), schema))
     standard = json.loads(json.dumps(defaults(schema), default=str))
     found: list[Change] = []
     for key in [*new, *(key for key in old if key not in new)]:
@@ -78,7 +84,7 @@ def changes(saved: Mapping[str, Any], present: WholeConfig) -> list[Change]:
 
 
 def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:
-    if old == new and isinstance(old, bool) == isinstance(new, bool):
+    if (old == new and isinstance(old, bool) == isinstance(new, bool)) or is_masked(old) or is_masked(new):
         return
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*new, *(name for name in old if name not in new)]:

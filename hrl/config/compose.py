@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hrl.config.help import run_help
 from hrl.config.limits import check_aliases, shown_key, usable
 from hrl.config.load import option_problem, validate_kind
+from hrl.config.offline import OfflineConfig
 from hrl.config.override import literal
 from hrl.config.own_members import traits_of_estimator
 from hrl.config.ppo import PPOTrainerConfig
@@ -33,6 +34,7 @@ from hrl.config.run_kind import PPO, C, RunKind, config_folder
 from hrl.config.section import Get, Section, WholeConfig, flatten, leaves, unflatten
 from hrl.config.spellings import ONLY_FSDP2, OTHER_ENGINES
 from hrl.errors import ConfigError, Problem, Reason
+from hrl.masking import masked
 from hrl.nearest import did_you_mean
 
 QUICKSTART = "quickstart"
@@ -135,8 +137,12 @@ def config_problems(kind: RunKind[WholeConfig], argv: Sequence[str]) -> tuple[Pr
 
 
 def to_yaml(config: Section) -> str:
-    """Return the whole configuration as YAML with all defaults; composing it again gives the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.create(_literal(config.model_dump())))
+    """Return the whole configuration as YAML with all defaults; composing it again gives the same configuration.
+
+    Secrets are masked, and a configuration with one that was masked is refused.
+    """
+    names = config.trainer.secrets if isinstance(config, PPOTrainerConfig | OfflineConfig) else []
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(masked(config.model_dump(), names))))
 
 
 def _literal(value: Any) -> Any:

@@ -18,6 +18,7 @@ from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import FUNCTION_NAMES, TAKEN_NAMES, RewardConfig
 from hrl.config.rollout import RolloutConfig
+from hrl.config.saved import nothing_is_masked
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
 from hrl.config.trainer import JSON_CONSOLE
 from hrl.errors import Problem, Reason
@@ -550,6 +551,7 @@ def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
 
 
 PPO_RULES: tuple[Rule, ...] = (
+    nothing_is_masked,
     clipped_rewards_have_a_limit,
     one_console_writes,
     mini_batches_divide_the_batch,
@@ -580,6 +582,7 @@ PPO_RULES: tuple[Rule, ...] = (
 
 
 OFFLINE_RULES: tuple[Rule, ...] = (
+    nothing_is_masked,
     one_console_writes,
     one_offline_row_fits_the_token_budget,
     gradients_have_their_range,

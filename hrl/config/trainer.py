@@ -122,6 +122,12 @@ class RunConfig(Section):
     """Steps to profile, one number or a list: where their time goes, in the report and on the console, and a trace of
     every process, in the folder profile/ of the run folder."""
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
+    secrets: list[str] = Field(default_factory=list)
+    """Patterns of keys whose values are secrets, e.g. `[customer, "*.headers.*"]`, for a key's last part or all of it.
+    Where a run writes its configuration, they are masked, as are keys called api_key, password or the like, logins in
+    addresses and well-known forms of keys anyway."""
+    private: bool = False
+    """Let nobody but you read what the run writes: its folder and all files, of every process of it."""
     ray_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `ray.init`. `{address: auto}`, or the environment variable RAY_ADDRESS, joins a running
     cluster; otherwise the run starts its own."""

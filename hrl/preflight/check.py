@@ -21,8 +21,10 @@ from hrl.config.outline import RunConfiguration
 from hrl.config.override import NotPlainError, as_override
 from hrl.config.rules import warnings
 from hrl.config.run_kind import RunKind
+from hrl.config.saved import saved_config
 from hrl.config.section import Section, WholeConfig, leaves
 from hrl.errors import ConfigError
+from hrl.masking import masked, masked_text
 from hrl.preflight.findings import Findings
 from hrl.report.environment import facts_table
 
@@ -99,10 +101,11 @@ def report(config: RunConfiguration, findings: Findings | None, train_rows: int 
         train_rows: Number of training rows; None if they were not read.
     """
     return {
-        "config": config.model_dump(),
+        "config": saved_config(config),
         "origins": dict(config.origins or {}),
         "differs_from_default": {
-            key: {"value": value, "default": default} for key, (value, default) in changed_values(config).items()
+            key: {"value": masked({key: value}, config.trainer.secrets)[key], "default": default}
+            for key, (value, default) in changed_values(config).items()
         },
         "found": dict(findings.facts) if findings is not None else {},
         "placement": dict(placement_facts(config)),
@@ -161,7 +164,7 @@ def settings(config: WholeConfig) -> Iterator[tuple[str, str]]:
         by_origin.setdefault(origin, []).append(key)
     for origin in sorted(by_origin, key=lambda name: name == YOURS, reverse=True):
         if origin != "placement=colocated":  # the default layout, which the line of placement shows
-            yield "yours" if origin == YOURS else origin, _assignments(config, by_origin[origin])
+            yield "yours" if origin == YOURS else origin, masked_text(_assignments(config, by_origin[origin]))
     default = [key for key in _TELLING if key in leaves(type(config)) and key not in origins]
     if default:
         yield "defaults", _assignments(config, default)
@@ -195,10 +198,12 @@ def _as_typed(value: Any) -> str:
 
 def _show_problems(error: ConfigError, *, as_json: bool) -> None:
     if as_json:
-        problems = [{"key": one.key, "what": one.what, "hint": one.hint} for one in error.problems]
+        problems = [
+            {"key": one.key, "what": masked_text(one.what), "hint": masked_text(one.hint)} for one in error.problems
+        ]
         _write_json({"valid": False, "problems": problems})
     else:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(masked_text(f"{error}\n"))
 
 
 def _show_report(config: WholeConfig, said: dict[str, Any], *, full: bool, config_only: bool) -> None:

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hrl.masking import masked_text
 from hrl.metrics import source_and_metric
 from hrl.report.answers import Series, before_and_after_table, describe, that_differ
 from hrl.report.first_look import FirstLook
@@ -125,6 +126,7 @@ class RunConsole:
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
         """Show a summary of the run that is about to start."""
+        facts = {label: masked_text(fact) for label, fact in facts.items()}
         self._words(Text(readable(title), style="bold"))
         label_width = max((len(label) for label in facts), default=0)
         if not self._console.is_terminal:
@@ -140,7 +142,7 @@ class RunConsole:
 
     def note(self, text: str) -> None:
         """Show a remark about the run."""
-        self._words(printable(text, limit=4000))
+        self._words(printable(masked_text(text), limit=4000))
 
     def first_look(self, look: FirstLook) -> None:
         """Show what the first samples say: a line, or one of them and what to try if there is nothing to learn."""
@@ -313,11 +315,11 @@ class JsonConsole:
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
         """Write a summary of the run that is about to start."""
-        self._write("banner", title=title, facts=facts)
+        self._write("banner", title=title, facts={label: masked_text(fact) for label, fact in facts.items()})
 
     def note(self, text: str) -> None:
         """Write a remark about the run."""
-        self._write("note", text=text)
+        self._write("note", text=masked_text(text))
 
     def first_look(self, look: FirstLook) -> None:
         """Write what the first samples say."""

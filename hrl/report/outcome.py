@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 import psutil
 
+from hrl.masking import masked_text
 from hrl.report.run_folder import LOCK_NAME, DamagedFileError, read_object, write_text
 
 FILE = "outcome.json"
@@ -37,7 +38,7 @@ class Outcome:
             return cls("finished", "", total_steps)
         if isinstance(error, KeyboardInterrupt):
             return cls("interrupted", "", total_steps)
-        return cls("failed", f"{type(error).__name__}: {error}", total_steps)
+        return cls("failed", masked_text(f"{type(error).__name__}: {error}"), total_steps)
 
     def write(self, folder: Path) -> Path:
         """Write it into a run folder."""

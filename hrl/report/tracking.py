@@ -101,7 +101,9 @@ def _tensorboard(run: RunInfo) -> Tracker:
 def _wandb(run: RunInfo) -> Tracker:
     import wandb
 
-    opened = wandb.init(project=run.project, name=run.name, config=run.config, dir=str(run.folder))
+    # It would keep the command line, with whatever secret that has, and the address of a git remote, with its login.
+    settings = wandb.Settings(x_disable_meta=True, disable_git=True, disable_code=True)
+    opened = wandb.init(project=run.project, name=run.name, config=run.config, dir=str(run.folder), settings=settings)
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:
         columns, rows = sample_table(samples)
@@ -137,7 +139,13 @@ def _swanlab(run: RunInfo) -> Tracker:
     import swanlab
 
     opened = swanlab.init(
-        project=run.project, name=run.name, config=run.config, log_dir=str(run.folder / "swanlab"), reinit=True
+        project=run.project,
+        name=run.name,
+        config=run.config,
+        log_dir=str(run.folder / "swanlab"),
+        reinit=True,
+        # It would keep the command line and the git remote, as wandb would.
+        settings=swanlab.Settings(probe=swanlab.Settings.Probe(runtime=False, git=False)),
     )
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:

@@ -18,6 +18,7 @@ from hrl.config.arithmetic import changed_values
 from hrl.config.compose import compose_kind
 from hrl.config.override import as_override
 from hrl.config.run_kind import PPO
+from hrl.config.saved import masked_keys
 from hrl.config.section import flatten
 from hrl.errors import HrlError, RefusedError
 from hrl.models.source import no_folder
@@ -118,7 +119,16 @@ def run_arguments(
             f"{key}={name}" for key, (table, name) in _ONLY_TRAINED_BY.items() if of_the_run.get(key, name) not in table
         ]
         folder_of_the_run = ["--config-path", str(trained.run), "--config-name", Path(CONFIG).stem]
-        config = compose_kind(PPO, [*folder_of_the_run, *stand_ins])
+        lost = masked_keys(trained.config, PPO.schema)
+        replaced = tuple(own for own, instead in _INSTEAD_OF.items() if _is_set(instead, overrides))
+        replaced = tuple(key.removesuffix(".path") for key in replaced)
+        unused = [
+            f"~{key}"
+            for key in lost
+            if not key.startswith(_OF_THE_RUN) or key.startswith((*_NOT_OF_THE_RUN, *replaced))
+        ]
+        again = [override for override in overrides if _gives(override, lost)]
+        config = compose_kind(PPO, [*folder_of_the_run, *stand_ins, *unused, *again])
         own = {
             key: value
             for key, (value, _) in changed_values(config).items()
@@ -154,6 +164,12 @@ def run_arguments(
         "trainer.experiment_name": trained.label,
     }
     return [*(f"{key}={as_override(value)}" for key, value in values.items()), *overrides]
+
+
+def _gives(override: str, keys: Sequence[str]) -> bool:
+    """Return whether an override gives one of these keys, or a part of it."""
+    given = override.lstrip("+").partition("=")[0]
+    return any(given == key or given.startswith(f"{key}.") for key in keys)
 
 
 def _is_set(key: str | None, overrides: Sequence[str]) -> bool:

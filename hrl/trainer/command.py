@@ -11,6 +11,7 @@ from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, load_state
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError, NonFiniteError
+from hrl.masking import masked_text, remember_arguments, remember_environment
 from hrl.processes.imports import quick_imports
 from hrl.processes.signals import RunStoppedError, StopRequest
 from hrl.report.display import display_of
@@ -42,10 +43,13 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     Returns:
         The exit status: 2 for a configuration that can't be composed, otherwise that of `exit_status`.
     """
+    arguments = sys.argv[1:] if argv is None else argv
+    remember_environment()
+    remember_arguments(arguments)
     try:
-        config = compose_kind(KINDS[kind], sys.argv[1:] if argv is None else argv)
+        config = compose_kind(KINDS[kind], arguments)
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(masked_text(f"{error}\n"))
         return EXIT_CONFIG
     attempt: int | Attempt = Attempt()
     if config.trainer.max_restarts > 0:
@@ -67,7 +71,7 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
         return _interrupted(config)
     except HrlError as error:
         attempt.failed(error)
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(masked_text(f"{error}\n"))
         return EXIT_FAILURE
     restarts = attempt.restarts
 
@@ -97,6 +101,9 @@ class PresentStandardError(logging.StreamHandler[TextIO]):
     def stream(self, _: TextIO) -> None:
         """Take nothing; the base class sets it once."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        return masked_text(super().format(record))
+
 
 def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: Attempt | None = None) -> int:
     """Run, and return the exit status. Errors that explain themselves go to standard error without a traceback.
@@ -117,11 +124,11 @@ def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: At
     try:
         _told(run, attempt or Attempt())
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(masked_text(f"{error}\n"))
         return EXIT_CONFIG
     except HrlError as error:
         logger.debug("the run failed", exc_info=error)
-        sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
+        sys.stderr.write(masked_text(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}"))
         of_numbers = isinstance(error, NonFiniteError) or isinstance(error.__cause__, NonFiniteError)
         return EXIT_NONFINITE if of_numbers else EXIT_FAILURE
     except RunStoppedError as stopped:

@@ -25,6 +25,7 @@ from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared
 from hrl.cluster.worker_groups import WorkerGroups
 from hrl.config.outline import outline_of
+from hrl.config.saved import saved_config
 from hrl.data.order import Position, differences
 from hrl.errors import HrlError
 from hrl.metrics import StepMetrics
@@ -596,7 +597,7 @@ class TrainingLoop(ABC):
             "data_position": self.data_position.to_dict(),
             "data": self.train_dataset.fingerprint,
             "contents": list(self.save_contents),
-            "config": self.config.model_dump(mode="json"),
+            "config": saved_config(self.config),
             "inputs": self.inputs,
             "ranks": self.workers.ranks(),
         }

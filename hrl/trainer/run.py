@@ -6,6 +6,7 @@ down again whatever happened.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ from hrl.config.arithmetic import Fact
 from hrl.config.load import load_kind
 from hrl.config.outline import RunConfiguration
 from hrl.config.rules import warnings
+from hrl.config.saved import saved_config
 from hrl.config.trainer import RunConfig
+from hrl.masking import remember_environment
 from hrl.preflight.earlier_models import with_earlier_models, with_models_of_before
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
@@ -39,7 +42,7 @@ from hrl.trainer.callbacks import Callback, Callbacks
 from hrl.trainer.kinds import KINDS, Kind
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.remote_dir import sending, with_fetched
-from hrl.workers.runtime import Runtime
+from hrl.workers.runtime import ALL_BUT_THE_USER, Runtime
 
 
 def run(
@@ -108,6 +111,8 @@ def running(
     config = given.named_in(config)
     checked = load_kind(made_of.config, config)
     config = config if checked == config else checked  # which knows where its values come from
+    remember_environment()
+    saved_config(config)  # the secrets in it are masked from now on, in whatever is shown
     display = display or display_of(config.trainer)
     config = with_models_of_before(with_fetched(config, display))
     ready = preflight(config, given, display.stage)
@@ -116,6 +121,7 @@ def running(
     num_processes = ready.outline.num_processes
     handlers = {number: signal.getsignal(number) for number in ENDING}
     with ExitStack() as stack:
+        stack.enter_context(_files_for(config.trainer))
         folder = stack.enter_context(closing(open_run_folder(config.trainer, display, ready.train_dataset)))
         config, ready = with_earlier_models(config, ready, folder)
         reporter = stack.enter_context(
@@ -123,7 +129,7 @@ def running(
                 folder,
                 display,
                 config.trainer,
-                config.model_dump(mode="json"),
+                saved_config(config),
                 num_devices=num_processes,
                 picture=made_of.picture,
             )
@@ -140,6 +146,22 @@ def running(
                 if uploads is not None:
                     trainer.uploads, trainer.checkpoints.busy = uploads, uploads.steps
                 yield trainer
+
+
+@contextmanager
+def _files_for(trainer: RunConfig) -> Iterator[None]:
+    """Have files that this process writes in the block, and those that it starts, be for whom the run is.
+
+    Ranks inherit it from a Ray that is started here. On a cluster that is joined, they do the same themselves.
+    """
+    if not trainer.private:
+        yield
+        return
+    before = os.umask(ALL_BUT_THE_USER)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
@@ -241,6 +263,8 @@ def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) ->
     store = CheckpointStore(RunFolder.checkpoints_in(plan.path))
     with ExitStack() as failed:
         folder = failed.enter_context(closing(RunFolder(plan.path, resume=plan.continues)))
+        if trainer.private:  # whatever an earlier run let others read in it
+            folder.path.chmod(0o777 & ~ALL_BUT_THE_USER)
         for leftover in store.remove_interrupted():
             display.note(f"removed {leftover}, left by an interrupted save")
         if plan.continues:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from hrl.config.trainer import RunConfig
     from hrl.models.tokenizer import TokenIds
 
+#: For `os.umask`: files of this process are for its user alone.
+ALL_BUT_THE_USER = 0o077
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +52,7 @@ class Runtime:
         run_folder: Of the run; on another node than the driver's the same path, which need not be shared.
         engine_threads: CPU threads of an engine on a GPU; None leaves them to the engine.
         own_losses: Policy losses that the user has registered with the driver, with their traits.
+        private: Nobody but the user may read the files that are written.
     """
 
     device: str
@@ -63,6 +67,7 @@ class Runtime:
     run_folder: str
     engine_threads: int | None = None
     own_losses: Mapping[str, tuple[PolicyLoss, PolicyLossTraits]] = field(default_factory=dict)
+    private: bool = False
 
     @classmethod
     def of(
@@ -91,6 +96,7 @@ class Runtime:
             run_folder=str(run_folder),
             engine_threads=trainer.cpu_threads_per_worker,
             own_losses=POLICY_LOSSES.added(),
+            private=trainer.private,
         )
 
 
@@ -120,7 +126,7 @@ def local_device(runtime: Runtime) -> torch.device:
 
 
 def join_world(runtime: Runtime) -> torch.device:
-    """Set threads, seeds and device of this process and join the `torch.distributed` world of its group.
+    """Set threads, seeds, device and umask of this process and join the `torch.distributed` world of its group.
 
     Reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, which the worker group sets.
 
@@ -134,6 +140,8 @@ def join_world(runtime: Runtime) -> torch.device:
     """
     device = local_device(runtime)
     torch.set_num_threads(runtime.num_threads)
+    if runtime.private:
+        os.umask(ALL_BUT_THE_USER)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -38,6 +38,7 @@ from hrl.report.tracking import Tracking
 
 name, folder, samples = sys.argv[1], pathlib.Path(sys.argv[2]), json.loads(sys.argv[3])
 tracking = Tracking("project", "experiment", [name], {"trainer": {"seed": 1}}, run_dir=folder)
+assert sys.argv[-1].endswith("canary-argument")
 tracking.log({"val/a/mean@1": 0.25}, 0)
 tracking.log_generations(samples, 0)
 for step in (1, 2, 3):
@@ -76,13 +77,17 @@ def tracked(tmp_path):
             "TRACKIO_DIR": str(tmp_path / "trackio"),
             "WANDB_MODE": "offline",
             "SWANLAB_MODE": "offline",
+            "MY_TOKEN": "canary-variable",
         }
         folder = tmp_path / "run"
         folder.mkdir()
-        command = [sys.executable, "-c", RUN, name, str(folder), json.dumps(SAMPLES)]
+        argument = "reward.custom_reward_function.reward_kwargs.api_key=canary-argument"
+        command = [sys.executable, "-c", RUN, name, str(folder), json.dumps(SAMPLES), argument]
         done = subprocess.run(command, env=environment, cwd=tmp_path, timeout=200, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert json.loads((folder / "told.json").read_text()) == {"failures": 0, "tried": []}, done.stderr
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert [str(file) for file in files if b"canary" in file.read_bytes()] == []  # no command line, no environment
         return folder
 
     return run

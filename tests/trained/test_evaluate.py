@@ -8,6 +8,7 @@ import pytest
 
 from hrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hrl.config.compose import compose_cli, to_yaml
+from hrl.errors import ConfigError
 from hrl.trained.evaluate import EvaluationError, Sampling, run_arguments
 from hrl.trained.folders import Trained, find_trained
 
@@ -63,6 +64,26 @@ def test_functions_given_for_an_evaluation_replace_the_one_of_the_run(tmp_path: 
     trained = trained_by(tmp_path, *ROWS, "reward.custom_reward_function.path=my.py")
     config = compose_cli(run_arguments(trained, [], Sampling(), tmp_path / "out", ["reward.functions=[numeric]"]))
     assert [entry.name for entry in config.reward.entries] == ["numeric"]
+
+
+def test_a_secret_that_was_masked_with_the_run_is_given_again_where_the_evaluation_needs_it(tmp_path: Path) -> None:
+    kwargs = "reward.custom_reward_function.reward_kwargs"
+    trained = trained_by(
+        tmp_path,
+        *ROWS,
+        "reward.custom_reward_function.path=my.py",
+        f"{kwargs}={{customer: 4711, words: 3}}",
+        "trainer.secrets=[customer]",
+        "trainer.ray_kwargs={_redis_password: secret}",  # which no evaluation needs
+    )
+    with pytest.raises(ConfigError, match=rf"1 problem.*\n.*{kwargs} was masked when its run was saved"):
+        run_arguments(trained, [], Sampling(), tmp_path / "out", [])
+    again = [f"{kwargs}.customer=4712"]
+    config = compose_cli(run_arguments(trained, [], Sampling(), tmp_path / "out", again))
+    assert config.reward.custom_reward_function.reward_kwargs == {"customer": 4712, "words": 3}
+    assert config.trainer.ray_kwargs == {}
+    instead = compose_cli(run_arguments(trained, [], Sampling(), tmp_path / "out", ["reward.functions=[numeric]"]))
+    assert [entry.name for entry in instead.reward.entries] == ["numeric"]
 
 
 @pytest.mark.usefixtures("own_registries")
