@@ -196,7 +196,7 @@ class Family:
         """What is still there some time after the end of the driver: processes and shared memory."""
         deadline = time.monotonic() + patience_s
         alive = psutil.wait_procs(list(self.seen.values()), timeout=patience_s)[1]
-        processes = [f"{process.pid} {' '.join(process.cmdline())[:60]}" for process in alive if process.is_running()]
+        processes = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in alive if process.is_running()]
         while left := without_owner(set(os.listdir("/dev/shm")) - self.memory):
             if time.monotonic() > deadline:
                 break
