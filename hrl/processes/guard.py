@@ -4,7 +4,8 @@ It imports the standard library only. The kernel tells it of the death (by a des
 PR_SET_PDEATHSIG): a pipe would stay open in forked children, and polling for the pid is fooled by zombies.
 
     guard.py LEADER group            ends the rest of LEADER's process group
-    guard.py LEADER PID@START …      kills these processes, if they still are the ones that began at START
+    guard.py LEADER marked NAME=VALUE
+                                     kills what began with this in its environment, after some time to leave
     guard.py LEADER run COMMAND …    runs a command, and kills it and all that it started when it or LEADER has ended
 
 The last one finds also what left its group and its session, and whose parent has ended: the kernel then makes the guard
@@ -94,6 +95,25 @@ def kill_processes(identities: list[str]) -> None:
     for entry in process_table():
         if f"{entry.pid}@{entry.start}" in identities:
             _send(entry.pid, signal.SIGKILL)
+
+
+def end_marked(mark: str, grace_s: float = _GRACE_S) -> None:
+    """Wait until no process is left that began with `NAME=VALUE` in its environment; after `grace_s`, kill them."""
+    deadline = time.monotonic() + grace_s
+    while (left := _marked(mark.encode())) and time.monotonic() < deadline + grace_s:
+        if time.monotonic() > deadline:
+            for pid in left:
+                _send(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _marked(mark: bytes) -> list[int]:
+    found = []
+    for entry in process_table():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in Path(f"/proc/{entry.pid}/environ").read_bytes().split(b"\0"):
+                found.append(entry.pid)
+    return found
 
 
 def _wait_for_end(leader: int) -> None:
@@ -221,7 +241,7 @@ def main(leader: int, targets: list[str]) -> None:
     if targets == ["group"]:
         end_group(leader)
     else:
-        kill_processes(targets)
+        end_marked(targets[1])
 
 
 if __name__ == "__main__":

@@ -17,12 +17,14 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hrl.processes import guard
 
 _PR_SET_PDEATHSIG = 1
+_MARK = "HRL_STARTED_BY"
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 
 
@@ -84,15 +86,18 @@ def under_guard(command: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def guarded_processes(parent_pid: int) -> Iterator[None]:
-    """Kill the present children of `parent_pid` if this process dies while the block runs. On Linux only."""
+def guarded_environment() -> Iterator[dict[str, str]]:
+    """Yield variables, and kill what began with them in its environment if this process dies while the block runs.
+
+    What is left gets some seconds first, in which guards of its own may end it in order. On Linux only.
+    """
     if _LIBC is None:
-        yield
+        yield {}
         return
-    children = [f"{entry.pid}@{entry.start}" for entry in guard.process_table() if entry.parent == parent_pid]
-    with _start_guard(*children) as started:
+    mark = uuid.uuid4().hex
+    with _start_guard("marked", f"{_MARK}={mark}") as started:
         try:
-            yield
+            yield {_MARK: mark}
         finally:
             started.kill()
 

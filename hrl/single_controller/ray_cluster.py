@@ -19,7 +19,7 @@ from ray._private.node import Node
 from ray._private.utils import get_shared_memory_bytes
 
 from hrl.processes.child_environment import changed_environment
-from hrl.processes.lifetime import guarded_processes
+from hrl.processes.lifetime import guarded_environment
 from hrl.single_controller.own_ray import OwnRay
 from hrl.single_controller.worker_errors import PlacementError
 
@@ -96,23 +96,25 @@ def ray_cluster(
         settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
     settings |= ray_kwargs
     bare = _bare(with_dashboard=settings["include_dashboard"]) if address == "local" else nullcontext()
-    with reaching(address), bare, changed_environment(inherited):
-        ray.init(address=address, **settings)
-    own: OwnRay | None = None
-    try:
-        if address == "local":
-            # Everything that Ray starts ends with this process, except for the raylet's agents: after a SIGKILL they
-            # try for a minute to reach a cluster that is gone.
-            own = OwnRay()
-            own.watch()
-            with guarded_processes(own.raylet_pid), own.supervised():
+    # Everything that Ray starts ends with this process, except for the raylet's agents: after a SIGKILL they try for a
+    # minute to reach a cluster that is gone. They are there before `ray.init` returns.
+    nothing: dict[str, str] = {}
+    with guarded_environment() if address == "local" else nullcontext(nothing) as mark:
+        with reaching(address), bare, changed_environment(inherited | mark):
+            ray.init(address=address, **settings)
+        own: OwnRay | None = None
+        try:
+            if address == "local":
+                own = OwnRay()
+                own.watch()
+                with own.supervised():
+                    yield
+            else:
                 yield
-        else:
-            yield
-    finally:
-        ray.shutdown()
-        if own is not None:
-            own.forget()
+        finally:
+            ray.shutdown()
+            if own is not None:
+                own.forget()
 
 
 @contextmanager

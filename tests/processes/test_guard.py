@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hrl.processes.guard import end_marked
 from tests.processes.process_table import descendants
 
 LEADER = """
@@ -47,3 +48,17 @@ def test_a_leader_that_may_send_no_signals_is_followed_by_its_guard_and_its_grou
     leader.wait()
     leader.stdout.close()
     assert not psutil.wait_procs(below, timeout=15)[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is guarded")
+def test_what_began_with_the_mark_is_ended_in_whatever_session_and_nothing_else() -> None:
+    marked, other = (
+        subprocess.Popen(["sleep", "600"], start_new_session=True, env={"HRL_STARTED_BY": mark}) for mark in ("a", "ab")
+    )
+    leaves = subprocess.Popen(["sleep", "0.2"], env={"HRL_STARTED_BY": "a"})
+    end_marked("HRL_STARTED_BY=a", grace_s=0.5)
+    assert leaves.wait(0) == 0, "what leaves by itself gets its time"
+    assert marked.wait(0) == -signal.SIGKILL
+    assert other.poll() is None
+    other.kill()
+    other.wait()
