@@ -86,14 +86,24 @@ def _config(options: Namespace) -> PPOTrainerConfig:
     import yaml
 
     from hrl.config.compose import compose_cli, require_no_blanks
+    from hrl.config.limits import usable
     from hrl.config.override import as_override
     from hrl.config.reward import spelt_out
+    from hrl.errors import ConfigError, Problem
+    from hrl.reward.trial import TrialError
 
     words = [*options.functions, *options.overrides]
     require_no_blanks(words)
     overrides = [word for word in words if _KEY.match(word)]
     given = [word for word in words if not _KEY.match(word)]
-    entries = [yaml.safe_load(word) if word.startswith("{") else word for word in given]
+    try:
+        entries = [yaml.safe_load(word) if word.startswith("{") else word for word in given]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise TrialError(f"an entry of reward.functions can't be read: {' '.join(str(error).split())}") from error
+    problems: list[Problem] = []
+    usable({"an entry of reward.functions": entries}, problems)
+    if problems:
+        raise ConfigError(problems)
     if entries:
         overrides.append(f"reward.functions={as_override([spelt_out(entry) for entry in entries])}")
     return compose_cli(overrides)

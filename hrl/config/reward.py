@@ -99,7 +99,10 @@ def spelt_out(entry: str | Mapping[str, Any]) -> dict[str, Any]:
         return {"path" if is_file else "name": entry}
     own = {key: value for key, value in entry.items() if key in RewardEntry.model_fields}
     rest = {key: value for key, value in entry.items() if key not in RewardEntry.model_fields}
-    return {**own, "kwargs": {**(own.get("kwargs") or {}), **rest}} if rest else own
+    kwargs = own.get("kwargs") or {}
+    if not isinstance(kwargs, Mapping):  # which the section refuses
+        return own
+    return {**own, "kwargs": {**kwargs, **rest}} if rest else own
 
 
 def _one_or_many(entries: object) -> object:

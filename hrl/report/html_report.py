@@ -36,7 +36,20 @@ from hrl.report.charts import (
 from hrl.report.outcome import Outcome, read_outcome
 from hrl.report.phases import TITLES
 from hrl.report.profile import read_profiles
-from hrl.report.run_folder import read_config, read_jsonl, read_metrics, read_object, rollouts_steps, write_text
+from hrl.report.run_folder import (
+    CONFIG,
+    OBJECT,
+    TEXT,
+    TEXTS,
+    WHOLE,
+    read_config,
+    read_jsonl,
+    read_metrics,
+    read_object,
+    require_kinds,
+    rollouts_steps,
+    write_text,
+)
 from hrl.report.samples import (
     ALL_SOURCES,
     Sample,
@@ -45,6 +58,7 @@ from hrl.report.samples import (
     question,
     read_samples,
     readable,
+    require_sample,
     sample_facts,
 )
 
@@ -98,8 +112,8 @@ def run_page(folder: Path) -> Page:
     """Return the page of a run, from its folder; errors are those of `write_html_report`."""
     rollouts = folder / "rollouts"
     records = read_metrics(folder)
-    config_text = (folder / "config.yaml").read_text(encoding="utf-8")
     config = read_config(folder)
+    config_text = (folder / CONFIG).read_text(encoding="utf-8")
     outcome = read_outcome(folder)
     columns = run_columns(records)
     drawn = charts_of([columns])
@@ -329,6 +343,8 @@ def _alarms(file: Path, records: Records) -> str:
         return ""
     last = {name: value for record in records for name, value in record.items() if name.startswith("health/")}
     facts = ("alarm", "step", "raised", "seen", "meaning", "remedy")
+    for line, record in enumerate(raised, start=1):
+        require_kinds(f"{file}, line {line},", record, dict.fromkeys(facts, TEXT) | {"step": WHOLE})
     return section(
         "alarms",
         [
@@ -343,7 +359,11 @@ def _first_look(file: Path) -> str:
     if not file.exists():
         return ""
     look = read_object(file)
-    example = None if look["example"] is None else _shown(look["example"])
+    kinds = {"headline": TEXT, "advice": TEXTS, "example": OBJECT}
+    require_kinds(str(file), look, kinds, ("headline", "advice"))
+    if (example := look.get("example")) is not None:
+        require_sample(str(file), example)
+        example = _shown(example)
     return section("first_look", shown_text(look["headline"]), example, [shown_text(line) for line in look["advice"]])
 
 

@@ -11,7 +11,7 @@ from typing import Literal, Self
 import psutil
 
 from hrl.masking import masked_text
-from hrl.report.run_folder import LOCK_NAME, DamagedFileError, read_object, write_text
+from hrl.report.run_folder import LOCK_NAME, TEXT, WHOLE, DamagedFileError, read_object, require_kinds, write_text
 
 FILE = "outcome.json"
 Status = Literal["running", "finished", "interrupted", "failed", "ended without a word"]
@@ -55,7 +55,9 @@ def read_outcome(folder: Path) -> Outcome:
     if not file.exists():  # of an older version, or a run that was killed before it began
         return Outcome("running" if is_live(folder) else "ended without a word")
     try:
-        outcome = Outcome(**read_object(file))
+        written = read_object(file)
+        require_kinds(str(file), written, {"status": TEXT, "reason": TEXT, "total_steps": WHOLE})
+        outcome = Outcome(**written)
     except TypeError as error:  # other keys than it was written with
         raise DamagedFileError(f"{file} is damaged: {error}. Remove it") from error
     if outcome.status == "running" and not is_live(folder):

@@ -376,7 +376,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline comes nothing, or an unfinished line
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
             raise DamagedFileError(f"{path}, line {number}, is damaged: {error}. {_WAY_OUT}") from error
         if not isinstance(record, dict):
             raise DamagedFileError(f"{path}, line {number}, is damaged: {line[:40]} is no JSON object. {_WAY_OUT}")
@@ -405,7 +405,7 @@ def read_object(file: Path) -> dict[str, Any]:
 def _mapping(file: Path, read: Callable[[str], Any]) -> dict[str, Any]:
     try:
         found = read(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{file} is damaged: {' '.join(str(error).split())}. {_REWRITE}") from error
     if not isinstance(found, dict):
         raise DamagedFileError(f"{file} is damaged: it has no keys. {_REWRITE}")
@@ -423,7 +423,48 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     for number, record in enumerate(records, start=1):
         if not isinstance(record.get("step"), int):
             raise DamagedFileError(f"{file}, line {number}, is damaged: there is no step. {_WAY_OUT}")
+        require_kinds(f"{file}, line {number},", record, dict.fromkeys(record, NUMBER))
     return records
+
+
+NUMBER, TEXT, WHOLE, OBJECT, TEXTS = "a number", "a text", "a whole number", "an object", "a list of texts"
+"""Kinds of fields, in the words of an error."""
+
+
+def require_kinds(place: str, record: Mapping[str, Any], kinds: Mapping[str, str], needed: Iterable[str] = ()) -> None:
+    """Refuse a record whose fields are not what a run writes; null is of every kind, but for what is needed.
+
+    Args:
+        place: The file, and the line if it has several records; the beginning of the error.
+        record: The record.
+        kinds: Field → its kind; other fields may be anything.
+        needed: Fields that must be there.
+
+    Raises:
+        DamagedFileError: A field is of another kind, or missing.
+    """
+    for name in needed:
+        if record.get(name) is None:
+            raise DamagedFileError(f"{place} is damaged: there is no {name}. {_WAY_OUT}")
+    for name, kind in kinds.items():
+        value = record.get(name)
+        if value is not None and not _IS_OF_KIND[kind](value):
+            raise DamagedFileError(f"{place} is damaged: {name[:80]} is not {kind}. {_WAY_OUT}")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() < 1024  # a float holds it
+    return isinstance(value, float)
+
+
+_IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
+    NUMBER: _is_number,
+    TEXT: lambda value: isinstance(value, str),
+    WHOLE: lambda value: isinstance(value, int) and _is_number(value),
+    OBJECT: lambda value: isinstance(value, dict),
+    TEXTS: lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+}
 
 
 def _plain(value: Any) -> Any:

@@ -19,10 +19,14 @@ from hrl.data.chat import text_of
 from hrl.errors import RefusedError
 from hrl.report.run_folder import (
     CONFIG,
+    NUMBER,
+    OBJECT,
+    TEXT,
     RolloutKind,
     existing_folder,
     read_config,
     read_jsonl,
+    require_kinds,
     rollouts_file,
     rollouts_steps,
 )
@@ -38,6 +42,12 @@ SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advant
 """Sort key → name of the record's field."""
 ALL_SOURCES = "(all)"
 """Stands in the place of a source for what a validation counts over all of them."""
+_KINDS = {
+    **dict.fromkeys(("prompt", "question", "response", "finish_reason", "data_source", "uid"), TEXT),
+    **dict.fromkeys(("score", "shaped_score", "advantage", "response_length"), NUMBER),
+    "reward_parts": OBJECT,
+}
+"""Field of a sample → its kind."""
 _NON_TENSOR_COLUMNS = ("uid", "sample_index", "data_source", "finish_reason")
 
 
@@ -126,8 +136,28 @@ def _is_same(one: Sample, other: Sample) -> bool:
 
 
 def read_samples(rollouts: Path, step: int, kind: RolloutKind = "train") -> list[dict[str, Any]]:
-    """Return the samples of a step, or of the validation after it, in the order of the batch."""
-    return read_jsonl(rollouts_file(rollouts, step, kind))
+    """Return the samples of a step, or of the validation after it, in the order of the batch.
+
+    Raises:
+        DamagedFileError: A line is no sample; names file and line.
+    """
+    file = rollouts_file(rollouts, step, kind)
+    records = read_jsonl(file)
+    for line, record in enumerate(records, start=1):
+        require_sample(f"{file}, line {line},", record)
+    return records
+
+
+def require_sample(place: str, record: Sample) -> None:
+    """Refuse a record that is no sample.
+
+    Raises:
+        DamagedFileError: A field is missing, or not what a run writes; names the place.
+    """
+    require_kinds(place, record, _KINDS, ("prompt", "response"))
+    parts = record.get("reward_parts") or {}
+    numbers = {name: NUMBER for name, part in parts.items() if not isinstance(part, str)}
+    require_kinds(f"{place} in reward_parts,", parts, numbers)
 
 
 # ---------------------------------------------------------------------------------------------- as text
@@ -135,7 +165,7 @@ def read_samples(rollouts: Path, step: int, kind: RolloutKind = "train") -> list
 
 def question(record: Sample) -> str:
     """Return the readable part of the prompt: the chat's last message, else the whole prompt."""
-    return str(record.get("question", record["prompt"]))
+    return str(record["prompt"] if record.get("question") is None else record["question"])
 
 
 def expected(record: Sample) -> Any:
@@ -167,7 +197,7 @@ def sample_facts(record: Sample) -> list[tuple[str, str]]:
         "advantage": _fact(record.get("advantage"), "+.3f"),
         "tokens": _fact(record.get("response_length"), ".0f"),
         "ended by": record.get("finish_reason"),
-        **{name: _fact(part, ".4g") for name, part in record.get("reward_parts", {}).items()},
+        **{name: _fact(part, ".4g") for name, part in (record.get("reward_parts") or {}).items()},
         "truth": expected(record),
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact is not None]

@@ -34,6 +34,7 @@ _NAMES_OF_TRL = {
     "completions_ids": "the text `response`",
 }
 """What TRL hands over, and what is handed over here instead."""
+_MOST_PARTS, _LONGEST_NAME = 1000, 200
 _LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -351,10 +352,30 @@ def read_reward(value: object) -> tuple[float | None, dict[str, Any]]:
         return None, {}
     if not isinstance(value, Mapping):
         return _finite(value, "returned"), {}
+    if len(value) > _MOST_PARTS:
+        raise RewardFunctionError(
+            f"returned a dict of {len(value):,} entries, and each would be a metric: return at most {_MOST_PARTS}"
+        )
     if "score" not in value:
-        raise RewardFunctionError(f"returned a dict without the key 'score'; it has {sorted(map(str, value))}")
+        raise RewardFunctionError(f"returned a dict without the key 'score'; it has {sorted(map(_name, value))}")
     score = None if value["score"] is None else _finite(value["score"], "returned as 'score'")
-    return score, {str(name): _part(name, part) for name, part in value.items() if name != "score"}
+    return score, {_name(name): _part(name, part) for name, part in value.items() if name != "score"}
+
+
+def _name(name: object) -> str:
+    """Return the name of a part, which becomes that of a metric.
+
+    Raises:
+        RewardFunctionError: It can't be one.
+    """
+    text = str(name)
+    if len(text) > _LONGEST_NAME or not text.isprintable() or not text.strip():
+        shown = ascii(text[:_LONGEST_NAME])
+        raise RewardFunctionError(
+            f"returned a dict with the key {shown}, which can't name a metric: a name is printable, and has at most "
+            f"{_LONGEST_NAME} characters"
+        )
+    return text
 
 
 def _part(name: object, value: object) -> float | str | None:
@@ -373,7 +394,9 @@ def _finite(value: object, how: str) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.inf
+        number = math.copysign(math.inf, value > 0 or -1)
+    except ValueError:  # a signalling NaN of `decimal`
+        number = math.nan
     if not abs(number) <= _LARGEST_FLOAT32:  # also true for NaN
         where = " in float32, in which rewards are computed" if math.isfinite(number) else ""
         raise RewardFunctionError(f"{how} {number}, which is not finite{where}")

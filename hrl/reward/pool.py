@@ -34,7 +34,7 @@ from hrl.processes.lifetime import under_guard
 from hrl.processes.plain_data import to_plain
 from hrl.processes.watch import NEEDED, STOPPED, state_of
 from hrl.reward.function import RewardFunctionError, read_reward
-from hrl.reward.process import SharedState, encode, open_stream, receive
+from hrl.reward.process import GarbledError, SharedState, encode, open_stream, receive
 from hrl.reward.scorers.base import UNSCORABLE
 from hrl.reward.spec import RewardSpec
 
@@ -323,10 +323,17 @@ class RewardPool:
         reader, process.writer = await open_stream(connection)
         with contextlib.closing(process.writer):
             process.writer.write(self._settings)
-            while (message := await receive(reader)) is not None:
-                self._answered(process, message)
-                self._turn()
-            self._lost(process)
+            garbled = ""
+            try:
+                while (message := await receive(reader)) is not None:
+                    self._answered(process, message)
+                    self._turn()
+            except GarbledError as error:
+                garbled = f"something in its process wrote {error} to the connection that answers samples"
+            if garbled:
+                self._end(process, garbled if process.concurrency else f"{garbled} while loading")
+            else:
+                self._lost(process)
             self._turn()
 
     def _hand_out(self) -> None:
@@ -369,6 +376,8 @@ class RewardPool:
             NEEDED.add(process.pid, "a reward process")
             self._started.set()
             return
+        if message.get("id") not in process.tasks or not message.keys() & {"timeout", "error", "score"}:
+            raise GarbledError(str(message)[:_LONGEST_REASON])
         task = process.tasks.pop(message["id"])
         if "timeout" in message:
             self._finish(task, "timeout", error=f"took longer than {self._timeout_s:g} s and was cancelled")
@@ -397,7 +406,7 @@ class RewardPool:
     def _finish(self, task: _Task, status: Status, blames_response: bool = False, **outcome: Any) -> None:
         """Set a sample's outcome; a response that a built-in function failed on counts as a wrong answer."""
         duration_s = time.monotonic() - task.since
-        if blames_response:  # only built-in functions say so
+        if blames_response and self._spec.source.is_ours:
             reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
             logger.info("reward of %s: the response can't be scored: %s", task.name, reason)
             score, parts = read_reward(self._spec.source.wrong(task.data_source))

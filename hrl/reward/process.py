@@ -37,6 +37,7 @@ _SINCE_NS, _HOLDER, _BLAME, _PID = range(4)
 _STATE_BYTES = 4 * 8
 _LONGEST_TRACEBACK = 4000
 _LONGEST_TEXT = 4000
+_LONGEST_GARBLE = 80
 _ONE_AT_A_TIME = (
     "{name} returns a coroutine but is not `async def` itself, so its calls are awaited one at a time. "
     "With `async def` (also in a decorator's wrapper) many are awaited at once"
@@ -60,12 +61,28 @@ async def open_stream(connection: socket.socket) -> tuple[asyncio.StreamReader, 
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Return the next message, or `None` if the other side has closed the connection."""
+    """Return the next message, or `None` if the other side has closed the connection.
+
+    Raises:
+        GarbledError: What came is no message.
+    """
     try:
         line = await reader.readline()
     except ConnectionError:
         return None
-    return json.loads(line) if line.endswith(b"\n") else None
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise GarbledError(line[:_LONGEST_GARBLE]) from error
+    if not isinstance(message, dict):
+        raise GarbledError(line[:_LONGEST_GARBLE])
+    return message
+
+
+class GarbledError(ValueError):
+    """A line between parent and child that is no message: a reward function wrote to its process's connection."""
 
 
 class SharedState:
@@ -280,7 +297,7 @@ class _Judges:
     async def _judge(self, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
             return _reward(await self._function(**arguments))
-        except SystemExit as error:  # it would end the event loop, and every other call with it
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop, and every other call with it
             return {"error": _describe(error)}
 
 
@@ -317,8 +334,9 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
     """Run the user's code; return its result, or a traceback for the parent to report."""
     try:
         return call(), None
-    # The user's code may raise anything, also by `sys.exit`, and whatever it is belongs to this sample alone.
-    except (Exception, SystemExit) as error:  # noqa: BLE001
+    # The user's code may raise anything, also by `sys.exit`, and whatever it is belongs to this sample alone. No Ctrl-C
+    # reaches this process, so that a `KeyboardInterrupt` is the code's own.
+    except BaseException as error:  # noqa: BLE001
         return None, _describe(error)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from hrl.data.chat import text_of
+from hrl.data.chat import as_messages, text_of
 from hrl.data.dataset import PromptRow
+from hrl.data.sources import show_value
 from hrl.errors import RefusedError
 from hrl.reward.parts import numeric_parts
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
@@ -226,7 +227,7 @@ def responses_for(records: Iterable[tuple[str, Any]], num_rows: int, limit: int 
             )
         index = position // each if row is None else row
         if not isinstance(index, int) or not 0 <= index < num_rows:
-            raise TrialError(f"{place} has the row {index!r}; there are {num_rows}, counted from 0")
+            raise TrialError(f"{place} has the row {show_value(index)}; there are {num_rows}, counted from 0")
         attempts.append(Attempt("response", index, response_in(place, record)))
     return attempts
 
@@ -244,7 +245,10 @@ def response_in(place: str, record: Any) -> str:
             if isinstance(text := record.get(key), str):
                 return text
             if isinstance(text, list) and text:  # a chat
-                return text_of(text[-1])
+                chat = as_messages(text, key, "assistant")
+                if isinstance(chat, str):
+                    raise TrialError(f"{place}: {chat}")
+                return text_of(chat[-1])
         raise TrialError(f"{place} has none of {', '.join(_RESPONSE_KEYS)}; it has {', '.join(map(str, record))}")
     raise TrialError(f"{place} is a {type(record).__name__}, expected a text or an object with a response")
 
@@ -259,6 +263,7 @@ def records_in(path: Path) -> Iterator[tuple[str, Any]]:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TrialError(f"responses {path} can't be read: {error}") from error
+    text = text.removeprefix("\ufeff")
     if path.suffix == ".json":
         whole = _parsed(text, str(path))
         if not isinstance(whole, list):

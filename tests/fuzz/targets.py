@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tests.fuzz.cases import Target
 
-ROOMS = ("rows", "config")
+ROOMS = ("rows", "config", "commands")
 """Files of this folder that have a list `TARGETS`."""
 
 

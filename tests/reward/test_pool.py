@@ -721,6 +721,121 @@ def test_a_function_takes_what_it_names_of_a_row():
     assert took["all"] == [everything, everything]
 
 
+HOSTILE = """
+import os, sys
+from collections.abc import Mapping
+
+class Stop(BaseException):
+    pass
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+class Weightless(float):
+    def __float__(self):
+        raise ArithmeticError("by the number")
+
+class Hollow(Mapping):
+    def __getitem__(self, key): raise LookupError("by the dict")
+    def __iter__(self): return iter(["score"])
+    def __len__(self): return 1
+
+class Shy:
+    def __repr__(self): raise RuntimeError("no picture")
+
+def write(text):
+    for number in range(3, 64):
+        try:
+            os.write(number, text)
+        except OSError:
+            pass
+
+def compute_score(response):
+    itself = []
+    itself.append(itself)
+    def down(): return down()
+    def raising(error): raise error
+    return {
+        "interrupt": lambda: raising(KeyboardInterrupt("by the user")),
+        "leave": lambda: raising(GeneratorExit("by the user")),
+        "stop": lambda: raising(Stop("by the user")),
+        "mute": lambda: raising(Mute()),
+        "shout": lambda: raising(ValueError("x" * 50_000_000)),
+        "deep": down,
+        "weightless": lambda: Weightless(1),
+        "hollow": Hollow,
+        "shy": Shy,
+        "shy part": lambda: {"score": 1, "part": Shy()},
+        "itself": lambda: itself,
+        "many parts": lambda: {"score": 1, **dict.fromkeys(map(str, range(1_000_000)), 1.0)},
+        "long name": lambda: {"score": 1, "x" * 1000: 1.0},
+        "half a name": lambda: {"score": 1, "\\ud800": 1.0},
+        "long part": lambda: {"score": 1, "note": "x" * 50_000_000},
+        "junk": lambda: write(b"junk\\n"),
+        "other answer": lambda: write(b'{"id": 99999, "score": 1}\\n'),
+        "no object": lambda: write(b"[]\\n"),
+        "close": lambda: os.closerange(3, 64),
+        "good": lambda: 1,
+    }[response]()
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    file = tmp_path_factory.mktemp("hostile") / "hostile.py"
+    file.write_text(HOSTILE.replace("\\\\", "\\"))
+    with RewardPool(RewardSpec(UserFile(str(file))), reward(num_workers=2, timeout_s=20.0)) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("interrupt", "KeyboardInterrupt: by the user"),
+        ("leave", "GeneratorExit: by the user"),
+        ("stop", "Stop: by the user"),
+        ("mute", "Mute: <exception str() failed>"),
+        ("shout", "ValueError: xxx"),
+        ("deep", "RecursionError: maximum recursion depth exceeded"),
+        ("weightless", "ArithmeticError: by the number"),
+        ("hollow", "LookupError: by the dict"),
+        ("shy", "RuntimeError: no picture"),
+        ("shy part", "RuntimeError: no picture"),
+        ("itself", "returned [[...]], a list, where a number is expected"),
+        ("many parts", "returned a dict of 1,000,001 entries, and each would be a metric: return at most 1000"),
+        ("long name", "can't name a metric"),
+        ("half a name", r"returned a dict with the key '\ud800', which can't name a metric"),
+    ],
+)
+def test_whatever_a_function_raises_or_returns_is_an_error_of_its_sample(hostile, what, told):
+    before = process_ids(hostile)
+    outcome = score(hostile, what)
+    assert (outcome.status, outcome.score, outcome.attempts) == ("error", None, 1)
+    assert told in outcome.error and len(outcome.error) < 5000
+    assert process_ids(hostile) == before and score(hostile, "good").score == 1.0
+
+
+def test_a_long_text_beside_a_score_is_cut(hostile):
+    assert len(score(hostile, "long part").parts["note"]) == 4000
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("junk", "something in its process wrote b'junk\\n' to the connection that answers samples, twice"),
+        ("other answer", "something in its process wrote {'id': 99999, 'score': 1} to the connection"),
+        ("no object", "something in its process wrote b'[]\\n' to the connection"),
+        ("close", "its process"),
+    ],
+)
+def test_a_function_that_disturbs_its_connection_costs_its_own_sample(hostile, what, told):
+    outcome = score(hostile, what)
+    assert (outcome.status, outcome.attempts) == ("crash", 2)
+    assert told in outcome.error
+    assert score(hostile, "good").score == 1.0
+
+
 def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out():
     with socket.socket() as client:
 
