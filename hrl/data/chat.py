@@ -34,6 +34,8 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of ShareGPT's rows → as chat templates know them."""
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:""")
 """How a chat begins in a format that has only text, such as CSV: JSON, or what Python's `str` makes of a list."""
+_LONGEST_TEXT = 10_000_000
+"""Characters of a text that is tokenised: a file in one line, say, would take minutes and gigabytes."""
 _SHOWN_TOKENS = 12
 _SHOWN_CHARACTERS = 400
 
@@ -185,9 +187,20 @@ def wrong_value(value: object, key: str, *, is_text: bool = True) -> str | None:
     """
     if not _is_shallow(value):
         return f"{key!r} is nested more than {DEEPEST} levels deep"
+    if is_text and (length := _longest_text(value)) > _LONGEST_TEXT:
+        return f"{key!r} holds a text of {length:,} characters, and one of more than {_LONGEST_TEXT:,} is not tokenised"
     if is_text and not _is_unicode(value):
         return f"{key!r} holds half a character (a lone surrogate, such as \\ud800)"
     return None
+
+
+def _longest_text(value: object) -> int:
+    """Return the number of characters of the longest text in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return max(map(_longest_text, value.values()), default=0)
+    return max(map(_longest_text, value), default=0) if isinstance(value, list | tuple) else 0
 
 
 def _is_unicode(value: object) -> bool:

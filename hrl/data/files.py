@@ -151,6 +151,10 @@ def check_data_file(path: Path) -> None:
         raise DatasetError(f"data file {path} is a link that leads nowhere")
     if not path.exists():
         raise DatasetError(_missing(path))
+    if not path.is_file() and not path.is_dir():
+        raise DatasetError(
+            f"data file {path} is {_special(path)}, and rows are read more than once: write them into a file"
+        )
     kind = kind_of(path)
     if not kind:
         how = _WAYS_OUT.get(path.suffix.lower())
@@ -176,6 +180,12 @@ def check_data_file(path: Path) -> None:
         raise DatasetError(f"data file {path} is a Parquet file by its content: call it .parquet")
     if start.startswith(_UTF16):
         raise DatasetError(f"data file {path} is UTF-16 text: save it as UTF-8")
+
+
+def _special(path: Path) -> str:
+    """Return what a path is that is neither a file nor a folder."""
+    kinds = {"a pipe": path.is_fifo, "a socket": path.is_socket, "a device": path.is_char_device}
+    return next((name for name, is_it in kinds.items() if is_it()), "no ordinary file")
 
 
 def _missing(path: Path) -> str:

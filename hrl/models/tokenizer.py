@@ -72,7 +72,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str | os.PathLike[
         model_path: Local model folder. Chat models often stop at more ids than their tokenizer's end token.
 
     Raises:
-        ModelSourceError: The `generation_config.json` is not a JSON object.
+        ModelSourceError: The `generation_config.json` is not a JSON object, or its stop ids are no ids.
     """
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stop += [token for token in _generation_stop_ids(model_path) if token not in stop]
@@ -87,4 +87,9 @@ def _generation_stop_ids(model_path: str | os.PathLike[str] | None) -> list[int]
     if file is None or not file.is_file():
         return []
     found = read_object(file).get("eos_token_id")
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**31 for one in ids):
+        raise ModelSourceError(
+            f"eos_token_id in {file} is {str(found)[:80]}, expected the id of a token or a list of ids; mend it there"
+        )
+    return ids

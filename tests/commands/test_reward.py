@@ -251,3 +251,36 @@ def test_every_cell_but_the_response_is_shown_whole_at_80_columns(folder, capsys
     cli.main(["reward", "my_reward.py", "--data", "rows.jsonl", "--responses", "r.jsonl"])
     head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("┃"))
     assert [cell.strip() for cell in head.strip("┃").split("┃")][:4] == ["row", "kind", "response", "score"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"response": [{"role": "assistant"}]}', "line 1: 'content' of message 0 of 'response' is missing or null"),
+        ('{"response": [{"weight": 1}]}', "line 1: 'role' of message 0 of 'response'"),
+        ('{"response": ["hi"]}', "line 1: message 0 of 'response' is 'hi'"),
+        ("[" * 100_000, "line 1 is no JSON"),
+    ],
+)
+def test_a_chat_among_responses_that_is_none_is_named_with_its_line(tmp_path, text, told):
+    from hrl.reward.trial import TrialError, records_in, response_in
+
+    (tmp_path / "some.jsonl").write_text(text + "\n")
+    with pytest.raises(TrialError) as caught:
+        for place, record in records_in(tmp_path / "some.jsonl"):
+            response_in(place, record)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("{name: regex, pattern: ", "an entry of reward.functions can't be read"),
+        ("{a: " + "9" * 5000 + "}", "an entry of reward.functions can't be read"),
+        ("{name: x, kwargs: &a [*a]}", "an entry of reward.functions is nested more than 50 levels deep"),
+        ("{name: regex, kwargs: 1, pattern: x}", "kwargs"),
+    ],
+)
+def test_an_entry_that_can_not_be_read_is_refused(entry, told, capsys):
+    assert cli.main(["reward", entry]) == 2
+    assert told in capsys.readouterr().err

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 from pathlib import Path
 
 import pandas as pd
@@ -365,3 +366,35 @@ def test_a_folder_is_its_files(tmp_path):
     assert [str(file.relative_to(tmp_path)) for file in files_in(tmp_path)] == ["a.jsonl", "b.jsonl", "part/c.jsonl.gz"]
     (tmp_path / "empty").mkdir()
     assert "is a folder without a file of rows" in refusal(tmp_path / "empty")
+
+
+def test_what_is_no_ordinary_file_is_refused_before_anything_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert refusal(tmp_path / "pipe.jsonl").endswith(
+        "pipe.jsonl is a pipe, and rows are read more than once: write them into a file"
+    )
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    assert "zero.jsonl is a device" in refusal(tmp_path / "zero.jsonl")
+
+
+def test_a_text_that_no_tokenizer_should_be_given_is_a_bad_row():
+    longest = 10_000_000
+    good, bad = read_rows(
+        [[{"prompt": "x" * longest}, {"prompt": [{"role": "user", "content": "x" * 10_000_001}]}]], check
+    )
+    assert isinstance(good, PromptRow)
+    assert isinstance(bad, BadRow)
+    assert (
+        bad.reason == "'prompt' holds a text of 10,000,001 characters, and one of more than 10,000,000 is not tokenised"
+    )
+
+
+def test_a_parquet_schema_of_what_arrow_does_not_know_is_a_damaged_file(tmp_path, monkeypatch):
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "rows.parquet")
+
+    def unknown(path):
+        raise pa.ArrowNotImplementedError("Unrecognized edge interpolation algorithm: 87")
+
+    monkeypatch.setattr(pq, "read_schema", unknown)
+    with pytest.raises(DatasetError, match=r"rows\.parquet is not a readable Parquet file: Unrecognized"):
+        columns_of(tmp_path / "rows.parquet")

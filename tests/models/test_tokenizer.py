@@ -42,3 +42,10 @@ def test_a_tokenizers_folder_is_found_from_other_folders_and_missed_on_other_nod
 def test_a_hub_id_of_a_tokenizer_stays_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_tokenizer_on_this_node(resolve_tokenizer("org/words")) == "org/words"
+
+
+@pytest.mark.parametrize("ids", ["</s>", ["</s>"], [True], [-1], 2**40, {"a": 1}, [None]])
+def test_stop_ids_that_are_no_ids_are_refused_with_their_file(tmp_path, tokenizer, ids):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ModelSourceError, match=r"eos_token_id in .*generation_config\.json is .*, expected the id"):
+        token_ids(tokenizer, tmp_path)

@@ -10,6 +10,7 @@ import yaml
 
 from hrl.report.html_report import run_page
 from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, json_line, read_jsonl
+from tests.report.runs import finished_run
 
 HOLD_THE_LOCK = """
 import sys
@@ -261,3 +262,37 @@ def test_the_page_of_a_run_with_a_damaged_file_names_the_file(tmp_path, name, te
     (tmp_path / name).write_text(text)
     with pytest.raises(DamagedFileError, match=told):
         run_page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "told"),
+    [
+        ("metrics.jsonl", {"step": 1, "reward/mean": [1.0]}, r"line 1, is damaged: reward/mean is not a number"),
+        ("metrics.jsonl", {"step": 1, "reward/mean": 10**400}, "reward/mean is not a number"),
+        ("rollouts/step_3.jsonl", {"prompt": [], "response": "x"}, "line 1, is damaged: prompt is not a text"),
+        ("rollouts/step_3.jsonl", {"prompt": "x"}, "line 1, is damaged: there is no response"),
+        ("rollouts/step_3.jsonl", {"prompt": "x", "response": "y", "score": "1"}, "score is not a number"),
+        (
+            "rollouts/step_3.jsonl",
+            {"prompt": "x", "response": "y", "reward_parts": {"a": {}}},
+            "line 1, in reward_parts, is damaged: a is not a number",
+        ),
+        ("alarms.jsonl", {"step": 1, "alarm": {}}, "line 1, is damaged: alarm is not a text"),
+        ("first_look.json", {"advice": []}, "is damaged: there is no headline"),
+        ("first_look.json", {"headline": "x", "advice": [1]}, "advice is not a list of texts"),
+        ("outcome.json", {"status": "finished", "total_steps": "3"}, "total_steps is not a whole number"),
+    ],
+)
+def test_a_field_that_no_run_writes_is_named_with_file_and_line(tmp_path, name, record, told):
+    run = finished_run(tmp_path)
+    (run / name).write_text(json.dumps(record) + "\n")
+    with pytest.raises(DamagedFileError, match=told) as caught:
+        run_page(run)
+    assert str(run / name) in str(caught.value) and "Remove the line" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, '{"a":' * 100_000], ids=["digits", "deep"])
+def test_a_line_that_json_fails_on_is_a_damaged_one(tmp_path, text):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{text}\n')
+    with pytest.raises(DamagedFileError, match="line 2, is damaged"):
+        read_jsonl(tmp_path / "metrics.jsonl")
