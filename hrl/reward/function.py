@@ -394,7 +394,7 @@ def _finite(value: object, how: str) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.copysign(math.inf, value > 0 or -1)
+        number = math.inf if value > 0 else -math.inf  # type: ignore[operator]  # a `Real` may be compared
     except ValueError:  # a signalling NaN of `decimal`
         number = math.nan
     if not abs(number) <= _LARGEST_FLOAT32:  # also true for NaN
