@@ -144,7 +144,7 @@ class _Hrl(_Saves):
 
     def __call__(self) -> Callable[[], dict[str, Tensor]]:
         folder = self.begin() / "actor"
-        saved = StateToSave(self._state.module, self._state.optimizer, CONTENTS, self._kept)
+        saved = StateToSave(self._state.module, self._state.optimizer, CONTENTS, self._kept, checksum=0)
         record = record_of(folder)
         self._writer.begin(partial(saved.write, folder), record)
         self.publish_after([record])

@@ -33,7 +33,7 @@ def cases() -> Iterator[Case]:
             layers = round(mib / 12)
             saved = State(layers)
             ours, theirs = folder / f"hrl_{mib}", folder / f"torch_{mib}"
-            list(StateToSave(saved.module, saved.optimizer, CONTENTS, {}).write(ours))
+            list(StateToSave(saved.module, saved.optimizer, CONTENTS, {}, checksum=0).write(ours))
             yield Case(f"{mib} MiB", _TORCH, _Hrl(ours, layers), _Torch(theirs, saved), _equal, None, mib)
 
 
