@@ -21,6 +21,7 @@ from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.config.algorithm import RolloutCorrectionConfig
+from hrl.workers.engine.checksum import WeightsDifferError
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.engine.snapshot import Snapshot
 from hrl.workers.requests import OldLogProbs
@@ -382,6 +383,27 @@ def test_a_step_that_comes_before_a_slow_disk_is_done_is_not_in_the_checkpoint(l
     assert set(resumed.engine.optimizer.moment_steps.values()) == {1}
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(value, then[f"model.{name}"].to(value.dtype)) for name, value in exported.items())
+
+
+@pytest.mark.parametrize("prefix", ["model.", "exp_avg.", "exp_avg_sq."])
+def test_weights_and_moments_that_are_not_what_was_written_are_refused_when_they_are_loaded(llama, tmp_path, prefix):
+    """As where a rank's node sees another file than the driver, which has compared it."""
+    saved = policy_of(llama)
+    saved.learn(make_batch(), one_plan(make_batch()))
+    saved.engine.save(tmp_path)
+    policy_of(llama).engine.load(tmp_path)
+    (shard,) = tmp_path.glob("shard-*")
+    content = bytearray(shard.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    begins = {
+        name: tensor["data_offsets"][0] for name, tensor in json.loads(content[8 : 8 + header]).items() if "." in name
+    }
+    content[8 + header + next(begin for name, begin in begins.items() if name.startswith(prefix))] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(
+        WeightsDifferError, match=r"rank 0 has loaded from .* not those that were written to shard-0000"
+    ):
+        policy_of(llama).engine.load(tmp_path)
 
 
 def test_a_disk_that_is_full_is_said_and_the_next_save_works(llama, tmp_path):

@@ -97,6 +97,13 @@ def recorded(record: Path) -> dict[Path, FileDigest]:
     return {record.parent / name: FileDigest.of_plain(digest) for name, digest in files.items()}
 
 
+def is_hashed(record: Path) -> bool:
+    """Return whether a record is there and has hashes; those of older versions of hrl have sizes alone."""
+    if not record.is_file():
+        return False
+    return not any(isinstance(digest, int) for digest in json.loads(record.read_text())["files"].values())
+
+
 def make_durable(path: Path) -> None:
     """Have a file, or the names in a folder, outlive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)

@@ -30,8 +30,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from xxhash import xxh3_128
 
-from hrl.workers.engine.digest import DigestingFile, Written
+from hrl.workers.engine.background import is_hashed, recorded
+from hrl.workers.engine.checksum import WeightsDifferError
+from hrl.workers.engine.digest import DigestingFile, FileDigest, Written
 from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.optim import MOMENTS, Optimizer
 from hrl.workers.engine.snapshot import Snapshot
@@ -69,8 +72,7 @@ class StateToSave:
     ) -> None:
         tensors = _tensors(module, optimizer, contents)
         self._rank = dist.get_rank()
-        shards = {name: _Shard.of(tensor, self._rank) for name, tensor in tensors.items()}
-        self._shards = {name: shard for name, shard in shards.items() if shard is not None}
+        self._shards = _shards_of(tensors, self._rank)
         self.snapshot = Snapshot({name: local(tensors[name]) for name in self._shards}, kept)
         self._rng = _rng_state() if "extra" in contents else None
         self._state = {
@@ -88,7 +90,7 @@ class StateToSave:
         """Write it to a folder, which is made if it is missing, and yield the files. May run in another thread."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._shards:
-            shards = folder / f"shard-{self._rank + 1:05d}-model-00001-of-00001.safetensors"
+            shards = _shard_file(folder, self._rank)
             with DigestingFile(shards) as file:
                 file.write(_header(self._shards))
                 for _, chunk in self.snapshot.read():
@@ -159,6 +161,16 @@ class _Shard:
         return cls(_DTYPES[mine.dtype], tuple(mine.shape), tuple(offset), mine.nbytes)
 
 
+def _shards_of(tensors: Mapping[str, Tensor], rank: int) -> dict[str, _Shard]:
+    """Return what a rank writes, by name, in the order in which it does."""
+    shards = {name: _Shard.of(tensor, rank) for name, tensor in tensors.items()}
+    return {name: shard for name, shard in shards.items() if shard is not None}
+
+
+def _shard_file(folder: Path, rank: int) -> Path:
+    return folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+
+
 def _header(shards: Mapping[str, _Shard]) -> bytes:
     """Return what a safetensors file begins with, with the offsets of shards as torch's reader looks for them."""
     offsets = {name: {"saved_offsets": shard.offset} for name, shard in shards.items()}
@@ -189,6 +201,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
     Raises:
         FileNotFoundError: There is no checkpoint in `folder`.
         ValueError: It lacks what is asked for, or was written by another model.
+        WeightsDifferError: Weights or moments are not those that this rank wrote.
     """
     path = folder / STATE_FILE
     if not path.is_file():
@@ -207,6 +220,8 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
     _compare(folder, {k: tuple(v) for k, v in state["tensors"].items()}, tensors, wanted)
     with torch.no_grad():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    if state["world_size"] == dist.get_world_size() and _with_tensors(wanted) == _with_tensors(state["contents"]):
+        _check_loaded(folder, tensors)
     if "optimizer" in wanted:
         optimizer.set_moment_steps(_moment_steps(folder, state, optimizer))
     if "extra" in wanted:
@@ -227,6 +242,45 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
         return None
     checksum: int = state["weights_checksum"]
     return checksum
+
+
+def _with_tensors(contents: Collection[str]) -> list[str]:
+    return [content for content in ("model", "optimizer") if content in contents]
+
+
+def _check_loaded(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Compare what this rank has in memory with the hash that it took when it wrote the same part.
+
+    A rank reads all files, and may see others than the driver, which compared them before. Where this rank holds other
+    parts than it wrote, or in another dtype, the checksum of the whole model has to do.
+    """
+    rank = dist.get_rank()
+    file, record = _shard_file(folder, rank), record_of(folder)
+    shards = _shards_of(tensors, rank)
+    header = _header(shards)
+    if not shards or not is_hashed(record) or not _begins_with(file, header):
+        return
+    loaded = _digest_of(header, Snapshot({name: local(tensors[name]) for name in shards}, {}))
+    if loaded != recorded(record)[file]:
+        raise WeightsDifferError(
+            f"weights and moments that rank {rank} has loaded from {folder} are not those that were written to "
+            f"{file.name}: this node sees another file, or its memory is faulty. Continue from an older checkpoint "
+            "(trainer.resume_mode=resume_path trainer.resume_from_path=…/checkpoints/step_N), or on another machine"
+        )
+
+
+def _begins_with(file: Path, header: bytes) -> bool:
+    with open(file, "rb") as opened:
+        return opened.read(len(header)) == header
+
+
+def _digest_of(header: bytes, snapshot: Snapshot) -> FileDigest:
+    """Return the digest of the file that these tensors make."""
+    xxh3, size = xxh3_128(header), len(header)
+    for _, chunk in snapshot.read():
+        xxh3.update(chunk)
+        size += len(chunk)
+    return FileDigest(size, xxh3.hexdigest())
 
 
 def _moment_steps(folder: Path, state: dict[str, Any], optimizer: Optimizer) -> dict[str, int]:
