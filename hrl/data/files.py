@@ -42,6 +42,7 @@ DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 DEEPEST = 100
 """How deep rows may be nested; deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
 
+_LONGEST_NAME = 80
 _ROWS_AT_ONCE = 1024
 _PARQUET_MAGIC = b"PAR1"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -288,7 +289,9 @@ def from_json(text: bytes, origin: str, encoding: str, where: str) -> object:
         where: Of what bytes are counted.
     """
     try:
-        return json.loads(text.decode(encoding))
+        return json.loads(text.decode(encoding), object_pairs_hook=_object)
+    except _KeyTwiceError as error:
+        return BadRow(origin, f"has the key {str(error)[:_LONGEST_NAME]!r} twice in one object, and they may differ")
     except UnicodeDecodeError as error:
         return BadRow(origin, f"is not UTF-8 (byte {error.start} {where})")
     except json.JSONDecodeError as error:
@@ -297,6 +300,17 @@ def from_json(text: bytes, origin: str, encoding: str, where: str) -> object:
         return BadRow(origin, "holds an integer of thousands of digits; write it as a string")
     except RecursionError:
         return BadRow(origin, f"is nested more than {DEEPEST} levels deep")
+
+
+class _KeyTwiceError(Exception):
+    """An object in JSON has a key twice, of which Python would keep the last."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _KeyTwiceError(next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1))
+    return found
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, object]]:

@@ -248,7 +248,7 @@ ROW_FAULTS: dict[str, Callable[[Path], Outcome]] = {
     "extra_info that is a text": bad_row(
         '{"prompt": "a", "extra_info": "x"}', "'extra_info' is 'x', expected an object"
     ),
-    "a key twice, the second wrong": bad_row('{"prompt": "a", "prompt": 1}', "'prompt' is 1"),
+    "a key twice": bad_row('{"prompt": "a", "prompt": "b"}', "has the key 'prompt' twice in one object"),
 }
 FILE_FAULTS: dict[str, Callable[[Path], Outcome]] = {
     "an empty file": file_of("rows.jsonl", b"", "is empty"),

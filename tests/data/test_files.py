@@ -156,6 +156,11 @@ def with_extra(text):
         (json.dumps(ROW | {"prompt": "a\ud800b"}), "'prompt' holds half a character"),
         (json.dumps(ROW | {"prompt": [{"role": "user", "content": "\udfff"}]}), "'prompt' holds half a character"),
         (json.dumps(ROW | {"data_source": "\ud800"}), "'data_source' holds half a character"),
+        (
+            '{"prompt": "a", "answer": "1", "answer": "2"}',
+            "has the key 'answer' twice in one object, and they may differ",
+        ),
+        (with_extra('{"b": 1, "b": 1}'), "has the key 'b' twice in one object"),
         (with_extra("9" * 5000), "holds an integer of thousands of digits; write it as a string"),
         (with_extra("[" * 100_000 + "]" * 100_000), "is nested more than 100 levels deep"),
         (with_extra("[" * 100 + "]" * 100), "'extra_info' is nested more than 100 levels deep"),

@@ -789,6 +789,41 @@ def hostile(tmp_path_factory):
         yield started
 
 
+HOSTILE_JUDGE = """
+import asyncio, sys
+
+class Stop(BaseException):
+    pass
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+async def compute_score(response):
+    await asyncio.sleep(0.05)
+    def raising(error): raise error
+    return {
+        "interrupt": lambda: raising(KeyboardInterrupt("by the user")),
+        "leave": lambda: sys.exit(3),
+        "stop": lambda: raising(Stop("by the user")),
+        "cancel": lambda: raising(asyncio.CancelledError()),
+        "mute": lambda: raising(Mute()),
+        "many parts": lambda: {"score": 1, **dict.fromkeys(map(str, range(1_000_000)), 1.0)},
+        "generator": lambda: (one for one in [1]),
+        "nan": lambda: {"score": float("nan")},
+        "good": lambda: 1,
+    }[response]()
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile_judges(tmp_path_factory):
+    file = tmp_path_factory.mktemp("hostile") / "judge.py"
+    file.write_text(HOSTILE_JUDGE)
+    with RewardPool(RewardSpec(UserFile(str(file))), reward(num_workers=1, timeout_s=20.0)) as started:
+        yield started
+
+
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -814,6 +849,28 @@ def test_whatever_a_function_raises_or_returns_is_an_error_of_its_sample(hostile
     assert (outcome.status, outcome.score, outcome.attempts) == ("error", None, 1)
     assert told in outcome.error and len(outcome.error) < 5000
     assert process_ids(hostile) == before and score(hostile, "good").score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("interrupt", "KeyboardInterrupt: by the user"),
+        ("leave", "SystemExit: 3"),
+        ("stop", "Stop: by the user"),
+        ("cancel", "the function cancelled itself (asyncio.CancelledError)"),
+        ("mute", "Mute: <exception str() failed>"),
+        ("many parts", "returned a dict of 1,000,001 entries"),
+        ("generator", "returned <generator object"),
+        ("nan", "returned as 'score' nan, which is not finite"),
+    ],
+)
+def test_whatever_an_async_function_raises_or_returns_harms_no_call_beside_it(hostile_judges, what, told):
+    before = process_ids(hostile_judges)
+    beside = [submit(hostile_judges, "good") for _ in range(4)]
+    outcome = score(hostile_judges, what)
+    assert (outcome.status, outcome.attempts) == ("error", 1) and told in outcome.error
+    assert [one.result(30).score for one in beside] == [1.0] * 4
+    assert process_ids(hostile_judges) == before
 
 
 def test_a_long_text_beside_a_score_is_cut(hostile):
