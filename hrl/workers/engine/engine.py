@@ -31,7 +31,7 @@ from hrl.workers.engine.casts import keeps_cast_parameters
 from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, bytes_to_save, load_state, record_of
 from hrl.workers.engine.checksum import Checksums, WeightsDifferError, first_elements, whole_checksum
 from hrl.workers.engine.host_memory import HostCopies, local
-from hrl.workers.engine.nonfinite import SkippedStep, check_state, skip
+from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 from hrl.workers.engine.sharding import build_mesh, build_sharded
 from hrl.workers.engine.snapshot import Snapshot
@@ -275,6 +275,7 @@ class Engine:
         plan, (optimizer, _) = request.plan, self._trained
         rows, meter = TokenRows.of(batch), Meter(dist.get_world_size(), len(plan.mini_batches))
         start, steps_before, num_flops = time.perf_counter(), optimizer.steps_taken, 0.0
+        broken = rows_of_nonfinite({name: column for name, column in batch.batch.items() if name in request.columns})
 
         def share_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             nonlocal num_flops
@@ -286,9 +287,11 @@ class Engine:
                 head_tokens = packed.labels.numel() if with_head else 0
                 num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
             moved = optimizer.steps_taken != steps_before
-            return loss_of(
+            loss = loss_of(
                 ForwardedMicroBatch(batch, picked, packed, flat, mini_batch, rows.responses.shape[1], meter, moved)
             )
+            # A loss may hide infinity: a clipped ratio does, and a margin that is won anyway.
+            return loss if broken.isdisjoint(picked) else loss * math.nan
 
         reports = []
         with self.resident():

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic_core import to_json
@@ -123,6 +124,22 @@ def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
             f"{skipped.update}, gradient norm {report.grad_norm}): lower the learning rate, or look at the batch's "
             f"rewards and log-probs{where}"
         )
+
+
+def rows_of_nonfinite(columns: Mapping[str, Tensor]) -> set[int]:
+    """Return the rows in which a column has a NaN or an infinity, at a trained token if it is one of tokens.
+
+    Args:
+        columns: `response_mask (B, R)` and others, `(B, R)` or `(B,)`, on the CPU.
+    """
+    mask = columns["response_mask"].numpy().astype(bool)
+    found: set[int] = set()
+    for column in columns.values():
+        if column.is_floating_point():
+            numbers = column.float().numpy()
+            bad = ~np.isfinite(numbers) & (mask if numbers.shape == mask.shape else True)
+            found.update(np.flatnonzero(bad.reshape(len(bad), -1).any(1)).tolist())
+    return found
 
 
 @torch.no_grad()

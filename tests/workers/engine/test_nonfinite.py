@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,17 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hrl.algos.preference import PairOptions
+from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.workers.engine import nonfinite
 from hrl.workers.engine.nonfinite import NonFiniteStepError, NonFiniteWeightsError, unpadded
 from tests.models.tiny import (
     PROMPT_WIDTH,
     actor_config,
+    critic_config,
     fsdp_config,
     make_batch,
     model_config,
     plan_rows,
 )
-from tests.workers.asked import Actor
+from tests.workers.asked import Actor, Critic, learn_answers, learn_pairs, learn_scores
 from tests.workers.engine.ranks import CPU, parameters
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -140,3 +145,40 @@ def test_a_disk_that_refuses_does_not_hide_the_skipped_step(llama, tmp_path, cap
         metrics = policy_in(tmp_path, llama).learn(*poisoned_batch())
     assert metrics["actor/skipped_steps"].result() == 1
     assert "could not be written" in caplog.text and "mini-batch 0 of update actor not applied" in caplog.text
+
+
+def pairs(llama, tmp_path):
+    batch = make_batch(num_groups=6, samples=2)
+    batch.batch["is_chosen"] = torch.tensor([1, 0] * 6).bool()
+    batch.batch["ref_sequence_log_prob"] = torch.zeros(12)
+    batch.batch["margin"] = torch.zeros(12)
+    return batch, RankPlan((MiniBatchPlan((tuple(range(4)), tuple(range(4, 12))), 40, 12, 6),))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("kind", ["dpo", "rm", "critic", "values"])
+def test_no_update_takes_a_step_on_a_column_that_is_not_finite(llama, tmp_path, kind, value):
+    column = {"dpo": "ref_sequence_log_prob", "rm": "margin", "critic": "returns", "values": "values"}[kind]
+    batch, plan = pairs(llama, tmp_path)
+    learn = {"dpo": partial(learn_pairs, options=PairOptions(0.1)), "rm": learn_scores}
+    if kind == "dpo":
+        model = policy_in(tmp_path, llama)
+    else:
+        training = critic_config()
+        model = Critic(model_config(llama), training, fsdp_config("float32"), device=CPU, total_steps=10)
+    row = 4  # the chosen answer of a pair, which has a trained token
+    place = row if batch.batch[column].dim() == 1 else (row, 0)
+    before = model.engine.weights_checksum()
+    batch.batch[column][place] = value
+    metrics = learn[kind](model, batch, plan) if kind in learn else model.learn(batch, plan)
+    skipped = sum(metric.result() for name, metric in metrics.items() if name.endswith("/skipped_steps"))
+    assert skipped == 1 and model.engine.weights_checksum() == before
+
+
+def test_answers_are_not_imitated_by_a_model_whose_results_are_not_finite(llama, tmp_path):
+    policy, (batch, plan) = policy_in(tmp_path, llama), pairs(llama, tmp_path)
+    forward = policy.engine.module.forward
+    policy.engine.module.forward = lambda *args: [None if c is None else c * math.nan for c in forward(*args)]
+    before = policy.engine.weights_checksum()
+    assert learn_answers(policy, batch, plan)["train/skipped_steps"].result() == 1
+    assert policy.engine.weights_checksum() == before
