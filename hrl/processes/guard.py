@@ -10,7 +10,7 @@ PR_SET_PDEATHSIG): a pipe would stay open in forked children, and polling for th
 
 The last one finds also what left its group and its session, and whose parent has ended: the kernel then makes the guard
 its parent (PR_SET_CHILD_SUBREAPER). The command's process begins as the leader of its session, and the guard ends as it
-has ended. SIGTERM to the guard ends all.
+has ended. SIGTERM from LEADER to the guard ends all.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ _GRACE_S = 5.0
 _TRACKER_GRACE_S = 1.0
 _POLL_S = 0.05
 _NOT_FOUND = 127
-_ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
+"""What schedulers and terminals send to all processes of a job; a guard has to outlive its leader."""
 _RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 
 
@@ -220,7 +221,9 @@ def run(leader: int, command: list[str]) -> NoReturn:
         os._exit(0)
     started = _Run(command, mask)
     while not started.has_ended():
-        if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
+        came = signal.sigwaitinfo({signal.SIGTERM, signal.SIGCHLD})
+        # A scheduler sends SIGTERM to all processes of a job, and it is the leader who decides what that means.
+        if came.si_signo == signal.SIGTERM and (came.si_pid == leader or os.getppid() != leader):
             break
     started.kill_all()
     started.end_alike()

@@ -11,11 +11,13 @@ Who sends what:
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from types import FrameType
 
@@ -147,6 +149,55 @@ class StopRequest:
         """Let what follows take its time: the step has ended, or is given up."""
         self._step_runs = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Have processes that are started within the block, and their children, not notice signals that ask for an end.
+
+    Schedulers and terminals send them to every process of a job. The run's main process decides what they mean, and the
+    others have to be there while it saves. They block them; SIGKILL is what ends them. A signal to this process comes
+    when the block ends, to the handler that there was before it.
+    """
+    # Not Ctrl-C: a start that hangs is to be interrupted. Ray's processes block that by themselves.
+    numbers = [number for number in ENDING if number != signal.SIGINT]
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if is_main and handler is not None:  # None: one that was not set from Python
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stay_kept() -> None:
+    """Have what this process blocks stay blocked when it uses `multiprocessing`; see `kept_from_children`.
+
+    Its resource tracker, which starts where it is first needed, unblocks SIGINT and SIGTERM as it does so.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stay_alone() -> None:
+    """Ignore signals that ask for an end, in this process and not in those that it starts.
+
+    For processes with code of the user's, who may start and end others: what is blocked or ignored is inherited.
+    """
+    own = os.getpid()
+
+    def ignore(number: int, _: FrameType | None) -> None:
+        if os.getpid() != own:  # a fork of this process
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in ENDING:
+        signal.signal(number, ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 def interrupt_on_signals() -> StopRequest:

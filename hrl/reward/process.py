@@ -28,6 +28,7 @@ from typing import Any
 from hrl import user_file
 from hrl.processes.isolation import isolate
 from hrl.processes.plain_data import from_plain
+from hrl.processes.signals import stay_alone
 from hrl.reward import function as function_file
 from hrl.reward.function import RESPONSE, RewardFunctionError, is_async, names_taken, read_reward
 from hrl.reward.spec import RewardSpec
@@ -140,6 +141,7 @@ class SharedState:
 
 def main(socket_number: int, state_number: int) -> None:
     """Load the function, then answer samples until the parent closes the connection."""
+    stay_alone()
     isolate()  # before the user's code; the guard that started this process is thus out of its reach
     os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # killed at its end, it writes out no buffer

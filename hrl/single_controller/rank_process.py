@@ -17,6 +17,7 @@ import ray
 
 from hrl.errors import HrlError, may_pass
 from hrl.processes.lifetime import die_with_parent, guard_process_group
+from hrl.processes.signals import stay_kept
 from hrl.single_controller.pulse import begin_pulse
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class RankProcess:
         # the kernel acts at once, even if this process is stuck inside a library.
         die_with_parent()
         guard_process_group()
+        stay_kept()
         for prelude in preludes:
             prelude()
         begin_pulse(ray.get_runtime_context().get_actor_id())

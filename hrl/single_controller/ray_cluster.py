@@ -20,6 +20,7 @@ from ray._private.utils import get_shared_memory_bytes
 
 from hrl.processes.child_environment import changed_environment
 from hrl.processes.lifetime import guarded_environment
+from hrl.processes.signals import kept_from_children
 from hrl.single_controller.own_ray import OwnRay
 from hrl.single_controller.worker_errors import PlacementError
 
@@ -100,13 +101,15 @@ def ray_cluster(
     # minute to reach a cluster that is gone. They are there before `ray.init` returns.
     nothing: dict[str, str] = {}
     with guarded_environment() if address == "local" else nullcontext(nothing) as mark:
-        with reaching(address), bare, changed_environment(inherited | mark):
+        alone = kept_from_children() if address == "local" else nullcontext()
+        with reaching(address), bare, changed_environment(inherited | mark), alone:
             ray.init(address=address, **settings)
         own: OwnRay | None = None
         try:
             if address == "local":
                 own = OwnRay()
                 own.watch()
+                _end_by_force(own)
                 with own.supervised():
                     yield
             else:
@@ -220,8 +223,16 @@ def _without(services: Sequence[str]) -> Iterator[None]:
             setattr(Node, name, method)
 
 
-def _raylet_pid() -> int:
-    return ray._private.worker._global_node.all_processes[ray._private.ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
+def _end_by_force(own: OwnRay) -> None:
+    """Have `ray.shutdown` kill Ray's processes at once: they block SIGTERM, for which it would wait."""
+    node = ray._private.worker._global_node
+    end = node.kill_all_processes
+
+    def kill(*, wait: bool = False, **_: bool) -> None:
+        own.kill()
+        end(check_alive=False, allow_graceful=False, wait=wait)
+
+    node.kill_all_processes = kill
 
 
 def assigned_gpu() -> str | None:

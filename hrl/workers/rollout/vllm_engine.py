@@ -200,6 +200,7 @@ class VllmEngine(RolloutEngine):
         if llm is not None:
             if llm.output_handler is not None:  # it would report the end of the engine's process as a failure
                 llm.output_handler.cancel()
+            self._end_by_force()
             await asyncio.get_running_loop().run_in_executor(None, llm.shutdown, _SHUTDOWN_TIMEOUT_S)
         if early is not None:
             await asyncio.get_running_loop().run_in_executor(None, early.end, _EXIT_TIMEOUT_S)
@@ -210,9 +211,16 @@ class VllmEngine(RolloutEngine):
     def kill(self) -> None:
         """Kill the processes that this engine has started."""
         # A start that hangs can't be cancelled from outside; it fails when its child is gone.
-        for child in _engine_processes():
-            if child.pid not in self._others:
-                child.kill()
+        for child in self._own_processes():
+            child.kill()
+
+    def _end_by_force(self) -> None:
+        """Have vLLM end its processes by SIGKILL: under a Ray of the run's own they block SIGTERM, as all do there."""
+        for child in self._own_processes():
+            child.terminate = child.kill  # type: ignore[method-assign]
+
+    def _own_processes(self) -> list[multiprocessing.process.BaseProcess]:
+        return [child for child in _engine_processes() if child.pid not in self._others]
 
     async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         params = self._vllm_params(sampling)
