@@ -74,8 +74,8 @@ def under_guard(command: Sequence[str]) -> list[str]:
     """Return a command line that runs `command` and leaves nothing that it started, however it or this process ends.
 
     Start it from a thread that lives as long as it should. It ends as the command does: with its exit status, or by its
-    signal. SIGTERM from this process ends it and kills all; SIGKILL would only kill the command's own process with it. Elsewhere than on
-    Linux it is the command itself.
+    signal. SIGTERM from this process ends it and kills all; SIGKILL would only kill the command's own process with it.
+    Elsewhere than on Linux it is the command itself.
 
     Args:
         command: Program and arguments.

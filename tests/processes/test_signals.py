@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hrl.processes.signals import ENDING, STEP_SHARE, StopRequest
+from hrl.processes.signals import ENDING, STEP_SHARE, StopRequest, kept_from_children
 
 
 class Clock:
@@ -154,3 +154,51 @@ def test_it_is_told_while_the_main_thread_waits() -> None:
         assert process.poll() is None
         process.communicate("")
     assert process.returncode == 75
+
+
+def test_what_is_started_in_the_block_blocks_what_a_scheduler_sends_to_all() -> None:
+    got: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with kept_from_children():
+        child = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray does, in its own way
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not got
+    assert got == [signal.SIGTERM]  # it came late, and to the handler of before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    with child:
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        for number in set(ENDING) - {signal.SIGINT}:  # which Ray itself keeps from its processes
+            child.send_signal(number)
+        child.stdin.write(b"\n")
+        child.stdin.close()
+    assert child.returncode == 0
+
+
+USER = """
+import os, signal, subprocess, sys, time
+from multiprocessing import resource_tracker
+from hrl.processes.signals import ENDING, stay_alone, stay_kept
+
+signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+stay_kept()
+assert set(ENDING) <= signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the tracker's start unblocks two"
+stay_alone()
+for number in ENDING:
+    os.kill(os.getpid(), number)
+started = subprocess.Popen(["sleep", "60"])
+started.terminate()
+assert started.wait(10) == -signal.SIGTERM
+if (fork := os.fork()) == 0:
+    while True:
+        time.sleep(0.05)
+os.kill(fork, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == -signal.SIGTERM
+"""
+
+
+def test_a_process_with_code_of_the_users_ignores_them_alone_and_can_end_what_it_starts() -> None:
+    done = subprocess.run([sys.executable, "-c", USER], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
