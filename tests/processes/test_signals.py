@@ -191,9 +191,12 @@ for number in ENDING:
 started = subprocess.Popen(["sleep", "60"])
 started.terminate()
 assert started.wait(10) == -signal.SIGTERM
+begun, beginning = os.pipe()
 if (fork := os.fork()) == 0:
+    os.write(beginning, b".")
     while True:
         time.sleep(0.05)
+os.read(begun, 1)  # what comes before is forgotten by Python
 os.kill(fork, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == -signal.SIGTERM
 """
