@@ -63,6 +63,7 @@ class StopRequest:
         self._asked_at = self._latest_at = -float("inf")
         self._told: SimpleQueue[signal.Signals | None] | None = None
         self._is_installed = self._step_runs = False
+        self._on_terminal: list[int] = []
         self.is_late = False
         """Whether the step's share of the grace has passed."""
 
@@ -88,6 +89,7 @@ class StopRequest:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.receive)
         self._is_installed = True
+        self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]
 
     def receive(self, number: int, _: FrameType | None = None) -> None:
         """Take a signal.
@@ -95,6 +97,8 @@ class StopRequest:
         Raises:
             KeyboardInterrupt: The command is to end now.
         """
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         now = self._clock()
         if now - self._latest_at < _ONE_REQUEST_S or (self.is_asked and number == signal.SIGXCPU):
             return
@@ -136,6 +140,14 @@ class StopRequest:
             signal.signal(signal.SIGALRM, before)
             told.put(None)
             thread.join()
+
+    def _leave_terminal(self) -> None:
+        """Write nowhere from now on: a terminal that was closed would answer with an error, which would end the run."""
+        if self._on_terminal:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in self._on_terminal:
+                os.dup2(nowhere, stream)
+            os.close(nowhere)
 
     def _hurry(self, *_: object) -> None:
         self.is_late = True
