@@ -14,7 +14,7 @@ everything in it is on disk, `manifest.json` last, so a folder with the final na
 Of a run's checkpoints the newest few stay, and the one with the best validation beside them.
 
 A run that resumes from an older checkpoint makes the later steps again; its metrics and samples of them
-move to `checkpoints/superseded/<n>/`.
+move to `checkpoints/superseded/<n>/`, of which the newest ten are kept.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from hrl.workers.engine.digest import FileDigest
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+SUPERSEDED_KEPT = 10
+"""So many folders of records of steps that were made again are kept: a run that is killed each hour has one a kill."""
 #: How long a folder may take to be seen under its new name, in seconds.
 RENAME_PATIENCE_S = 5.0
 _POLL_S = 0.2
@@ -283,6 +285,14 @@ class CheckpointStore:
     def next_superseded(self) -> Path:
         """Return the folder for records of steps that a run makes again; it does not exist yet."""
         return next_numbered(self.folder / "superseded")
+
+    def remove_superseded(self, keep: int = SUPERSEDED_KEPT) -> list[Path]:
+        """Remove all but the newest folders of records of steps that were made again, and return what is gone."""
+        folders = [path for path in (self.folder / "superseded").glob("*") if path.name.isdigit()]
+        gone = sorted(folders, key=lambda path: int(path.name))[:-keep]
+        for path in gone:
+            shutil.rmtree(path)
+        return gone
 
     def supersede(self, after: int, aside: Path) -> bool:
         """Move the checkpoints of the steps beyond `after` aside, because these steps are made again.

@@ -274,5 +274,7 @@ def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) ->
             moved = [folder.rewind(step, aside), store.supersede(step, aside)]
             if any(moved):
                 display.note(f"what the run had of steps after {step}, which are made again, is now in {aside}")
+            if gone := store.remove_superseded():
+                display.note(f"removed {', '.join(map(str, gone))}: of steps that were made again, the newest are kept")
         failed.pop_all()
     return folder

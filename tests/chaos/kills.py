@@ -229,6 +229,36 @@ def last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
+def started_twice(_: Path) -> Outcome:
+    """Start the same command twice at once: one run is made, and the other says which process has the folder."""
+    scene, began = SHORT, time.monotonic()
+    folder = scene.folder / "twice"
+    both = [family_of(lambda: in_one_process(scene.arguments(folder))) for _ in range(2)]
+    statuses = [wait(family, None) for family in both]
+    seconds = time.monotonic() - began
+    said = [family.driver.output() for family, status in zip(both, statuses, strict=True) if status != 0]
+    if sorted(map(bool, statuses)) != [False, True]:
+        return Outcome(0, seconds, f"they ended with {statuses}: {last_line(said[0]) if said else 'both made the run'}")
+    if found := differences(scene.straight.folder, folder):
+        return Outcome(0, seconds, f"the run is another one: {found[0]}")
+    winner = next(family.driver.pid for family, status in zip(both, statuses, strict=True) if status == 0)
+    names_it = f"process {winner}" in said[0]
+    return Outcome(2 if names_it else 1, seconds, last_line(said[0]))
+
+
+def clock_jumps(_: Path) -> Outcome:
+    """Let the time of day jump to and fro by two days at each look: no deadline and no result depends on it."""
+    scene, began = SHORT, time.monotonic()
+    folder = scene.folder / "jumps"
+    family = family_of(lambda: in_one_process(scene.arguments(folder), clock_jumps=True))
+    status, seconds = wait(family, None), time.monotonic() - began
+    if status != 0:
+        return Outcome(0, seconds, f"it ended with {status}: {last_line(family.driver.output())}")
+    found = differences(scene.straight.folder, folder)
+    return Outcome(0, seconds, found[0]) if found else Outcome(2, seconds, "the run is the one of a steady clock")
+
+
+SHORT = Scene(in_one_process, STATEFUL, steps=3)
 IN_ONE_PROCESS = Scene(in_one_process, STATEFUL, steps=40)
 #: Real processes and a Ray of its own, with a critic and its moments; weights and moments are shared by two ranks.
 TWO_RANKS = Scene(
@@ -246,4 +276,8 @@ CHAINS = [
     Chain("hf on two ranks with a critic", TWO_RANKS, kills=10, seed=3),
     Chain("vLLM", WITH_VLLM, kills=10, seed=4),
 ]
-FAULTS = [fault for chain in CHAINS for fault in chain.faults()]
+FAULTS = [
+    Fault("two drivers at once", "in one folder, started together", started_twice),
+    Fault("the clock jumps", "a day late and a day early by turns", clock_jumps),
+    *(fault for chain in CHAINS for fault in chain.faults()),
+]

@@ -6,12 +6,14 @@ of any run, rewards have processes of their own, and `kill -9` takes all of it a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,16 +84,17 @@ def as_command(arguments: Sequence[str], operation: int | None = None) -> Driver
     return Command(launch("-m", "hrl.trainer.main_ppo", *arguments))
 
 
-def in_one_process(arguments: Sequence[str], operation: int | None = None) -> Driver:
+def in_one_process(arguments: Sequence[str], operation: int | None = None, *, clock_jumps: bool = False) -> Driver:
     """Start the same run in one process.
 
     Args:
         arguments: Those of the command line; the run folder is among them.
         operation: Which writing operation in the run folder, counted from 1, is not made: it kills the process.
+        clock_jumps: Whether the time of day is a day late and a day early by turns.
     """
     folder = run_folder(arguments)
-    said = folder.with_name(f"{folder.name}.said")
-    process = warm_context().Process(target=_live, args=(list(arguments), str(said), operation))  # type: ignore[attr-defined]
+    said = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.said")
+    process = warm_context().Process(target=_live, args=(list(arguments), str(said), operation, clock_jumps))  # type: ignore[attr-defined]
     process.start()
     return Forked(process, said)
 
@@ -102,7 +105,7 @@ def run_folder(arguments: Sequence[str]) -> Path:
     return Path(named)
 
 
-def _live(arguments: list[str], said: str, operation: int | None) -> None:
+def _live(arguments: list[str], said: str, operation: int | None, clock_jumps: bool) -> None:
     os.setsid()
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -112,6 +115,8 @@ def _live(arguments: list[str], said: str, operation: int | None) -> None:
     from hrl.workers.runtime import seed_everything
     from tests.runs.in_process import in_process, run_in_process
 
+    if clock_jumps:
+        _jump()
     folder = run_folder(arguments)
     operations, of_first_step = _kill_at(folder, operation), list[int]()
     with in_process():
@@ -120,6 +125,12 @@ def _live(arguments: list[str], said: str, operation: int | None) -> None:
         run_in_process(*arguments)
     made = [*of_first_step[1:2], operations()]
     folder.with_name(f"{folder.name}.operations").write_text(json.dumps(made))
+
+
+def _jump() -> None:
+    """Let the time of day be a day late and a day early by turns."""
+    now, days = time.time, itertools.cycle((-86400.0, 86400.0))
+    time.time = lambda: now() + next(days)
 
 
 def _kill_at(folder: Path, wanted: int | None) -> Callable[[], int]:

@@ -66,6 +66,17 @@ def test_an_older_checkpoint_of_the_folder_takes_log_and_checkpoints_back(tmp_pa
     assert sorted(path.name for path in aside.glob("step_*")) == ["step_2", "step_3"]
 
 
+def test_of_the_steps_that_were_made_again_the_newest_ten_records_are_kept(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path, steps=1)
+    aside = store.folder / "superseded"
+    for _ in range(12):
+        with (tmp_path / "metrics.jsonl").open("a") as log:
+            log.write(json_line({"step": 2}))
+        run = opened(tmp_path)
+    assert sorted(int(path.name) for path in aside.iterdir()) == list(range(3, 13))
+    assert f"removed {aside / '2'}: of steps that were made again, the newest are kept" in run.shown
+
+
 def test_a_checkpoint_of_another_run_leaves_that_run_alone_and_starts_a_new_log(tmp_path: Path) -> None:
     other = earlier_run(tmp_path / "other")
     mine = RunFolder(tmp_path / "mine")

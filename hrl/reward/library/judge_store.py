@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import socket
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -19,9 +21,15 @@ MOST_REPLIES = 50_000
 """So many replies are kept, the latest ones; of two kilobytes each, as a reply of 512 tokens has, 100 MB."""
 _TABLES = """
 create table if not exists replies (key text primary key, reply text not null);
-create table if not exists pace (only integer primary key check (only = 0), next real not null);
-insert or ignore into pace values (0, 0.0);
+create table if not exists turns (boot text primary key, next real not null);
 """
+
+
+@functools.cache
+def _boot() -> str:
+    """Return since when `time.monotonic` counts: a name of this start of this machine."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else socket.gethostname()
 
 
 class JudgeStore:
@@ -65,11 +73,14 @@ class JudgeStore:
         Args:
             apart_s: Seconds between two turns, over all processes.
         """
-        now = time.time()
-        turn = "update pace set next = max(next, ?) + ? returning next - ?"
+        now = time.monotonic()  # of the machine, and not set back or forward as its date may be
+        turn = (
+            "insert into turns values (?1, ?2 + ?3) "
+            "on conflict do update set next = max(next, ?2) + ?3 returning next - ?3"
+        )
         if self._has_broken:
             apart_s *= self._sharers  # the others no longer see the turns of this process
-        ((next_turn,),) = self._rows(turn, (now, apart_s, apart_s))
+        ((next_turn,),) = self._rows(turn, (_boot(), now, apart_s))
         return max(0.0, float(next_turn) - now)
 
     def _rows(self, statement: str, values: Sequence[Any]) -> list[Any]:
