@@ -22,11 +22,10 @@ _NUMBER = re.compile(
     rf"(?<![0-9A-Za-z.])-?(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?{_POWER_OF_TEN}(?![0-9])"
 )
 _VERB = r"(?:is|are|was|be|equals?|equal\s+to|gives?|gets?|makes?|obtains?|as|have|has|total)"
-_CONCLUSION = re.compile(
-    rf"(?P<said>[^.!?\n=:]*?)(?:=>|=|≈|→|->|:|\b{_VERB}(?:\s+(?:simply|just|now|then|therefore|exactly|also|only))?\b)"
-    r"[\s*_`$\\(\[]*$",
-    re.IGNORECASE,
-)
+_LEADS_TO = rf"(?:=>|=|≈|→|->|:|\b{_VERB}(?:\s+(?:simply|just|now|then|therefore|exactly|also|only))?\b)[\s*_`$\\(\[]*$"
+_LEADING = re.compile(_LEADS_TO, re.IGNORECASE)
+_CONCLUSION = re.compile(rf"(?P<said>[^.!?\n=:]*?){_LEADS_TO}", re.IGNORECASE)
+"""Looked for only where `_LEADING` is found, since not to find it takes time with the square of the length."""
 _SPACED_MINUS = re.compile(
     rf"(\A[\s$({{\[]{{0,8}}|(?:[=≈($\[{{#]|:|\b{_VERB}\b)[ \t$({{\[]{{0,8}})-[ \t]{{1,8}}(?=[0-9])", re.IGNORECASE
 )
@@ -91,7 +90,8 @@ def concluded_number(text: str) -> Decimal | None:
     concluded: dict[str, set[Decimal | None]] = {}
     last: Decimal | None = None
     for match in found:
-        before = _CONCLUSION.search(text[max(0, match.start() - _LONGEST_CONTEXT) : match.start()])
+        context = text[max(0, match.start() - _LONGEST_CONTEXT) : match.start()]
+        before = _CONCLUSION.search(context) if _LEADING.search(context) else None
         if before is None or _claimed(text, match) is None:
             last = last if as_number(match.group()) == last else None  # `7 + 5 = 12`, and once more 12
             continue

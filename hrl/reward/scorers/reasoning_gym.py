@@ -20,6 +20,7 @@ from hrl.data.tasks.answer_format import TAGS, AnswerFormat, format_of_row
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX, create_dataset
 from hrl.reward.scorers.answer_format import read_answer, with_credit
 from hrl.reward.scorers.base import Reward, RowError, Scorer
+from hrl.reward.scorers.math_equal import limited_cpu
 
 _ARITHMETIC = re.compile(r"[0-9+\-*/().\s]{1,200}")
 _FORMULA = re.compile(r"[0-9A-Za-z+\-*/().\s]{1,1000}")
@@ -28,6 +29,8 @@ _ATTRIBUTE = re.compile(r"[A-Za-z)]\s*\.|\.\s*[A-Za-z(]")
 _SMALL_POWER = re.compile(
     r"\*\*\s*(?:-?[0-9]{1,2}|[A-Za-z]|\(\s*-?[0-9]{1,2}(?:\s*/\s*[0-9]{1,2})?\s*\))(?![0-9A-Za-z]|\s*\*\*)"
 )
+_LARGE = re.compile(r"[0-9.]\s*[eE]\s*[-+]?\s*[0-9]{3,}|[0-9]{61,}")
+"""A number that sympy writes out: `1e999999999` keeps it busy for ever."""
 _WORDS = re.compile(r"[A-Za-z0-9_\s]*")
 _UNREADABLE_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -38,10 +41,14 @@ def is_arithmetic(answer: str) -> bool:
 
 
 def is_formula(answer: str) -> bool:
-    """Return whether an answer has only numbers, operators, one-letter variables, basic functions and small powers."""
+    """Return whether an answer has only numbers, operators, one-letter variables, basic functions and small powers.
+
+    Numbers are of at most 60 digits, and powers of ten of at most two.
+    """
     return (
         _FORMULA.fullmatch(answer) is not None
         and _ATTRIBUTE.search(answer) is None
+        and _LARGE.search(answer) is None
         and all(len(name) == 1 or name in _FORMULA_NAMES for name in re.findall(r"[A-Za-z]+", answer))
         and len(_SMALL_POWER.findall(answer)) == answer.count("**")
     )
@@ -138,7 +145,8 @@ def score_answer(answer: str, task: Task) -> float:
     if task.allows is not None and not task.allows(answer):
         return 0.0
     try:
-        value = float(task.dataset.score_answer(answer, dict(task.entry)))
+        with limited_cpu():
+            value = float(task.dataset.score_answer(answer, dict(task.entry)))
     except _UNREADABLE_ANSWER:
         _check_right_answer(task)
         return 0.0

@@ -61,6 +61,11 @@ def test_tall_powers_are_no_answer(tower):
     assert not is_arithmetic(tower)
 
 
+@pytest.mark.parametrize("number", ["1e999999999", "2E-100", "x + 1 e+ 5000", "9" * 61])
+def test_numbers_that_would_be_written_out_are_no_answer(number):
+    assert not is_formula(number)
+
+
 def test_ordinary_answers_pass():
     assert is_arithmetic("(3 + 5) * 2/8 - 1")
     assert is_formula("3*x**2/2 + sin(2*x)*exp(-x) - 0.5*sqrt(x) + C")
