@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 #: Files of this folder that have a list `FAULTS`, in the order of the table.
-ROOMS: tuple[str, ...] = ("checkpoints", "kills", "numbers", "soak", "data_faults", "fuzz", "stopping")
+ROOMS: tuple[str, ...] = (
+    "checkpoints",
+    "kills",
+    "store_faults",
+    "numbers",
+    "soak",
+    "data_faults",
+    "fuzz",
+    "stopping",
+)
 
 
 @dataclass(frozen=True)
