@@ -23,8 +23,8 @@ MOST_CPU_S = 6.0  # `limited_cpu` of one comparison, and a little
 ALL_S = 200.0  # where the machine is busy; it takes seconds
 #: Said again and again in the same words, the right answer is the right answer, and a sign that is none is overlooked.
 ANSWERS = {
-    "boxes in a row", "answers in a row", "the answer over and over", "a lone surrogate in the answer", "deep boxes", "deep braces",
-    "letters of no width", "digits of other scripts", "a zero in the answer",
+    "boxes in a row", "answers in a row", "the answer over and over", "a lone surrogate in the answer", "deep boxes",
+    "deep braces", "letters of no width", "digits of other scripts", "a zero in the answer",
 }  # fmt: skip
 #: It takes the last number of a text, whatever it stands for.
 TAKES_ANY_NUMBER = {"gsm8k_flexible"}
