@@ -8,6 +8,7 @@ primary files, and apply to hrl's own model and tasks only: a run on anything el
 """
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,15 +180,15 @@ def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
     known, rest = parser.parse_known_args(list(argv))
     name = known.config_name.removesuffix(".yaml")
     own = name == config_name or any(engine in name for engine in OTHER_ENGINES)
-    if own and str(known.config_path) in _BESIDE_THE_PROGRAM and not known.config_path.is_dir():
+    if own and str(known.config_path) in _BESIDE_THE_PROGRAM and not os.path.isdir(known.config_path):
         known.config_path = None
     named = {"--config-path": known.config_path, "--config-dir": known.config_dir}
     folders = {option: folder.resolve() for option, folder in named.items() if folder is not None}
     hint = "It is relative to the working folder; without it the files are hrl's own."
     missing = [
-        Problem(option, f"names {folder}, which is not a folder.", hint, reason=Reason.UNREADABLE)
+        Problem(option, f"names {_cut(str(folder))}, which is not a folder.", hint, reason=Reason.UNREADABLE)
         for option, folder in folders.items()
-        if not folder.is_dir()
+        if not os.path.isdir(folder)
     ]
     return _Options(
         config_name=name,

@@ -7,6 +7,7 @@ nesting without end exhausts the stack, and a YAML file of a line can stand for 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def check_aliases(folder: Path) -> list[Problem]:
     Files that can't be read are left to what reads them.
     """
     problems = []
-    for file in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+    for name in sorted([*glob("*.yaml", root_dir=folder), *glob("*/*.yaml", root_dir=folder)]):
+        file = folder / name
         try:
             content = file.read_bytes()
             if b"&" not in content or b"*" not in content:

@@ -5,6 +5,7 @@ What a row must have is checked by the data set that takes it, with the function
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
 
 from hrl.config.sources import SourceConfig, is_source, source_config
 from hrl.data.by_place import by_place
@@ -42,6 +45,7 @@ PYTHON = "python"
 GROUND_TRUTH = "ground_truth"
 ROWS_LOOKED_AT = 64
 _LONGEST_ROW_SHOWN = 300
+_LONGEST_NAME_SHOWN = 80
 _SPLIT_NAMES = {
     "train": "train",
     "test": "test",
@@ -152,10 +156,18 @@ def sources_of(data_files: DataFiles) -> list[Source]:
 def _source(value: Any) -> Source:
     if isinstance(value, Source):
         return value
-    options = source_config(value if isinstance(value, Mapping) else str(value))
+    try:
+        options = source_config(value if isinstance(value, Mapping) else str(value))
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        option = ".".join(map(str, detail["loc"]))
+        raise DatasetError(
+            f"a source of rows can't have {option}={show_value(detail['input'])}: {detail['msg'].lower()}"
+        ) from error
+    _require_a_name(options.path)
     path, *more = options.path.split(":")
-    there = Path(os.path.expanduser(options.path)).exists()
-    known = looks_like_hub(path) or Path(os.path.expanduser(path)).is_dir()
+    there = os.path.exists(os.path.expanduser(options.path))
+    known = looks_like_hub(path) or os.path.isdir(os.path.expanduser(path))
     if there or options.path.startswith((BUNDLED_PREFIX, REASONING_GYM_PREFIX)) or not more or not known:
         return Source(options)
     name, split = more[0], ":".join(more[1:])
@@ -163,6 +175,23 @@ def _source(value: Any) -> Source:
         raise DatasetError(f"{options.path} has its configuration or split twice, in its path and as an option")
     changes = {"path": path, "name": name or options.name, "split": split or options.split}
     return Source(options.model_copy(update=changes))
+
+
+def _require_a_name(path: str) -> None:
+    """Refuse a text that no file can be called, on which the system fails.
+
+    Raises:
+        DatasetError: It is too long, or holds a NUL character or half a character.
+    """
+    if path.startswith((BUNDLED_PREFIX, REASONING_GYM_PREFIX)):
+        return
+    try:
+        os.stat(os.path.expanduser(path))
+    except (ValueError, UnicodeEncodeError) as error:
+        raise DatasetError(f"{path[:_LONGEST_NAME_SHOWN]!r} can't be the name of a file: {error}") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise DatasetError(f"{path[:_LONGEST_NAME_SHOWN]!r}… is too long to be the name of a file") from error
 
 
 def source_of(raw: Mapping[str, Any], key: str) -> str:

@@ -307,7 +307,7 @@ def existing_folder(folder: Path) -> Path:
         NoRunError: It is not there.
     """
     folder = folder.expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise NoRunError(f"there is no folder {folder}; a run's first lines name its own, under “run folder”")
     return folder
 
@@ -349,15 +349,17 @@ def _step_of(rollouts_file: Path) -> int:
 
 def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
     """Return a record as one line of strict JSON; NaN and infinity, which JSON lacks, become null."""
-    plain = _plain(record)
-    text = json.dumps(plain, ensure_ascii=ascii_only, allow_nan=False) + "\n"
+    written = plain(record)
+    text = json.dumps(written, ensure_ascii=ascii_only, allow_nan=False) + "\n"
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a pair of UTF-16, which only an escape can spell
-        return json.dumps(plain, allow_nan=False) + "\n"
+        return json.dumps(written, allow_nan=False) + "\n"
     return text
 
 
+_MOST_BITS = 10_000
+"""Python writes integers of up to 4300 digits in decimal."""
 _REWRITE = "Put back what the run wrote there, or look at the run's other files."
 _WAY_OUT = "Remove the line, or move the file away; the other files of the run do not need it."
 
@@ -467,18 +469,20 @@ _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _plain(value: Any) -> Any:
-    """Convert numpy and torch scalars, arrays and mappings to JSON types."""
+def plain(value: Any) -> Any:
+    """Convert numpy and torch scalars, arrays and mappings to JSON types; an integer of thousands of digits to text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return hex(value)
     if value is None or isinstance(value, str | int):
         return value
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return str(value)
 
 

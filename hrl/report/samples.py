@@ -24,6 +24,7 @@ from hrl.report.run_folder import (
     TEXT,
     RolloutKind,
     existing_folder,
+    plain,
     read_config,
     read_jsonl,
     require_kinds,
@@ -95,7 +96,7 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
         fields["reward_parts"] = [dict(parts) for parts in others["reward_parts"]]
     fields |= {name: others[name] for name in _NON_TENSOR_COLUMNS if name in others}
     if "reward_model" in others:
-        fields["ground_truth"] = [reward_model.get("ground_truth") for reward_model in others["reward_model"]]
+        fields["ground_truth"] = [plain(reward_model.get("ground_truth")) for reward_model in others["reward_model"]]
     return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
 
 

@@ -25,6 +25,7 @@ PROBED_ROWS = 4
 """How many rows the probes are made of."""
 _RESPONSE_KEYS = ("response", "completion", "solution_str", "output", "text")
 _LONGEST_TRUTH = 40
+_MOST_BITS = 10_000
 _TRIAL_S = 600.0
 """How long all calls together may take beyond their deadlines one after the other."""
 _LAZY: dict[Kind, str] = {
@@ -189,12 +190,17 @@ def probes(rows: Sequence[PromptRow]) -> list[Attempt]:
 
 
 def _truth(row: PromptRow) -> str | None:
-    truth = row.reward_model.get("ground_truth")
+    truth = _writable(row.reward_model.get("ground_truth"))
     return str(truth) if isinstance(truth, str | int | float) else None
 
 
+def _writable(value: Any) -> Any:
+    """Return a value; an integer of more digits than Python writes in decimal as text."""
+    return hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
+
+
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    text = repr(_writable(value))
     return text if len(text) <= _LONGEST_TRUTH else f"{text[:_LONGEST_TRUTH]}…"
 
 
@@ -261,7 +267,7 @@ def records_in(path: Path) -> Iterator[tuple[str, Any]]:
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also of a NUL in the name
         raise TrialError(f"responses {path} can't be read: {error}") from error
     text = text.removeprefix("\ufeff")
     if path.suffix == ".json":

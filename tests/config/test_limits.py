@@ -112,3 +112,10 @@ def test_ordinary_aliases_are_taken(tmp_path):
     assert not check_aliases(tmp_path)
     (tmp_path / "group" / "other.yaml").write_bytes(bomb(40))
     assert [problem.key for problem in check_aliases(tmp_path)] == [f"{tmp_path}/group/other.yaml"]
+
+
+@pytest.mark.parametrize("folder", ["x" * 5000, "/proc", "/dev/null"], ids=lambda text: text[:6])
+@pytest.mark.parametrize("option", ["--config-path", "--config-dir"])
+def test_a_folder_that_can_not_be_looked_into_is_a_problem_and_no_traceback(option, folder):
+    arguments = [option, folder, "data.train_files=rows.jsonl", "trainer.sede=1"]
+    assert any("trainer.sede" in problem or option in problem for problem in problems_of(compose_cli, *[arguments]))

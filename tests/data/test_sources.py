@@ -193,3 +193,20 @@ def test_a_number_that_python_has_no_type_for_is_a_column_that_cannot_travel():
     (row,) = read_rows([[{"prompt": "hi", "deep": np.longdouble("1.5")}]], lambda raw: check_prompt(raw, "prompt"))
     assert isinstance(row, PromptRow)
     assert row.left_out == (("deep", "deep is a longdouble"),)
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("x" * 5000, "is too long to be the name of a file"),
+        ("a/" * 4000, "is too long"),
+        ("a\0b", "embedded null"),
+        ("\ud800.jsonl", "surrogates"),
+    ],
+    ids=["name", "path", "NUL", "surrogate"],
+)
+def test_what_no_file_can_be_called_is_refused(written, why):
+    for data in (written, {"path": written}, [written]):
+        with pytest.raises(DatasetError, match=why):
+            sources_of(data)
+    assert sources_of(f"reasoning_gym:chain_sum?{'x' * 5000}")  # no file, and judged by the task

@@ -38,7 +38,9 @@ from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
 from hrl.processes.plain_data import from_plain, to_plain
 from hrl.report.run_folder import json_line
+from hrl.report.samples import sample_facts
 from hrl.reward.process import encode
+from hrl.reward.trial import probes
 from hrl.single_controller.packing import pack_batch, unpack_batch
 from tests.data.conftest import make_tokenizer
 from tests.fuzz.cases import NoCaseError, PoorMessageError, Target
@@ -160,7 +162,9 @@ def take(source: Any, bad_rows: str = "skip", kind: str = "ppo") -> None:
         row = dataset.rows[index]
         for value in (row.reward_model.get("ground_truth"), row.extra_info, *row.columns.values()):
             from_plain(json.loads(encode({"value": to_plain(value)})))
-        json_line({"ground_truth": row.reward_model.get("ground_truth"), "question": row.messages[-1]["content"]})
+        record = {"ground_truth": row.reward_model.get("ground_truth"), "question": row.messages[-1]["content"]}
+        sample_facts(json.loads(json_line(record)))
+        probes([row])
         dataset[index]
         dataset.shown(row)
 

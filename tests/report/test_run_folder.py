@@ -296,3 +296,7 @@ def test_a_line_that_json_fails_on_is_a_damaged_one(tmp_path, text):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{text}\n')
     with pytest.raises(DamagedFileError, match="line 2, is damaged"):
         read_jsonl(tmp_path / "metrics.jsonl")
+
+
+def test_an_integer_of_more_digits_than_python_writes_is_written_as_text():
+    assert json.loads(json_line({"ground_truth": [10**5000, 7]})) == {"ground_truth": [hex(10**5000), 7]}
