@@ -201,7 +201,7 @@ def test_a_number_that_python_has_no_type_for_is_a_column_that_cannot_travel():
         ("x" * 5000, "is too long to be the name of a file"),
         ("a/" * 4000, "is too long"),
         ("a\0b", "embedded null"),
-        ("\ud800.jsonl", "surrogates"),
+        ("\ud800.jsonl", "unicode string"),
     ],
     ids=["name", "path", "NUL", "surrogate"],
 )
