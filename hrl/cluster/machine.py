@@ -18,6 +18,10 @@ BYTES_PER_TOKEN = 16 * 4
 BATCHES_IN_STORE = 2
 
 
+#: So many ranks for each core are refused: they would wait for each other's turns in every collective.
+MOST_RANKS_PER_CORE = 4
+
+
 def bytes_of_batches(batch_tokens: int) -> int:
     """Return the most that the batches of a run take in the object store at once; arguments are as below."""
     return BATCHES_IN_STORE * BYTES_PER_TOKEN * batch_tokens
@@ -62,20 +66,18 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def scarcity(wanted: str, device: str, num_processes: int) -> str | None:
-    """Return a warning for a run that would take GPUs, found none and has more processes than cores; else None.
+def crowding(num_processes: int, cores: int) -> str | None:
+    """Return what is to be said of a run without GPUs that has more ranks than the machine has cores; else None.
 
     Args:
-        wanted: `trainer.device`.
-        device: What was chosen.
-        num_processes: Worker processes of the run.
+        num_processes: Ranks of the run, on all pools.
+        cores: Those that it may use.
     """
-    cores = available_cores()
-    if wanted != "auto" or device == "cuda" or num_processes <= cores:
+    if num_processes <= cores:
         return None
     return (
-        f"warning: no GPU was found, and {num_processes} ranks take turns on {cores} cores, which is slow. On "
-        "a machine with GPUs check the driver and CUDA_VISIBLE_DEVICES; trainer.device=cpu says that this is meant"
+        f"{num_processes} ranks take turns on {cores} cores: a step takes at least {num_processes / cores:.1f} times "
+        "as long as with a core for each, and each rank holds libraries and an engine of its own"
     )
 
 

@@ -7,11 +7,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hrl.cluster.machine import LEAST_OBJECT_STORE_BYTES, MOST_RANKS_PER_CORE, available_cores, crowding
 from hrl.config.arithmetic import Fact, count
 from hrl.config.rollout import RolloutConfig
 from hrl.config.trainer import RunConfig
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings
+from hrl.processes.evidence import free_shared_memory
 from hrl.report.tracking import installed_trackers
 from hrl.workers.rollout.vllm_engine import require_supported, vllm_folder, vllm_version
 
@@ -78,9 +80,35 @@ def look_at_devices(findings: Findings, trainer: RunConfig, processes: int) -> N
         what = f"asks for {count(processes, 'process', 'processes')} with a GPU each, but this machine has {gpus}."
         hint = "Ask for fewer, join a running cluster with trainer.ray_kwargs.address=auto, or set trainer.device=cpu."
         findings.problem("trainer.n_gpus_per_node", what, hint)
+    elif not (gpus and trainer.device != "cpu") and processes > MOST_RANKS_PER_CORE * available_cores():
+        cores = available_cores()
+        what = (
+            f"asks for {count(processes, 'process', 'processes')}, but this machine has no GPU for them and "
+            f"{count(cores, 'core')}, each of which can serve {MOST_RANKS_PER_CORE} at most."
+        )
+        hint = (
+            f"Ask for at most {cores}, so that none waits for a core ({MOST_RANKS_PER_CORE * cores} are allowed), or "
+            "take a machine with GPUs (nvidia-smi and CUDA_VISIBLE_DEVICES say which are seen)."
+        )
+        findings.problem("trainer.n_gpus_per_node", what, hint)
     else:
         where = "GPUs" if gpus and trainer.device != "cpu" else "CPU"
+        if where == "CPU" and (crowded := crowding(processes, available_cores())) is not None:
+            seen = "" if trainer.device == "cpu" else "no GPU was found, and "
+            findings.notes.append(f"{seen}{crowded}")
         findings.facts.append(Fact("devices", f"{count(processes, 'process', 'processes')} on {where} of this machine"))
+
+
+def look_at_shared_memory(findings: Findings, trainer: RunConfig) -> None:
+    """Note a /dev/shm that is too small for the object store of the run's own Ray, which then lies on disk."""
+    free = free_shared_memory()
+    if joins_a_cluster(trainer) or free is None or free >= LEAST_OBJECT_STORE_BYTES:
+        return
+    findings.notes.append(
+        f"/dev/shm has {free >> 20} MiB free, less than the {LEAST_OBJECT_STORE_BYTES >> 20} MiB of Ray's object "
+        "store, which holds the batches: it will lie in /tmp, which is slow. Free some of it, or give it more "
+        "(`mount -o remount,size=…`, `docker run --shm-size=…`)"
+    )
 
 
 def joins_a_cluster(trainer: RunConfig) -> bool:

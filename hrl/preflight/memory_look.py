@@ -73,7 +73,10 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
                 findings.problem(_UTILIZATION, f"{small}.", hint)
     sharding = f"{section}.fsdp_config"
     levers = [*_levers(sharding, attrgetter(sharding)(config), outline, device), *fewer]
-    _note(findings, ledgers_of(config, sizes, device, capacity), learner, capacity, sharding, levers)
+    ledgers = ledgers_of(config, sizes, device, capacity)
+    _note(findings, ledgers, learner, capacity, sharding, levers)
+    if device == "cpu" and capacity is not None:
+        _note_what_others_hold(findings, ledgers, capacity)
 
 
 def device_and_capacity(trainer: RunConfig) -> tuple[str, float | None]:
@@ -85,6 +88,17 @@ def device_and_capacity(trainer: RunConfig) -> tuple[str, float | None]:
     if trainer.device == "cuda":
         return "cuda", None
     return "cpu", memory_here()
+
+
+def _note_what_others_hold(findings: Findings, ledgers: Iterable[Ledger], capacity: float) -> None:
+    free = float(psutil.virtual_memory().available)
+    for ledger in ledgers:
+        if free < ledger.peak.num_bytes <= capacity:
+            findings.notes.append(
+                f"{ledger.where} has {gib(capacity)} GiB, of which {gib(free)} are free now, and the phase "
+                f"{ledger.peak.name!r} may take {gib(ledger.peak.num_bytes)}: other processes hold the rest (`ps aux "
+                "--sort=-rss`), and the kernel ends a process when memory runs out"
+            )
 
 
 def memory_here() -> float:

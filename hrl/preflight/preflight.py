@@ -20,7 +20,7 @@ from hrl.preflight.data_look import look_at_batch, look_at_rows, look_at_templat
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import look_at_run_folder, look_at_store
 from hrl.preflight.given import Given
-from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_trackers
+from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_shared_memory, look_at_trackers
 from hrl.preflight.memory_look import look_at_memory
 from hrl.preflight.model_look import look_at_families, look_at_ids, look_at_models, padding_of_classifier
 from hrl.preflight.resume_look import look_at_changes
@@ -112,6 +112,7 @@ def inspect_run(
     look_at_batch(findings, config, train)
     look_at_rate(findings, config)
     look_at_devices(findings, config.trainer, outline.num_processes)
+    look_at_shared_memory(findings, config.trainer)
     look_at_memory(findings, config, outline, folders)
     plan = look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
     look_at_store(findings, config.trainer, plan)

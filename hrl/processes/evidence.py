@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _SCARCE_BYTES = 64 << 20
 
 
@@ -48,7 +48,7 @@ def why_memory_ended_it() -> str | None:
             f"The kernel's out-of-memory killer has ended {what} here since the run began: give the machine (or "
             "container) more memory, or the run less (`hrl check` shows what takes how much)"
         )
-    free = _free_shared_memory()
+    free = free_shared_memory()
     if free is not None and free < _SCARCE_BYTES:
         return (
             f"/dev/shm is full ({free >> 20} MiB free), and writing there kills a process (SIGBUS): free some, "
@@ -57,9 +57,10 @@ def why_memory_ended_it() -> str | None:
     return None
 
 
-def _free_shared_memory() -> int | None:
+def free_shared_memory() -> int | None:
+    """Return the bytes that are free in `/dev/shm`; None where there is none."""
     try:
-        stat = os.statvfs(_SHARED_MEMORY)
+        stat = os.statvfs(SHARED_MEMORY)
     except FileNotFoundError:
         return None
     return stat.f_bavail * stat.f_frsize

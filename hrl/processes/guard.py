@@ -6,6 +6,8 @@ PR_SET_PDEATHSIG): a pipe would stay open in forked children, and polling for th
     guard.py LEADER group            ends the rest of LEADER's process group
     guard.py LEADER marked NAME=VALUE
                                      kills what began with this in its environment, after some time to leave
+    guard.py LEADER needs PID@START=TITLE …
+                                     says so, if one of these has ended before LEADER
     guard.py LEADER run COMMAND …    runs a command, and kills it and all that it started when it or LEADER has ended
 
 The last one finds also what left its group and its session, and whose parent has ended: the kernel then makes the guard
@@ -115,6 +117,20 @@ def _marked(mark: bytes) -> list[int]:
             if mark in Path(f"/proc/{entry.pid}/environ").read_bytes().split(b"\0"):
                 found.append(entry.pid)
     return found
+
+
+def tell_of_needed(leader: int, needed: list[str]) -> None:
+    """Say which of the processes `PID@START=TITLE` has ended, too: a library may end the leader with it."""
+    alive = {f"{entry.pid}@{entry.start}" for entry in process_table()}
+    for each in needed:
+        identity, _, title = each.partition("=")
+        if identity not in alive:
+            pid = identity.partition("@")[0]
+            sys.stderr.write(
+                f"\nThe run's process (pid {leader}) has ended without a word, and {title} (pid {pid}) is gone. If "
+                "nobody killed the first, Ray ended it because it can't do without the second. Start the run again\n"
+            )
+            return
 
 
 def _wait_for_end(leader: int) -> None:
@@ -243,6 +259,8 @@ def main(leader: int, targets: list[str]) -> None:
     _wait_for_end(leader)
     if targets == ["group"]:
         end_group(leader)
+    elif targets[0] == "needs":
+        tell_of_needed(leader, targets[1:])
     else:
         end_marked(targets[1])
 

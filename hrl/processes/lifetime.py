@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hrl.processes import guard
@@ -98,6 +98,25 @@ def guarded_environment() -> Iterator[dict[str, str]]:
     with _start_guard("marked", f"{_MARK}={mark}") as started:
         try:
             yield {_MARK: mark}
+        finally:
+            started.kill()
+
+
+@contextmanager
+def telling_of(needed: Mapping[int, str]) -> Iterator[None]:
+    """Say if one of these processes is gone, too, when this one ends while the block runs. On Linux only.
+
+    Args:
+        needed: Process ids, and what they are; their end may end this process before it can say so itself.
+    """
+    if _LIBC is None:
+        yield
+        return
+    present = [entry for entry in guard.process_table() if entry.pid in needed]
+    titles = [f"{entry.pid}@{entry.start}={needed[entry.pid]}" for entry in present]
+    with _start_guard("needs", *titles) as started:
+        try:
+            yield
         finally:
             started.kill()
 

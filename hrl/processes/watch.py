@@ -54,8 +54,9 @@ def is_gone(pid: int) -> bool:
 class _Watched:
     title: str
     start: str
+    kills: bool
     stopped_s: float = 0.0
-    killed: bool = False
+    is_condemned: bool = False
 
 
 class ProcessWatch:
@@ -72,18 +73,19 @@ class ProcessWatch:
         self._watched: dict[int, _Watched] = {}
         self._thread: threading.Thread | None = None
 
-    def add(self, pid: int, title: str) -> None:
+    def add(self, pid: int, title: str, *, kills: bool = True) -> None:
         """Watch a process from now on.
 
         Args:
             pid: Its id; that of a process that has ended does no harm.
             title: What it is, for `why_it_ended`.
+            kills: Whether it is killed here. Otherwise whoever asks `why_it_ended` does so.
         """
         state = state_of(pid)
         if state is None:
             return
         with self._lock:
-            self._watched[pid] = _Watched(title, state.start)
+            self._watched[pid] = _Watched(title, state.start, kills)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="process-watch", daemon=True)
                 self._thread.start()
@@ -94,10 +96,10 @@ class ProcessWatch:
             self._watched.pop(pid, None)
 
     def why_it_ended(self, pid: int) -> str | None:
-        """Return the sentence about a process that was killed because it stayed stopped; None for any other."""
+        """Return the sentence about a process that is killed because it stayed stopped; None for any other."""
         with self._lock:
             watched = self._watched.get(pid)
-        if watched is None or not watched.killed:
+        if watched is None or not watched.is_condemned:
             return None
         return (
             f"Somebody had stopped {watched.title} (pid {pid}, SIGSTOP) for {self._stopped_s:g} s. A stopped process "
@@ -115,11 +117,11 @@ class ProcessWatch:
             present = list(self._watched.items())
         for pid, watched in present:
             state = state_of(pid)
-            if state is None or state.start != watched.start or watched.killed:
+            if state is None or state.start != watched.start or watched.is_condemned:
                 continue
             watched.stopped_s = watched.stopped_s + passed_s if state.letter == STOPPED else 0.0
             if watched.stopped_s >= self._stopped_s:
-                watched.killed = self._kill(pid)
+                watched.is_condemned = self._kill(pid) if watched.kills else True
 
     def _kill(self, pid: int) -> bool:
         try:

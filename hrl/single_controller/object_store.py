@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import ray
@@ -33,13 +34,19 @@ def store_use() -> StoreUse | None:
     import grpc  # type: ignore[import-untyped]
     from ray._private.internal_api import node_stats
 
-    here = ray.get_runtime_context().get_node_id()
-    node = next((node for node in ray.nodes() if node["NodeID"] == here), None)
-    if node is None:
+    address = _address_of(ray.get_runtime_context().get_node_id())
+    if address is None:
         return None
     try:
-        reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+        reply = node_stats(*address, include_memory_info=False)
     except grpc.RpcError:
         return None
     stats = reply.store_stats
     return StoreUse(stats.object_store_bytes_avail, stats.object_store_bytes_used, stats.spilled_bytes_total)
+
+
+@cache
+def _address_of(node_id: str) -> tuple[str, int] | None:
+    """Return where a node's Ray process answers. Asked once: a call to Ray's control service has no deadline."""
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    return None if node is None else (node["NodeManagerAddress"], node["NodeManagerPort"])

@@ -7,8 +7,11 @@ is then aborted from C++; a raylet that stands still turns its workers into acto
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +23,13 @@ from ray._private import ray_constants
 from ray.exceptions import RayError
 
 from hrl.processes import guard
-from hrl.processes.evidence import why_memory_ended_it
+from hrl.processes.evidence import SHARED_MEMORY, free_shared_memory, why_memory_ended_it
 from hrl.processes.watch import NEEDED, is_gone
-from hrl.single_controller.worker_errors import ClusterLostError
+from hrl.single_controller.worker_errors import ClusterLostError, SharedMemoryError
 
+_STORE_FILE = f"{SHARED_MEMORY}/plasma"
+_SCARCE_BYTES = 256 << 20
+"""More than a batch takes at once: 4 million tokens."""
 #: Process type in Ray → what it is. The others (monitor, log monitor) may end, and a run goes on.
 _VITAL = {
     ray_constants.PROCESS_TYPE_GCS_SERVER: "Ray's control service (GCS)",
@@ -32,6 +38,13 @@ _VITAL = {
 
 LOOK_S = 1.0
 """Interval at which whoever waits for a call asks whether Ray is still there."""
+_NOTICE_S = 10.0
+_STUCK_LOOKS = 3
+"""How long this process may take to notice that its Ray is lost, and in how many looks it then has to be found within
+Ray: it waits in a call to a process that is stopped. Between calls it may take as long as it likes."""
+_LAST_RESORT_S = 40.0
+"""How long a process may go on after its Ray is lost. Some of Ray's calls wait for a dead control service, whatever one
+does, and end the process from C++ after 60 s, with a message of theirs."""
 
 _own: OwnRay | None = None
 
@@ -45,6 +58,8 @@ class OwnRay:
             title: processes[kind][0].process for kind, title in _VITAL.items() if kind in processes
         }
         raylet = self.raylet_pid
+        self._over = threading.Event()
+        self._noticed = threading.Event()
         self._agents = {  # with which the raylet ends
             entry.pid: (_title_of(entry.pid), entry.start) for entry in guard.process_table() if entry.parent == raylet
         }
@@ -63,7 +78,14 @@ class OwnRay:
             code = process.poll()
             if code is not None or is_gone(process.pid):
                 return self._obituary(title, process.pid, "has ended" if code is None else _how(code))
+            if NEEDED.why_it_ended(process.pid) is not None:
+                return self._obituary(title, process.pid, "stands still")
         return None
+
+    @property
+    def needed(self) -> dict[int, str]:
+        """Process id of each vital process → what it is."""
+        return {process.pid: title for title, process in self._vital.items()}
 
     @staticmethod
     def _obituary(title: str, pid: int, how: str) -> str:
@@ -73,6 +95,15 @@ class OwnRay:
             f"{'' if reason is None else f' {reason}.'} Start the run again. Ray's logs are in "
             f"{ray._private.worker._global_node.get_logs_dir_path()}"
         )
+
+    def untouched_bytes(self) -> int:
+        """Return how much memory the object store may still take of `/dev/shm`; 0 if it is elsewhere."""
+        for link in Path(f"/proc/{self.raylet_pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed while we looked
+                if str(link.readlink()).startswith(_STORE_FILE):
+                    file = link.stat()
+                    return file.st_size - 512 * file.st_blocks
+        return 0
 
     @contextmanager
     def supervised(self) -> Iterator[None]:
@@ -97,20 +128,46 @@ class OwnRay:
 
     def kill(self) -> None:
         """Kill what is left of it: nobody who talks to the others would get an answer. Workers end with the raylet."""
+        self._noticed.set()
         for process in self._vital.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         guard.kill_processes([f"{pid}@{start}" for pid, (_, start) in self._agents.items()])
 
     def watch(self) -> None:
-        """Kill vital processes that stay stopped, until `forget`: the end of a Ray, too, waits for them."""
+        """Look after vital processes until `forget`: the end of a Ray, too, waits for them.
+
+        One that stays stopped counts as lost and is killed when this process has noticed: Ray ends a process that is
+        talking to a raylet at its death, without a word.
+        """
         for title, process in self._vital.items():
-            NEEDED.add(process.pid, title)
+            NEEDED.add(process.pid, title, kills=False)
+        threading.Thread(target=self._wait_for_loss, name="own-ray", daemon=True).start()
 
     def forget(self) -> None:
         """Watch no longer."""
+        self._over.set()
         for process in self._vital.values():
             NEEDED.remove(process.pid)
+
+    def _wait_for_loss(self) -> None:
+        """Say what was lost and end this process, if it does not come to that itself."""
+        lost = None
+        while lost is None:
+            if self._over.wait(LOOK_S):
+                return
+            lost = self.lost()
+        self._noticed.wait(_NOTICE_S)
+        stuck = 0
+        while not self._noticed.is_set() and stuck < _STUCK_LOOKS:
+            stuck = stuck + 1 if _waits_for_ray() else 0
+            if self._over.wait(LOOK_S):
+                return
+        if self._noticed.is_set() and self._over.wait(_LAST_RESORT_S):
+            return
+        os.write(2, f"\n{ClusterLostError.__name__}: {lost}\n".encode())
+        self.kill()
+        os._exit(1)
 
 
 def _title_of(pid: int) -> str:
@@ -124,6 +181,11 @@ def _how(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
+def _waits_for_ray() -> bool:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and frame.f_code.co_filename.startswith(f"{Path(ray.__file__).parent}{os.sep}")
+
+
 def require_own_ray() -> None:
     """Raise if a process of the Ray that this process started has ended.
 
@@ -131,6 +193,7 @@ def require_own_ray() -> None:
         ClusterLostError: It says which, and how.
     """
     if _own is not None and (lost := _own.lost()) is not None:
+        _own.kill()
         raise ClusterLostError(lost)
 
 
@@ -149,6 +212,22 @@ def watched_get(ref: ray.ObjectRef, timeout_s: float) -> Any:
     except RayError:
         require_own_ray()
         raise
+
+
+def require_shared_memory() -> None:
+    """Raise if `/dev/shm` lacks what the object store may still need: writing to it would kill this process.
+
+    Raises:
+        SharedMemoryError: It says how much is there.
+    """
+    free = free_shared_memory()
+    if _own is None or free is None or free >= _SCARCE_BYTES or (needed := _own.untouched_bytes()) <= free:
+        return
+    raise SharedMemoryError(
+        f"/dev/shm has only {free >> 20} MiB free, and Ray's object store, which holds the batches, may take "
+        f"{needed >> 20} MiB more of it: free some, or give it more (`mount -o remount,size=…`, `docker run "
+        "--shm-size=…`)"
+    )
 
 
 def end_lost_ray() -> bool:

@@ -19,7 +19,7 @@ from ray._private.node import Node
 from ray._private.utils import get_shared_memory_bytes
 
 from hrl.processes.child_environment import changed_environment
-from hrl.processes.lifetime import guarded_environment
+from hrl.processes.lifetime import guarded_environment, telling_of
 from hrl.processes.signals import kept_from_children
 from hrl.single_controller.own_ray import OwnRay
 from hrl.single_controller.worker_errors import PlacementError
@@ -110,7 +110,7 @@ def ray_cluster(
                 own = OwnRay()
                 own.watch()
                 _end_by_force(own)
-                with own.supervised():
+                with telling_of(own.needed), own.supervised():
                     yield
             else:
                 yield

@@ -18,6 +18,7 @@ from ray import cloudpickle
 
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import BatchRows, RankCall
+from hrl.single_controller.own_ray import require_shared_memory
 from hrl.single_controller.packed_columns import PackedColumns
 from hrl.single_controller.packing import PackedBatch, pack_batch, unpack_batch
 
@@ -101,6 +102,7 @@ class _Parcels:
 
     def _put_whole(self, key: _Key, batch: DataProto) -> ray.ObjectRef:
         if key not in self._whole:
+            require_shared_memory()
             self._whole[key] = ray.put(self._pack(key, batch))
         return self._whole[key]
 
@@ -108,6 +110,7 @@ class _Parcels:
         """Return the object with the rows of a node's ranks, and which rows these are, in order."""
         if (key, node) not in self._parts:
             rows = np.unique(np.concatenate(self._rows[key][node]))
+            require_shared_memory()
             self._parts[key, node] = ray.put(self._pack(key, batch).pick(rows)), rows
         return self._parts[key, node]
 

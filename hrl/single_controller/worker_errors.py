@@ -140,6 +140,10 @@ class ClusterLostError(HrlError, RuntimeError):
     may_pass = True
 
 
+class SharedMemoryError(HrlError, RuntimeError):
+    """`/dev/shm` is too full for a batch."""
+
+
 class PlacementError(HrlError, RuntimeError):
     """The cluster lacks the resources of a pool."""
 

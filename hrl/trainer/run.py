@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.cluster.checkpoints import CheckpointStore
-from hrl.cluster.machine import available_cores, choose_device, run_cluster, scarcity
+from hrl.cluster.machine import available_cores, choose_device, run_cluster
 from hrl.cluster.object_store import shortage
 from hrl.cluster.precision import with_dtypes
 from hrl.cluster.roles import pool_manager_of
@@ -206,9 +206,6 @@ def _trainer(
 ) -> Iterator[TrainingLoop]:
     """Build the trainer and start its workers, on a running Ray; they end with the block."""
     device = choose_device(config.trainer.device)
-    scarce = scarcity(config.trainer.device, device, ready.outline.num_processes)
-    if scarce is not None:
-        reporter.console.note(scarce)
     config = with_dtypes(config, device)
     first, *others = kind.notes(config, ready)
     for note in (f"on {device}: {first}", *others):

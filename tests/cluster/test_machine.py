@@ -62,14 +62,10 @@ def test_the_configuration_wins_over_the_environment(settings_of, monkeypatch):
     assert settings_of(address="local")["num_cpus"] == 3
 
 
-@pytest.mark.parametrize(
-    "wanted, device, processes, warns",
-    [("auto", "cpu", 4, True), ("auto", "cpu", 3, False), ("cpu", "cpu", 4, False), ("auto", "cuda", 4, False)],
-)
-def test_more_ranks_than_cores_without_a_gpu_are_pointed_out(settings_of, wanted, device, processes, warns):
-    said = cluster.scarcity(wanted, device, processes)
-    assert (said is not None) == warns
-    assert not warns or "no GPU was found, and 4 ranks take turns on 3 cores" in said
+def test_more_ranks_than_cores_are_pointed_out_with_how_slow_that_is():
+    assert cluster.crowding(3, 3) is None
+    said = cluster.crowding(4, 3)
+    assert said is not None and "4 ranks take turns on 3 cores: a step takes at least 1.3 times as long" in said
 
 
 def test_a_ray_of_the_caller_is_used_and_left_running(monkeypatch):

@@ -413,6 +413,8 @@ def test_the_run_folder_is_looked_at_before_anything_starts(run, tmp_path):
     [
         (0, {}, None),
         (0, {"trainer.n_gpus_per_node": 4}, None),  # ranks take turns on the CPU's cores
+        (0, {"trainer.n_gpus_per_node": 9}, "asks for 9 processes, but this machine has no GPU for them and 2 cores"),
+        (2, {"trainer.n_gpus_per_node": 9, "trainer.device": "cpu"}, "Ask for at most 2"),
         (0, {"trainer.device": "cuda"}, "trainer.device is cuda, but no GPU was found on this machine."),
         (2, {"trainer.n_gpus_per_node": 2}, None),
         (2, {"trainer.n_gpus_per_node": 4}, "trainer.n_gpus_per_node asks for 4 processes with a GPU each"),
@@ -425,8 +427,10 @@ def test_the_run_folder_is_looked_at_before_anything_starts(run, tmp_path):
 def test_devices_are_counted_where_the_run_starts_its_own_ray(run, monkeypatch, gpus, changes, problem):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("hrl.preflight.machine_look.gpus_here", lambda: gpus)
+    monkeypatch.setattr("hrl.preflight.machine_look.available_cores", lambda: 2)
     if problem is None:
-        run(**changes)
+        crowded = [note for note in run(**changes).findings.notes if "take turns on 2 cores" in note]
+        assert len(crowded) == ("trainer.ray_kwargs" not in changes and changes.get("trainer.n_gpus_per_node") == 4)
     else:
         (found,) = refused(run, **changes)
         assert problem in found

@@ -16,7 +16,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 7\nnr_free 3\n")
     monkeypatch.setattr(evidence, "_counts", lambda: counts)
     monkeypatch.setattr(evidence, "_before", 7)
-    monkeypatch.setattr(evidence, "_free_shared_memory", lambda: 8 << 30)
+    monkeypatch.setattr(evidence, "free_shared_memory", lambda: 8 << 30)
     return tmp_path
 
 
@@ -38,12 +38,12 @@ def test_the_containers_own_count_goes_before_the_machines(machine: Path) -> Non
 
 
 def test_full_shared_memory_is_told_with_what_is_free(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "_free_shared_memory", lambda: 3 << 20)
+    monkeypatch.setattr(evidence, "free_shared_memory", lambda: 3 << 20)
     reason = evidence.why_memory_ended_it()
     assert reason is not None and "/dev/shm is full (3 MiB free)" in reason and "--shm-size" in reason
 
 
 def test_where_nobody_counts_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "_counts", lambda: [(Path("/nowhere"), "oom_kill")])
-    monkeypatch.setattr(evidence, "_free_shared_memory", lambda: None)
+    monkeypatch.setattr(evidence, "free_shared_memory", lambda: None)
     assert evidence.oom_kills() is None and evidence.why_memory_ended_it() is None

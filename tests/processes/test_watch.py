@@ -94,6 +94,14 @@ def test_who_is_removed_is_left_alone_and_who_is_not_there_does_no_harm(sleeper:
     assert sleeper.poll() is None
 
 
+def test_one_that_others_end_is_explained_and_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
+    pid = stopped(sleeper)
+    watch = ProcessWatch(stopped_s=10.0, look_s=600.0)
+    watch.add(pid, "Ray's raylet", kills=False)
+    watch.look(10.0)
+    assert sleeper.poll() is None and "Ray's raylet" in (watch.why_it_ended(pid) or "")
+
+
 def test_its_thread_looks_by_itself(sleeper: subprocess.Popen[bytes]) -> None:
     pid = stopped(sleeper)
     watch = ProcessWatch(stopped_s=0.05, look_s=0.05)
