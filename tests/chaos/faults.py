@@ -22,6 +22,7 @@ ROOMS: tuple[str, ...] = (
     "data_faults",
     "fuzz",
     "stopping",
+    "process_faults",
 )
 
 
