@@ -138,7 +138,7 @@ def rows_of_nonfinite(columns: Mapping[str, Tensor]) -> set[int]:
         if column.is_floating_point():
             numbers = column.float().numpy()
             bad = ~np.isfinite(numbers) & (mask if numbers.shape == mask.shape else True)
-            found.update(np.flatnonzero(bad.reshape(len(bad), -1).any(1)).tolist())
+            found.update(np.flatnonzero(bad.any(axis=tuple(range(1, bad.ndim)))).tolist())
     return found
 
 
