@@ -21,8 +21,8 @@ from hrl.cluster.manifest import Manifest
 from hrl.config import compose_cli
 from hrl.errors import HrlError, may_pass
 from hrl.processes.signals import ENDING
-from hrl.reward.actor import RewardError
-from hrl.single_controller.worker_errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from hrl.reward.actor import RewardError, RewardServiceError
+from hrl.single_controller.worker_errors import ClusterLostError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from hrl.trainer.command import _resuming
 from hrl.trainer.restarts import Attempt, Supervisor
 from hrl.workers.engine.nonfinite import NonFiniteStepError
@@ -231,6 +231,8 @@ def test_the_run_dies_with_the_parent(tmp_path: Path) -> None:
         (WorkerDiedError(0, "actor.update_actor", "update_actor", 7, "it was killed"), True),
         (WorkerTimeoutError([1], "actor.update_actor", "update_actor", 5.0), True),
         (EngineDeadError("the engine died"), True),
+        (RewardServiceError("the reward service died"), True),
+        (ClusterLostError("the GCS has ended"), True),
         (RolloutError("a row is too long"), False),
         (WorkerError(0, "actor.update_actor", "update_actor", "ValueError: bad"), False),
         (NonFiniteStepError("three steps"), False),
