@@ -30,6 +30,7 @@ EXIT_NONFINITE = 3
 EXIT_STOPPED = 75
 """`EX_TEMPFAIL` of sysexits.h: what was asked for is not done, and the same command goes on with it."""
 EXIT_INTERRUPTED = 130
+_CONTINUES = "continues after step"
 
 
 def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[TrainingLoop] | None = None) -> int:
@@ -149,7 +150,7 @@ def _told(run: Callable[[], object], attempt: Attempt) -> None:
 def _stopped(config: RunConfiguration, stopped: RunStoppedError) -> int:
     hint = _resume_hint(config)
     sys.stderr.write(f"\nstopped after step {stopped.step}\n{hint}")
-    return EXIT_STOPPED if hint else EXIT_INTERRUPTED
+    return EXIT_STOPPED if _CONTINUES in hint else EXIT_INTERRUPTED
 
 
 def _interrupted(config: RunConfiguration) -> int:
@@ -166,7 +167,7 @@ def _resume_hint(config: RunConfiguration) -> str:
             return ""
         step = load_state(newest, ())["step"]
     except CheckpointError as error:
-        return f"no checkpoint continues this run: {error}\n"
+        return f"this run can't go on: {error}\n"
     if config.trainer.resume_mode == "auto":
-        return f"the same command continues after step {step}\n"
-    return f"trainer.resume_mode=auto continues after step {step}\n"
+        return f"the same command {_CONTINUES} {step}\n"
+    return f"trainer.resume_mode=auto {_CONTINUES} {step}\n"

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.config.trainer import RunConfig
 from hrl.errors import may_pass
+from hrl.masking import masked_text
 from hrl.processes.lifetime import die_with_parent
 from hrl.processes.signals import ENDING
 from hrl.report.run_folder import DamagedFileError, RunFolder, read_metrics
@@ -45,7 +46,7 @@ class Attempt:
         """Tell the parent, if there is one, what ended the run."""
         if self._pipe is None:
             return
-        what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        what = masked_text(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         with suppress(BrokenPipeError):  # the parent is gone, and this process is about to be
             os.write(self._pipe, json.dumps({"error": what[:500], "may_pass": may_pass(error)}).encode())
 

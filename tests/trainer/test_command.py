@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hrl.processes.signals import ENDING
+from hrl.cluster.checkpoints import CheckpointStore, state_text
+from hrl.processes.signals import ENDING, RunStoppedError
 from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.command import exit_status, run_command
 from hrl.workers.engine.nonfinite import NonFiniteStepError
@@ -88,3 +89,32 @@ def test_a_termination_in_the_first_seconds_is_an_interruption_that_gives_the_cu
             signal.signal(number, handler)
     out, err = capsys.readouterr()
     assert (out, err) == ("cursor shown\n", "\ninterrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("mode", "contents", "damage", "status", "said"),
+    [
+        ("auto", ["model"], False, 75, "stopped after step 4\nthe same command continues after step 4\n"),
+        ("disable", ["model"], False, 75, "stopped after step 4\ntrainer.resume_mode=auto continues after step 4\n"),
+        ("auto", ["hf_model"], False, 130, "it holds a model to use, and no run continues from it"),
+        ("auto", ["model"], True, 130, "this run can't go on: "),
+    ],
+    ids=["auto", "another mode", "only a model", "damaged"],
+)
+def test_a_stopped_run_promises_to_go_on_only_where_a_checkpoint_that_was_read_back_does_it(
+    tmp_path, capsys, mode, contents, damage, status, said
+):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.begin(4)
+    final = store.commit(4, state_text({"step": 4, "contents": contents}))
+    if damage:
+        (final / "state.json").write_text('{"step": 4}')
+
+    def stopped() -> None:
+        raise RunStoppedError(4)
+
+    config = SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(tmp_path), resume_mode=mode))
+    assert exit_status(config, stopped) == status
+    err = capsys.readouterr().err
+    assert said in err
+    assert ("continues after" in err) == (status == 75)
