@@ -114,7 +114,9 @@ def running(
     remember_environment()
     saved_config(config)  # the secrets in it are masked from now on, in whatever is shown
     display = display or display_of(config.trainer)
-    config = with_models_of_before(with_fetched(config, display))
+    with _files_for(config.trainer):
+        config = with_fetched(config, display)
+    config = with_models_of_before(config)
     ready = preflight(config, given, display.stage)
     display.expect(ready.total_training_steps, made_of.line(config), made_of.phases(config))
     _show(display, config, ready, kind, facts)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
 
@@ -144,16 +144,16 @@ def load_parts(path: str | os.PathLike[str]) -> tuple[TensorDict | None, dict[st
     """Read what `save_parts` wrote.
 
     Raises:
-        ValueError: The file is a safetensors file of something else.
+        ValueError: The file is something else, such as a pickle.
     """
-    with safe_open(path, framework="pt", device="cpu") as file:
-        header = file.metadata() or {}
-        if header.get("format") != _FORMAT:
-            raise ValueError(
-                f"{path} is not a saved DataProto: its format is {header.get('format')!r}, not {_FORMAT!r}"
-            )
-        names = file.keys()
-        tensors = {name: file.get_tensor(name) for name in names}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if header.get("format") == _FORMAT else {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a saved DataProto, and no safetensors file: {error}") from error
+    if header.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a saved DataProto: its format is {header.get('format')!r}, not {_FORMAT!r}")
     document = json.loads(header["document"])
     batch = None
     if document["batch_size"] is not None:

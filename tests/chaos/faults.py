@@ -21,6 +21,7 @@ ROOMS: tuple[str, ...] = (
     "soak",
     "data_faults",
     "fuzz",
+    "security",
     "stopping",
     "process_faults",
 )
