@@ -20,7 +20,7 @@ DEV_STAMP := $(VENV)/.installed-from-dev.lock
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install install-dev demo bench docs test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos mutation sbom models lint type format clean
+.PHONY: help install install-dev demo bench docs test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos mutation sbom audit models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -95,6 +95,9 @@ chaos: install-dev  ## every known fault against real runs: fault, score, second
 sbom: install-dev  ## build/sbom.json: every pinned package with version and licence, as CycloneDX
 	mkdir -p build
 	$(BIN)/python requirements/sbom.py > build/sbom.json
+
+audit: install-dev  ## known vulnerabilities of every pinned package; asks osv.dev, and a package that it can't ask about is an error
+	set -e; for lock in requirements/*.lock; do echo "$$lock"; $(BIN)/uv tool run pip-audit==2.10.1 --strict --vulnerability-service osv --no-deps --disable-pip -r $$lock; done
 
 mutation: install-dev  ## put known mistakes into the maths and count how many the tests notice (minutes)
 	$(BIN)/python -m tests.mutation.run
