@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, damages, describe, is_whole
 from hrl.data.order import differences
 from hrl.errors import HrlError
-from hrl.report.run_folder import DamagedFileError, next_numbered, read_object
+from hrl.report.run_folder import DamagedFileError, make_folder, next_numbered, read_object
 from hrl.workers.engine.background import make_durable
 from hrl.workers.engine.digest import FileDigest
 
@@ -152,7 +152,7 @@ class CheckpointStore:
         if temporary.exists():
             logger.warning("removing %s, left by an interrupted save", temporary)
             shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
+        make_folder(temporary)
         return temporary
 
     def discard(self, step: int) -> None:

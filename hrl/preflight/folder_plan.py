@@ -103,6 +103,12 @@ def check_writable(path: Path) -> None:
             raise in_use(path, opened) from None
 
 
+def has_checkpoints(trainer: RunConfig) -> bool:
+    """Return whether there is a checkpoint to read, which may take its time."""
+    named = trainer.resume_mode == "resume_path"
+    return named or any(RunFolder.checkpoints_in(trainer.default_local_dir).glob("step_*"))
+
+
 def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: Any) -> FolderPlan | None:
     """Check that the run folder can be used, and return what becomes of it; see `plan_run_folder`."""
     resumed = trainer.resume_mode == "resume_path"

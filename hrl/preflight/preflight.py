@@ -7,6 +7,7 @@ what to change. `hrl check` and a run make the same checks, for every kind of ru
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.data_look import look_at_batch, look_at_rows, look_at_template
 from hrl.preflight.findings import Findings
-from hrl.preflight.folder_plan import look_at_run_folder, look_at_store
+from hrl.preflight.folder_plan import has_checkpoints, look_at_run_folder, look_at_store
 from hrl.preflight.given import Given
 from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_shared_memory, look_at_trackers
 from hrl.preflight.memory_look import look_at_memory
@@ -114,7 +115,8 @@ def inspect_run(
     look_at_devices(findings, config.trainer, outline.num_processes)
     look_at_shared_memory(findings, config.trainer)
     look_at_memory(findings, config, outline, folders)
-    plan = look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
+    with stage("reading the newest checkpoint") if has_checkpoints(config.trainer) else nullcontext():
+        plan = look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
     look_at_store(findings, config.trainer, plan)
     if tokenizer is None or ids is None or train is None:
         return None, findings

@@ -18,6 +18,7 @@ import yaml
 
 from hrl.errors import HrlError, RefusedError, system_error
 from hrl.report.environment import describe_environment
+from hrl.workers.engine.background import make_durable
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class RunFolder:
         self.earlier: Path | None = None
         self._last_step: int | None = None  # in the metrics file, once that was read
         with ExitStack() as failed, writing_to(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             self._lock = lock_folder(self.path)
             failed.callback(self.close)
             if not resume:
@@ -293,6 +294,14 @@ def _unwritable(folder: Path, error: OSError) -> RunFolderError:
         f"the run folder {folder} can't be written: {error.strerror or error}; {advice} name a folder in another "
         "place with trainer.default_local_dir"
     )
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, which outlive a crash of the machine; harmless if it is there."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        make_durable(each.parent)
 
 
 def is_full(error: OSError) -> bool:

@@ -354,6 +354,7 @@ class TrainingLoop(ABC):
             return
         if self.config.trainer.save_freq > 0:
             require_shared(self.reporter.folder.path, self.workers.trained)
+            self._look_for_room()
         with self.reporter.stage(self.beginning):
             self.restore()
             self.begin()
@@ -656,6 +657,15 @@ class TrainingLoop(ABC):
             if final is None
             else f"saved {final} in {pending.seconds:.1f} s"
         )
+
+    def _look_for_room(self) -> None:
+        """Refuse, or tell of, a disk that has no room for a single checkpoint, before the first step is made."""
+        try:
+            require_room(self.reporter.folder.path, self._bytes_to_save())
+        except CheckpointError as error:
+            if self.config.trainer.on_save_error == "stop":
+                raise
+            self.reporter.console.note(f"warning: {error}")
 
     def _bytes_to_save(self) -> dict[str, int]:
         """Return the bytes of a checkpoint's tensors, by what it holds; they are the same in every step."""

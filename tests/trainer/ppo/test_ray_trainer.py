@@ -400,6 +400,17 @@ def test_a_save_that_there_is_no_room_for_is_not_begun(tmp_path: Path, monkeypat
     with pytest.raises(CheckpointError, match=r"takes 0\.09 GB \(model 0\.02 GB\), and .* there are 0\.08 GB left"):
         driver.fit()
     assert driver.trainer.checkpoints.interrupted() == []
+    assert driver.trainer.global_steps == 0, "no step is made whose checkpoint has no room"
+
+
+def test_a_disk_that_fills_up_during_the_run_is_seen_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=-1", steps=4)
+    monkeypatch.setattr("hrl.cluster.disk.room_in", lambda _: 80e6 if driver.trainer.global_steps > 3 else 90e6)
+    with pytest.raises(CheckpointError, match=r"step 4 is not saved: a checkpoint takes 0\.09 GB .*left.*kept: step 2"):
+        driver.fit()
+    assert driver.trainer.checkpoints.steps() == [2]
 
 
 @pytest.mark.parametrize("ended_by", [KeyboardInterrupt, RuntimeError])
