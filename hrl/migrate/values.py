@@ -36,7 +36,7 @@ def value_of(text: str) -> Any:
     """Return a number, a truth value or null where the text is one, else the text."""
     try:
         return float(text) if _is_exponential(text) else _plain(yaml.safe_load(text), text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # also of a number of thousands of digits, or of `²e5`
         return text
 
 

@@ -16,6 +16,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import KINDS
 from hrl.migrate.line import Migrated, MigrationError, quoted, script
 from hrl.migrate.migrate import migrate
+from hrl.migrate.values import value_of
 
 
 def one(text: str, name: str = "run.sh", processes: int = 1) -> Migrated:
@@ -452,3 +453,8 @@ def test_what_a_line_of_openrlhf_leaves_to_defaults_or_beside_a_remote_reward_is
     assert "trainer.n_gpus_per_node=8" in found.arguments
     told = one(f"{line} --actor_num_gpus_per_node 8")
     assert "--actor.num_gpus_per_node 8" not in {remark.written for remark in told.differs}
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "²e5", "[" * 3000, "2020-99-99", "{a"])
+def test_a_value_that_yaml_fails_on_is_a_text(text):
+    assert value_of(text) == text
