@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hrl.processes import guard
+from hrl.processes.watch import NEEDED
 
 _PR_SET_PDEATHSIG = 1
 _MARK = "HRL_STARTED_BY"
@@ -68,6 +69,7 @@ def guard_process_group() -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     _group_guard = _start_guard("group")
+    NEEDED.add(_group_guard.pid, "a guard")  # a stopped one would outlive everything
 
 
 def under_guard(command: Sequence[str]) -> list[str]:

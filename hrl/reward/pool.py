@@ -481,9 +481,10 @@ class RewardPool:
     def _kill(self, process: _Process) -> None:
         process.tending.cancel()
         process.popen.terminate()
+        process.popen.send_signal(signal.SIGCONT)  # a guard that somebody has stopped hears of it, too
         try:
             process.popen.wait(_GUARD_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # somebody has stopped the guard
+        except subprocess.TimeoutExpired:
             logger.warning("the guard of reward process %d does not end, and is killed", process.pid)
             process.popen.kill()
             process.popen.wait(_GUARD_TIMEOUT_S)

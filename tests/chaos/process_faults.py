@@ -209,8 +209,9 @@ GCS = named(r"gcs_server")
 RANK = named(r"^ray::RankProcess")
 SECOND_RANK = named(r"^ray::RankProcess", 1)
 REWARDS = named(r"^ray::_Actor")
-REWARD_PROCESS = named(r"hrl\.reward\.process")
-GUARD = named(r"processes/guard\.py")
+REWARD_PROCESS = named(r"^(?!.*guard\.py).*hrl\.reward\.process")
+REWARD_GUARD = named(r"guard\.py.*hrl\.reward\.process")
+GUARD = named(r"processes/guard\.py \d+ group")
 ENGINE = named(r"VLLM|EngineCore|multiprocessing\.spawn")
 
 _HF = ("actor_rollout_ref.rollout.name=hf",)
@@ -256,6 +257,8 @@ FAULTS: list[Fault] = [
     _end("the reward service is stopped", "", REWARDS, STOP, "the reward service (process PID", "SIGSTOP"),
     _on("a reward process is killed", "", _signalled(REWARD_PROCESS, KILL)),
     _on("a reward process is stopped", "", _signalled(REWARD_PROCESS, STOP)),
+    _on("a guard is stopped", "of a reward process", _signalled(REWARD_GUARD, STOP)),
+    _on("a guard is stopped", "of a rank", _signalled(GUARD, STOP)),
     _end("the engine is killed", "vLLM", ENGINE, KILL, "vLLM engine (pid PID)", "died during", overrides=_VLLM),
     _end("the engine is stopped", "vLLM", ENGINE, STOP, "vLLM engine (pid PID)", "SIGSTOP", overrides=_VLLM),
     _on("a run is suspended", "Ctrl-Z and fg 15 s later", _ctrl_z_and_fg),

@@ -204,6 +204,23 @@ def test_a_spin_in_c_is_killed_at_the_deadline_and_its_process_replaced(pool):
     assert len(before - process_ids(pool)) == 1
 
 
+def test_a_process_that_somebody_stopped_is_replaced_and_its_sample_scored_anew(function_file):
+    with RewardPool(RewardSpec(UserFile(function_file)), reward(timeout_s=1.0, num_workers=1)) as pool:
+        (process,) = pool._processes
+        os.kill(process.pid, signal.SIGSTOP)
+        outcome = score(pool, "nothing")
+    assert (outcome.status, outcome.attempts) == ("skip", 2), "the sample is not to blame for the deadline"
+
+
+def test_a_guard_that_somebody_stopped_ends_with_its_process(function_file):
+    with RewardPool(RewardSpec(UserFile(function_file)), reward(timeout_s=5.0, num_workers=1)) as pool:
+        assert score(pool, "nothing").status == "skip"
+        (process,) = pool._processes
+        os.kill(process.popen.pid, signal.SIGSTOP)
+        began = time.monotonic()
+    assert process.popen.returncode is not None and time.monotonic() - began < 10
+
+
 def test_many_that_never_return_starve_nobody(function_file, monkeypatch):
     """Seven stay in seven processes, up to four times the two; the eighth process takes what is quick."""
     monkeypatch.setattr("hrl.reward.pool._SLOW_AFTER_S", 0.1)
