@@ -50,6 +50,7 @@ _OUTPUTS = (
     "report.html",
     "samples.jsonl",
     "scores.json",
+    "trackers.json",
     MODEL,
 )
 

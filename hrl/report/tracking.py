@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import html
 import importlib.util
+import json
 import logging
 import os
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import Any
 
 from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.nearest import nearest
+from hrl.report.run_folder import read_object, write_text
 from hrl.report.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -28,14 +31,30 @@ _FINISH_TIMEOUT_S = 30.0
 _MAX_WAITING_CALLS = 1000
 
 
+KNOWN_AS = "trackers.json"
+"""The file of a run folder that says what trackers know the run by; a run that continues goes on under the same id."""
+_ID_LENGTH = 21  # SwanLab's
+
+
 @dataclass(frozen=True)
 class RunInfo:
-    """The information about a run that trackers need."""
+    """The information about a run that trackers need.
+
+    Attributes:
+        project, name: In the tracker.
+        config: The resolved configuration.
+        folder: The run folder.
+        id: What the tracker knows the run by; the same for all runs that continue one. Steps that are made again are
+            told again, and a tracker that takes no step twice keeps the first.
+        continues: Whether the tracker has seen the run before.
+    """
 
     project: str
     name: str
     config: dict[str, Any]
     folder: Path
+    id: str = ""
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +122,15 @@ def _wandb(run: RunInfo) -> Tracker:
 
     # It would keep the command line, with whatever secret that has, and the address of a git remote, with its login.
     settings = wandb.Settings(x_disable_meta=True, disable_git=True, disable_code=True)
-    opened = wandb.init(project=run.project, name=run.name, config=run.config, dir=str(run.folder), settings=settings)
+    opened = wandb.init(
+        project=run.project,
+        name=run.name,
+        config=run.config,
+        dir=str(run.folder),
+        settings=settings,
+        id=run.id,
+        resume="allow",
+    )
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:
         columns, rows = sample_table(samples)
@@ -120,7 +147,9 @@ def _mlflow(run: RunInfo) -> Tracker:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow.set_tracking_uri((run.folder / "mlruns").as_uri())
     mlflow.set_experiment(run.project)
-    mlflow.start_run(run_name=run.name)
+    known = read_object(run.folder / KNOWN_AS)
+    started = mlflow.start_run(run_id=known.get("mlflow"), run_name=None if "mlflow" in known else run.name)
+    write_text(run.folder / KNOWN_AS, json.dumps(known | {"mlflow": started.info.run_id}))  # MLflow makes its own
     mlflow.log_dict(run.config, "config.json")
 
     def log(metrics: dict[str, float], step: int) -> None:
@@ -143,6 +172,8 @@ def _swanlab(run: RunInfo) -> Tracker:
         name=run.name,
         config=run.config,
         log_dir=str(run.folder / "swanlab"),
+        id=run.id,
+        resume="allow",
         reinit=True,
         # It would keep the command line and the git remote, as wandb would.
         settings=swanlab.Settings(probe=swanlab.Settings.Probe(runtime=False, git=False)),
@@ -160,7 +191,8 @@ def _swanlab(run: RunInfo) -> Tracker:
 def _trackio(run: RunInfo) -> Tracker:
     import trackio
 
-    opened = trackio.init(project=run.project, name=run.name, config=run.config, embed=False)
+    resume = "allow" if run.continues else "never"  # it knows runs by their names
+    opened = trackio.init(project=run.project, name=run.name, config=run.config, embed=False, resume=resume)
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:
         columns, rows = sample_table(samples)
@@ -256,7 +288,12 @@ class Tracking:
         run_dir: str | Path,
     ) -> None:
         wanted = installed_trackers([default_backend] if isinstance(default_backend, str) else default_backend)
-        run = RunInfo(project_name, experiment_name, dict(config or {}), Path(run_dir))
+        file = Path(run_dir) / KNOWN_AS
+        known = read_object(file)
+        if wanted and not known:
+            write_text(file, json.dumps({"id": uuid.uuid4().hex[:_ID_LENGTH]}))
+        name = read_object(file).get("id", "")
+        run = RunInfo(project_name, experiment_name, dict(config or {}), Path(run_dir), name, bool(known))
         self._threads = [_TrackerThread(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]
 
     @property

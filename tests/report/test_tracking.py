@@ -129,3 +129,21 @@ def test_a_table_of_samples_has_truth_and_every_part():
         ["source", "prompt", "truth", "response", "score", "exact", "tags"],
         [["sums", "1+1", "2", "2", 1.0, 1.0, None], [None, "1+1", None, "2", 1.0, None, 0.5]],
     )
+
+
+def test_a_run_that_continues_is_the_same_run_to_its_trackers_and_another_run_is_another(tmp_path, install):
+    made = install(Recorder, "some_tracker")
+    known = []
+    for folder in ("one", "one", "other"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        made.clear()
+        Tracking("p", "e", "some_tracker", run_dir=tmp_path / folder).finish()
+        known.append((made[0].run.id, made[0].run.continues))
+    (first, new), (second, again), (third, third_again) = known
+    assert first == second != third and len(first) == 21
+    assert (new, again, third_again) == (False, True, False)
+
+
+def test_a_run_without_trackers_has_no_file_of_them(tmp_path):
+    Tracking("p", "e", "console", run_dir=tmp_path)
+    assert not list(tmp_path.iterdir())

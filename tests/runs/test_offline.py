@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from hrl.cluster.checkpoints import PARTS
 from hrl.config.compose import compose_kind
 from hrl.config.offline import OfflineConfig
 from hrl.config.run_kind import OFFLINE_KINDS, RunKind
@@ -92,6 +93,8 @@ def test_a_run_leaves_what_it_promises_and_resumes_bit_for_bit(
     checkpoints = [tmp_path / name / "checkpoints" / "step_2" for name in ("run", "straight")]
     one, other = (state(path / ("rm" if kind == "rm" else "actor")) for path in checkpoints)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    (driver,) = {frozenset(json.loads((path / "state.json").read_text())) for path in checkpoints}
+    assert driver == {*PARTS} - {"score"}  # which the manifest has
     if kind == "dpo":
         dpo_starts_at_its_reference_and_leaves_it(straight)
 
