@@ -181,6 +181,17 @@ def checksums(rank: int, path: Path) -> dict[str, Any]:
     return found
 
 
+def skip_a_step(rank: int, path: Path, run_folder: Path, world_size: int) -> None:
+    """Learn from a batch of which the last row's advantages are infinite, and keep it as a run does."""
+    batch = make_batch()
+    batch.batch["advantages"][-1, 0] = float("inf")
+    plan = plan_rows(batch, world_size, 2)
+    actor = actor_config()
+    del actor.optim.total_training_steps  # which is no key of the section that stands for it in a run
+    policy = Actor(model_config(path), actor, fsdp_config("float32"), device=CPU, total_steps=10, run_folder=run_folder)
+    policy.learn(batch.select_idxs(list(plan.rows[rank])), plan.ranks[rank])
+
+
 def everything_on_two_ranks(
     rank: int, path: Path, mixture: Path, gemma3: Path, untied: Path, single: Path, double: Path
 ) -> dict[str, Any]:
@@ -202,6 +213,7 @@ def everything_on_two_ranks(
         "offloading_changes_nothing": offloading_changes_nothing(rank, path, double.with_name("moved")),
         "rounded": rounded_weights(rank),
         "checksums": checksums(rank, path),
+        "skipped": skip_a_step(rank, path, double.with_name("skipped"), 2),
         "untied": one_sided_gradients(rank, untied, 2),
         "frozen": sorted(policy_of(gemma3, "float32").engine.frozen_names()),
     }

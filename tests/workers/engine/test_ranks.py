@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
+from hrl.trained.replay import replay
 from tests.models.tiny import run_ranks, save_gemma3, save_llama, save_mixture, world_of_one
 from tests.workers.engine.ranks import (
     CHECKED_DTYPES,
@@ -200,3 +202,15 @@ def test_ranks_with_different_copies_of_a_weight_are_named(two):
             said.startswith("ranks 0, 1 have different copies of weights")
             and "1 parameter(s), first model.model.norm" in said
         )
+
+
+def test_what_two_ranks_kept_of_a_step_is_computed_again_by_one(folders, two):
+    files = sorted((folders["root"] / "skipped" / "nonfinite").glob("*.json"))
+    assert [file.name for file in files] == [f"step_7_rank_{rank}.actor-0.json" for rank in (0, 1)]
+    whole = replay(files[::-1], model=str(folders["model"]))
+    assert whole.has_same_weights and whole.has_all_ranks and whole.is_reproduced
+    assert [math.isfinite(each.loss) for each in whole.micro_batches] == [True, True, True, False]
+    half = replay(files[:1], model=str(folders["model"]))
+    assert half.is_reproduced and not half.has_all_ranks
+    assert [each.loss for each in half.micro_batches] == [each.loss for each in whole.micro_batches[:2]]
+    assert "of these ranks alone" in "".join(half.lines())
