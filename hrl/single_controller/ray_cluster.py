@@ -88,6 +88,8 @@ def ray_cluster(
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; avoids its warning
+    # Ray's control process would keep a record of every call, 4 KiB each and up to 100,000, for views that are off.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     inherited = {name: os.environ.get(name, value) for name, value in _WORKER_ENVIRONMENT.items()}
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     if address == "local":
