@@ -89,9 +89,10 @@ def under_guard(command: Sequence[str]) -> list[str]:
 
 @contextmanager
 def guarded_environment() -> Iterator[dict[str, str]]:
-    """Yield variables, and kill what began with them in its environment if this process dies while the block runs.
+    """Yield variables, and kill what began with them in its environment at the end of the block, or of this process.
 
-    What is left gets some seconds first, in which guards of its own may end it in order. On Linux only.
+    What is left then gets some seconds first, in which guards of its own may end it in order. It is found whatever
+    group, session and parent it has. On Linux only.
     """
     if _LIBC is None:
         yield {}
@@ -102,6 +103,7 @@ def guarded_environment() -> Iterator[dict[str, str]]:
             yield {_MARK: mark}
         finally:
             started.kill()
+            guard.end_marked(f"{_MARK}={mark}")
 
 
 @contextmanager

@@ -68,6 +68,19 @@ sys.stdin.readline()
 exec(sys.argv[1])
 """
 
+MARKING = """
+import os, subprocess, sys
+from hrl.processes.child_environment import changed_environment
+from hrl.processes.lifetime import guarded_environment
+unmarked = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+with guarded_environment() as mark, changed_environment(mark):
+    deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600; sleep 600"])
+    shell = subprocess.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True)
+    session = subprocess.Popen(["setsid", "sleep", "600"])
+    print("up", unmarked.pid, deaf.pid, shell.stdout.strip(), session.pid, flush=True)
+    sys.stdin.readline()
+"""
+
 OWNER = """
 import subprocess, sys, time
 from hrl.processes.lifetime import under_guard
@@ -90,7 +103,9 @@ class Parent(Worker):
         self.children = [
             subprocess.Popen(["sleep", "600"]),
             subprocess.Popen(["sleep", "600"], start_new_session=True, preexec_fn=die_with_parent),
+            subprocess.Popen(["setsid", "sleep", "600"]),
         ]
+        subprocess.run(["sh", "-c", "setsid sleep 600.25 &"])
 
     @register(Dispatch.ONE_TO_ALL)
     def busy(self):
@@ -210,6 +225,26 @@ def test_a_guarded_program_that_is_not_there_is_named(capfd: pytest.CaptureFixtu
     assert "/nowhere/at-all can't be started" in capfd.readouterr().err
 
 
+def called(command: str) -> set[int]:
+    return {each.pid for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == command.split()}
+
+
+@pytest.mark.parametrize("end", ["SIGKILL of the owner", "the end of the block"])
+def test_marked_processes_end_whatever_group_session_and_parent_they_have(end: str, tmp_path: Path) -> None:
+    owner = start(MARKING, tmp_path)
+    pids = [int(pid) for pid in wait_for_line(owner, "up")[1:]]
+    unmarked, marked = pids[0], pids[1:]
+    try:
+        assert len(marked) == 3
+        if end == "SIGKILL of the owner":
+            owner.kill()
+        owner.communicate("\n", timeout=30)
+        assert not still_alive(marked, within_s=0.0 if end == "the end of the block" else 15)
+        assert still_alive([unmarked], within_s=0.0) == [unmarked], "it began before the mark"
+    finally:
+        os.kill(unmarked, signal.SIGKILL)
+
+
 def _child(pids: Connection, wait_for_end_of: int | None) -> None:
     while wait_for_end_of is not None and psutil.pid_exists(wait_for_end_of):
         time.sleep(0.02)
@@ -248,12 +283,15 @@ def test_a_child_of_multiprocessing_dies_with_a_parent_that_gets_sigkill(late: b
 @pytest.mark.cluster
 @pytest.mark.parametrize("end", ["sigkill", "exception"])
 def test_no_process_outlives_the_driver(end: str, tmp_path: Path) -> None:
+    before = called("sleep 600.25")
     driver = start(DRIVER, tmp_path)
     try:
         wait_for_line(driver, "up")
         children = descendants(driver.pid)
         commands = list(children.values())
-        assert sum("sleep 600" in command for command in commands) == 4
+        assert sum("sleep 600" in command for command in commands) == 6
+        children |= (daemons := dict.fromkeys(called("sleep 600.25") - before, "a daemon"))
+        assert len(daemons) == 2, "whose parents have ended"
         assert sum("raylet" in command and "gcs" not in command for command in commands) >= 1
         if end == "sigkill":
             driver.send_signal(signal.SIGKILL)
