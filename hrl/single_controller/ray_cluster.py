@@ -15,8 +15,14 @@ import ray
 from ray._common.network_utils import get_localhost_ip
 from ray._common.utils import get_system_memory
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._private.node import Node
 from ray._private.utils import get_shared_memory_bytes
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError, RpcError
 
 from hrl.processes.child_environment import changed_environment
 from hrl.processes.lifetime import guarded_environment, telling_of
@@ -130,13 +136,20 @@ def reaching(address: str | None) -> Iterator[None]:
         address: `local`, `auto`, `host:port` or `ray://host:port`.
 
     Raises:
-        PlacementError: Nobody answers there within 10 s, or Ray finds no cluster.
+        PlacementError: Nobody answers there within 10 s, Ray finds no cluster, or the cluster refuses this process.
     """
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
         if colon and port.isdigit():
             socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+            if not str(address).startswith("ray://"):
+                _knock(str(address))
         yield
+    except AuthenticationError as error:
+        raise PlacementError(
+            f"the Ray cluster at {address} refuses this process: its token is missing or wrong. Set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH with a file, to what the cluster began with"
+        ) from error
     except OSError as error:
         if address == "local":
             raise
@@ -144,6 +157,23 @@ def reaching(address: str | None) -> Iterator[None]:
             f"cannot reach the Ray cluster at {address}: {error}. The address is that of trainer.ray_kwargs.address or "
             "RAY_ADDRESS; start the cluster there, or set neither for a Ray of this run's own"
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Ask a cluster who it is: `ray.init` would try a wrong token for 20 s, and then say that it could not connect.
+
+    Raises:
+        AuthenticationError: It wants another token.
+        ConnectionError: Who answers there is no Ray.
+    """
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    ensure_token_if_auth_enabled(create_token_if_missing=False)  # without one, Ray's core would abort
+    try:
+        GcsClient(address=address)
+    except RpcError as error:
+        if isinstance(error, AuthenticationError):
+            raise
+        raise ConnectionError(str(error)) from error
 
 
 @contextmanager

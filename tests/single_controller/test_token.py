@@ -1,0 +1,126 @@
+"""A cluster of several nodes that lets in who has its token, and says at once whom it doesn't."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes.process_table import descendants, still_alive
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+TOKEN, WRONG = "a" * 64, "b" * 64
+JOIN = """
+import sys, time, ray
+from hrl.errors import HrlError
+from hrl.single_controller.dispatch import Dispatch, register
+from hrl.single_controller.ray_cluster import ray_cluster
+from hrl.single_controller.resource_pool import RayResourcePool
+from hrl.single_controller.worker import RayClassWithInitArgs, Worker
+from hrl.single_controller.worker_group import RayWorkerGroup
+
+class Answers(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def answer(self):
+        return ray.get_runtime_context().get_node_id()
+
+try:
+    with ray_cluster(sys.argv[1]):
+        for _ in range(600):
+            if len(ray.nodes()) == 2:
+                break
+            time.sleep(0.1)
+        pool = RayResourcePool([1, 1], use_gpu=False)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Answers))
+        print("joined", len(set(group.answer())))
+        group.shutdown()
+except HrlError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def environment(home: Path, token: str | None) -> dict[str, str]:
+    """This process's, with a token or without one."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
+    root = str(Path(__file__).parents[2])
+    return {**kept, "HOME": str(home), "PYTHONPATH": root, "RAY_USAGE_STATS_ENABLED": "0", **given}
+
+
+def ray_start(home: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    ray = Path(sys.executable).with_name("ray")
+    command = [str(ray), "start", "--num-cpus=1", "--disable-usage-stats", "--block", *arguments]
+    with (home / f"{len(list(home.iterdir()))}.log").open("wb") as log:
+        return subprocess.Popen(command, env=environment(home, TOKEN), stdout=log, stderr=log, start_new_session=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Two nodes on this machine that share a token: their address, and the home of their user."""
+    home = tmp_path_factory.mktemp("r")  # short: Ray's sockets lie below
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    head = ["--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false"]
+    nodes = [ray_start(home, *head, f"--temp-dir={home}")]
+    try:
+        wait_for_port(port)
+        nodes.append(ray_start(home, f"--address={address}", "--node-ip-address=127.0.0.1"))
+        yield address, home
+    finally:
+        family = [pid for node in nodes for pid in (node.pid, *descendants(node.pid))]
+        for pid in family:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for node in nodes:
+            node.wait(30)
+        assert not still_alive(family, within_s=15)
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    pytest.fail("the first node does not answer")
+
+
+def join(cluster: tuple[str, Path], token: str | None, home: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, cluster[0]],
+        env=environment(home, token),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return done.stdout.strip() or done.stderr
+
+
+def test_who_has_the_token_works_on_both_nodes(cluster: tuple[str, Path]) -> None:
+    assert join(cluster, TOKEN, cluster[1]) == "joined 2"
+
+
+@pytest.mark.parametrize("token", [WRONG, None], ids=["wrong", "none"])
+def test_a_wrong_token_and_none_are_refused_in_one_line(
+    cluster: tuple[str, Path], token: str | None, tmp_path: Path
+) -> None:
+    said = join(cluster, token, tmp_path)
+    assert said.startswith(
+        f"PlacementError: the Ray cluster at {cluster[0]} refuses this process: its token is missing"
+    )
+    assert "RAY_AUTH_TOKEN" in said and "\n" not in said
+    assert token is None or token not in said
