@@ -16,6 +16,7 @@ from typing import NamedTuple
 ROOMS: tuple[str, ...] = (
     "checkpoints",
     "kills",
+    "network_faults",
     "store_faults",
     "numbers",
     "soak",

@@ -85,7 +85,7 @@ def _sleepers(seconds: str) -> list[int]:
 
 
 def _stray(folder: Path, end: str) -> Outcome:
-    """A run whose reward function starts a session of its own and a daemon with an empty environment for each sample."""
+    """A run whose reward function starts, for each sample, a session of its own and a daemon without environment."""
     seconds = f"9{os.getpid()}.{time.monotonic_ns() % 10**6}"  # by which nobody else's are called
     crash = 'if len(os.listdir(os.path.dirname(__file__))) > 1: raise RuntimeError("broken on purpose")'
     reward = folder / "own" / "straying.py"
