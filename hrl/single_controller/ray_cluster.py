@@ -110,7 +110,7 @@ def ray_cluster(
     nothing: dict[str, str] = {}
     with guarded_environment() if address == "local" else nullcontext(nothing) as mark:
         alone = kept_from_children() if address == "local" else nullcontext()
-        with reaching(address), bare, changed_environment(inherited | mark), alone:
+        with reaching(address), bare, changed_environment(inherited | mark), alone, _own_handlers():
             ray.init(address=address, **settings)
         own: OwnRay | None = None
         try:
@@ -253,6 +253,17 @@ def _without(services: Sequence[str]) -> Iterator[None]:
     finally:
         for name, method in methods.items():
             setattr(Node, name, method)
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Keep Ray from answering SIGTERM in this process, with an end of its own."""
+    utils = ray._private.utils
+    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
 
 
 def _end_by_force(own: OwnRay) -> None:

@@ -87,7 +87,8 @@ class OnTerminal:
         return self.said.decode(errors="replace").replace("\r", "")
 
     def look(self) -> None:
-        self.family |= {child.pid: child for child in descendants(self.popen.pid)}
+        with contextlib.suppress(IndexError):  # psutil read of a process that was ending
+            self.family |= {child.pid: child for child in descendants(self.popen.pid)}
 
     def comes_to(self, reached: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + PATIENCE_S
@@ -280,7 +281,11 @@ FAULTS = [
             reached=lambda folder: any((folder / "checkpoints").glob("*step_4")),
         ),
     ),
-    Fault(TWICE, "Ctrl-C, and again", ended_now(twice, lambda at, run: logged(at) >= 2, "trainer.save_freq=-1")),
+    Fault(
+        TWICE,
+        "Ctrl-C, and again",
+        ended_now(twice, lambda at, run: logged(at) >= 2, "trainer.save_freq=-1", "data.max_response_length=400"),
+    ),
     Fault(
         TWICE,
         "SIGTERM while Ray starts",
