@@ -214,7 +214,7 @@ def ended_now(
             run.close()
         if wrong or run.popen.returncode != 130:
             return Outcome(0, seconds, wrong or f"status {run.popen.returncode}: {run.text[-300:]!r}")
-        if "the same command continues" in run.text:
+        if "the same command continues after step" in run.text:
             return Outcome(0, seconds, "it says that the same command continues, and nothing is saved")
         return Outcome(2 if "interrupted" in run.text else 1, seconds, "interrupted")
 
