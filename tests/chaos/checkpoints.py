@@ -132,7 +132,7 @@ def falls_back(spoil: Callable[[Path], object], named: str) -> Callable[[Path], 
 def sentence(said: str, word: str) -> str:
     """What was said around a word, without the folders."""
     at = said.find(word)
-    begin = said.rfind("/", 0, at) + 1
+    begin = max(said.rfind("/", 0, at) + 1, at - 60)
     return said[begin : at + 200].replace("\n", " ")
 
 
@@ -283,13 +283,29 @@ def can_mount() -> bool:
             return False
 
 
-def full(megabytes: float, *overrides: str, unlooked: bool = True, goes_on: bool = False) -> Callable[[Path], Outcome]:
+def no_room(folder: Path) -> Outcome:
+    """The disk has no room for a single checkpoint: said before a step is made."""
+    if not can_mount():
+        return Outcome(2, 0.0, "not tried: this system lets nobody mount a disk")
+    mine = folder / "run"
+    with small_disk(mine, 60):
+        began = time.monotonic()
+        status, said = run(arguments(mine))
+        made = (mine / "metrics.jsonl").exists()
+    wrong = [
+        *([] if status == 1 else [f"exit status {status}"]),
+        *([] if "a checkpoint takes " in said and "Traceback" not in said else ["poorly said"]),
+        *(["a step was made"] if made else []),
+    ]
+    return judged(wrong, began, said, sentence(said, "a checkpoint takes"))
+
+
+def full(megabytes: float, *overrides: str, goes_on: bool = False) -> Callable[[Path], Outcome]:
     """The checkpoints are on a disk that is full in the second save.
 
     Args:
         megabytes: Room beyond the first checkpoint.
         *overrides: Of the command.
-        unlooked: Whether nobody looks for room before, as where a quota or another job takes it.
         goes_on: Whether the run is to go on without.
     """
 
@@ -300,8 +316,7 @@ def full(megabytes: float, *overrides: str, unlooked: bool = True, goes_on: bool
         mine = folder / "run"
         store = CheckpointStore(mine / "checkpoints")
         with small_disk(store.folder, size + megabytes + 0.1), pytest.MonkeyPatch.context() as patch:
-            if unlooked:
-                patch.setattr("hrl.cluster.disk.room_in", lambda _: 1 << 40)
+            patch.setattr("hrl.cluster.disk.room_in", lambda _: 1 << 40)  # as where a quota or another job takes it
             began = time.monotonic()
             status, said = run(arguments(mine, *overrides))
             choice = store.choose("auto", None)
@@ -413,7 +428,7 @@ FAULTS = [
     Fault(FULL, "at the shard", full(40)),
     Fault(FULL, "at the exported weights", full(80)),
     Fault(FULL, "at the tokenizer or the state", full(93.5)),
-    Fault(FULL, "seen before the save", full(40, unlooked=False)),
+    Fault(FULL, "seen before the first step", no_room),
     Fault(FULL, "the run is to go on", full(40, "trainer.on_save_error=continue", goes_on=True)),
     Fault(FULL, "a limit on the size of files", refused(lambda _: largest_file(30), "File too large")),
     Fault(
