@@ -21,11 +21,12 @@ from hrl.workers.runtime import Runtime, local_device
 SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, TokenIds(0, (1,), 10), False, False, 8, "unused")
 
 JOIN = """
-import json, psutil, torch, torch.distributed as dist
+import json, os, psutil, torch, torch.distributed as dist
 from hrl.workers.runtime import Runtime, join_world
 
-runtime = Runtime("cpu", 1, 0, 30.0, 30.0, None, False, False, 8, "unused")
+runtime = Runtime("cpu", 1, 0, 30.0, 30.0, None, False, False, 8, "unused", private=True)
 assert join_world(runtime) == torch.device("cpu") == join_world(runtime)
+assert os.umask(0) == 0o077, "files of this rank are for its user alone"
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
 listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
