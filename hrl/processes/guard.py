@@ -4,6 +4,8 @@ It imports the standard library only. The kernel tells it of the death (by a des
 PR_SET_PDEATHSIG): a pipe would stay open in forked children, and polling for the pid is fooled by zombies.
 
     guard.py LEADER group            ends the rest of LEADER's process group
+    guard.py LEADER PID@START …      kills these processes, if they still are the ones that began at START
+    guard.py LEADER descendants      kills what LEADER has started, and what that has, after some time to leave
     guard.py LEADER marked NAME=VALUE
                                      kills what began with this in its environment, after some time to leave
     guard.py LEADER needs PID@START=TITLE …
@@ -133,6 +135,38 @@ def tell_of_needed(leader: int, needed: list[str]) -> None:
             return
 
 
+def follow_and_end(leader: int, grace_s: float = _GRACE_S) -> None:
+    """Take note of what `leader`, the parent of this process, starts; when it has ended, give that time, and kill it.
+
+    Looking again and again is needed: those who lose their parent are no longer found below the leader. (Their
+    environment tells nothing either: a process that gives itself a title writes over it.)
+    """
+    seen: dict[int, str] = {}
+    own = os.getpid()
+    while os.getppid() == leader:
+        _note_descendants({leader}, own, seen)
+        seen.pop(leader, None)
+        signal.sigtimedwait({signal.SIGTERM}, 2 * _POLL_S)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline + grace_s:
+        _note_descendants(set(seen), own, seen)
+        left = [f"{entry.pid}@{entry.start}" for entry in process_table() if seen.get(entry.pid) == entry.start]
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            kill_processes(left)
+        time.sleep(2 * _POLL_S)
+
+
+def _note_descendants(found: set[int], own: int, seen: dict[int, str]) -> None:
+    table = process_table()
+    while more := {entry.pid for entry in table if entry.parent in found} - found - {own}:
+        found |= more
+    for entry in table:
+        if entry.pid in found:
+            seen.setdefault(entry.pid, entry.start)
+
+
 def _wait_for_end(leader: int) -> None:
     """Return when process `leader`, the parent of this one, has ended. SIGTERM is blocked and comes at its death.
 
@@ -256,13 +290,18 @@ def main(leader: int, targets: list[str]) -> None:
         run(leader, targets[1:])
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     _prctl(ctypes.CDLL(None, use_errno=True), _PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if targets == ["descendants"]:
+        follow_and_end(leader)
+        return
     _wait_for_end(leader)
     if targets == ["group"]:
         end_group(leader)
-    elif targets[0] == "needs":
+    elif targets[:1] == ["needs"]:
         tell_of_needed(leader, targets[1:])
-    else:
+    elif targets[:1] == ["marked"]:
         end_marked(targets[1])
+    else:
+        kill_processes(targets)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -25,7 +25,7 @@ from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
 from hrl.processes.child_environment import changed_environment
-from hrl.processes.lifetime import guarded_environment, telling_of
+from hrl.processes.lifetime import guarded_environment, guarded_processes, guarded_start, telling_of
 from hrl.processes.signals import kept_from_children
 from hrl.single_controller.own_ray import OwnRay
 from hrl.single_controller.worker_errors import PlacementError
@@ -106,9 +106,12 @@ def ray_cluster(
     settings |= ray_kwargs
     bare = _bare(with_dashboard=settings["include_dashboard"]) if address == "local" else nullcontext()
     # Everything that Ray starts ends with this process, except for the raylet's agents: after a SIGKILL they try for a
-    # minute to reach a cluster that is gone. They are there before `ray.init` returns.
+    # minute to reach a cluster that is gone. They are there before `ray.init` returns. The mark does not always find
+    # them, because a process that gives itself a title may write over its environment.
     nothing: dict[str, str] = {}
-    with guarded_environment() if address == "local" else nullcontext(nothing) as mark:
+    with guarded_environment() if address == "local" else nullcontext(nothing) as mark, ExitStack() as starting:
+        if address == "local":
+            starting.enter_context(guarded_start())
         alone = kept_from_children() if address == "local" else nullcontext()
         with reaching(address), bare, changed_environment(inherited | mark), alone, _own_handlers():
             ray.init(address=address, **settings)
@@ -118,7 +121,8 @@ def ray_cluster(
                 own = OwnRay()
                 own.watch()
                 _end_by_force(own)
-                with telling_of(own.needed), own.supervised():
+                with guarded_processes(own.raylet_pid), telling_of(own.needed), own.supervised():
+                    starting.close()
                     yield
             else:
                 yield

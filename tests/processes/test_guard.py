@@ -62,3 +62,27 @@ def test_what_began_with_the_mark_is_ended_in_whatever_session_and_nothing_else(
     assert other.poll() is None
     other.kill()
     other.wait()
+
+
+STARTING = """
+import subprocess, sys, time
+from hrl.processes.lifetime import guarded_start
+with guarded_start():
+    nested = "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", nested], start_new_session=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is guarded")
+def test_what_a_process_has_started_in_whatever_session_ends_after_it_where_it_is_killed_while_starting() -> None:
+    leader = subprocess.Popen([sys.executable, "-c", STARTING], cwd=Path(__file__).parents[2])
+    deadline = time.monotonic() + 15
+    while len(below := descendants(leader.pid)) < 3:  # the guard, and two that know nothing of it
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    family = [psutil.Process(pid) for pid in below]
+    os.kill(leader.pid, signal.SIGKILL)
+    leader.wait()
+    assert not psutil.wait_procs(family, timeout=15)[1]
