@@ -201,9 +201,10 @@ def fetch(store: RemoteStore, step: int, checkpoints: CheckpointStore, run_folde
 
     Raises:
         DamagedObjectError: It is not as its manifest says.
-        RemoteStoreError: The store can't be read.
+        RemoteStoreError: The store can't be read, or does not have it.
         RunFolderError: The folder can't be written to.
     """
+    require_step(store, step)
     with writing_to(run_folder):
         temporary = checkpoints.begin(step)
         try:
@@ -214,6 +215,18 @@ def fetch(store: RemoteStore, step: int, checkpoints: CheckpointStore, run_folde
         if checkpoints.path(step).exists():  # damaged: an undamaged one would not be fetched again
             checkpoints.set_aside(checkpoints.path(step))
         return checkpoints.publish(step)
+
+
+def require_step(store: RemoteStore, step: int) -> None:
+    """Check that a store has a checkpoint.
+
+    Raises:
+        RemoteStoreError: It has not; names those that it has.
+    """
+    steps = store.steps()
+    if step not in steps:
+        there = f"those of steps {', '.join(map(str, steps))}" if steps else "none"
+        raise RemoteStoreError(f"{store.address_of(step)} is no whole checkpoint; the store has {there}")
 
 
 def _continue_log(store: RemoteStore, run_folder: Path) -> None:

@@ -412,6 +412,11 @@ class RemoteStore:
             raise RemoteStoreError(f"the store {self.address} can't be {what}: {said}; {_WAY_OUT}") from error
 
 
+def is_in_store(path: str | None) -> bool:
+    """Return whether a path of the configuration is an address."""
+    return "://" in (path or "")
+
+
 def split_checkpoint(address: str) -> tuple[str, int]:
     """Return the store and the step of the address of a checkpoint, as `RemoteStore.address_of` writes it.
 

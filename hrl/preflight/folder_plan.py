@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hrl.cluster.checkpoints import CheckpointStore, DamagedCheckpoint, check_data, load_state
-from hrl.cluster.remote_store import RemoteStore, RemoteStoreError
+from hrl.cluster.remote_checkpoints import require_step
+from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, split_checkpoint
 from hrl.config.arithmetic import Fact
 from hrl.config.trainer import RunConfig
 from hrl.preflight.findings import Findings
@@ -110,9 +111,18 @@ def has_checkpoints(trainer: RunConfig) -> bool:
 
 
 def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: Any) -> FolderPlan | None:
-    """Check that the run folder can be used, and return what becomes of it; see `plan_run_folder`."""
+    """Check that the run folder can be used, and return what becomes of it; see `plan_run_folder`.
+
+    None if it can't be used, or begins with a checkpoint that is yet to be fetched from a store.
+    """
     resumed = trainer.resume_mode == "resume_path"
     with findings.about("trainer.resume_from_path" if resumed else "trainer.default_local_dir"):
+        if resumed and is_in_store(trainer.resume_from_path):
+            address, step = split_checkpoint(str(trainer.resume_from_path))
+            require_step(RemoteStore(address), step)
+            start = f"from the model of {trainer.resume_from_path}, which is fetched first"
+            findings.facts.append(Fact("run folder", f"{trainer.default_local_dir}, {start}"))
+            return None
         plan = plan_run_folder(trainer, train_dataset)
         findings.facts.append(Fact("run folder", str(plan)))
         return plan

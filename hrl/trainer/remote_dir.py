@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer
-from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, split_checkpoint
+from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, split_checkpoint
 from hrl.config.outline import RunConfiguration
 from hrl.config.trainer import RunConfig
 from hrl.processes.signals import RunStoppedError
@@ -41,7 +41,7 @@ def with_fetched(config: RunC, display: Display) -> RunC:
     trainer = config.trainer
     folder = Path(trainer.default_local_dir).expanduser().resolve()
     named = trainer.resume_from_path or ""
-    if trainer.resume_mode == "resume_path" and "://" in named:
+    if trainer.resume_mode == "resume_path" and is_in_store(named):
         address, step = split_checkpoint(named)
         checkpoints = CheckpointStore(folder / _FETCHED)
         if checkpoints.newest_undamaged() != step:

@@ -14,7 +14,7 @@ import pytest
 from hrl.cluster import remote_store
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.manifest import MANIFEST, Manifest
-from hrl.cluster.remote_checkpoints import Uploads, fetch_newer
+from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer
 from hrl.cluster.remote_store import GivenUpError, RemoteStore, RemoteStoreError
 from tests.cluster.s3_server import STORES, S3Server, s3_server
 
@@ -363,6 +363,12 @@ def test_a_store_of_damaged_checkpoints_alone_is_no_fresh_start(in_memory: Remot
     in_memory._fs.pipe_file(in_memory._path(2, "state.json"), b"flipped")
     with pytest.raises(RemoteStoreError, match="none is as its manifest says"):
         fetch_newer(in_memory, CheckpointStore(tmp_path / "checkpoints"), tmp_path, lambda _: None)
+
+
+def test_a_step_that_a_store_has_not_is_named_with_those_it_has(in_memory: RemoteStore, tmp_path: Path) -> None:
+    in_memory.upload(checkpoint(tmp_path / "there", 2), 2, {})
+    with pytest.raises(RemoteStoreError, match=r"step_3 is no whole checkpoint; the store has those of steps 2"):
+        fetch(in_memory, 3, CheckpointStore(tmp_path / "checkpoints"), tmp_path)
 
 
 def test_steps_that_are_made_again_count_no_longer(in_memory: RemoteStore, tmp_path: Path) -> None:
