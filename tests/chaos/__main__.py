@@ -1,6 +1,7 @@
 """Inject every known fault and print what came of it: `python -m tests.chaos [WORD …]`, with words those that name one.
 
-The table is also written to `build/chaos.md`. The exit status is 1 if an outcome is not what hrl promises.
+The table is also written to `build/chaos.md`. The exit status is 1 if an outcome is not what hrl promises. `--list`
+prints `kind: variant` of the faults instead, one a line, and injects nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from rich.table import Table
 
 from tests.chaos.faults import Fault, Outcome, faults
 
+LIST = "--list"
 PAGE = Path("build/chaos.md")
 _WIDTH_IN_FILES = 200
 _LONGEST = 240
 
 
 def main(words: list[str]) -> int:
-    """Run the faults that some word names, or all, and print the table."""
+    """Run the faults that some word names, or all, and print the table; or list them."""
+    only_list, words = LIST in words, [word for word in words if word != LIST]
     chosen = [
         fault for fault in faults() if not words or any(word in f"{fault.kind} {fault.variant}" for word in words)
     ]
+    if only_list:
+        sys.stdout.writelines(f"{fault.kind}: {fault.variant}\n" for fault in chosen)
+        return 0
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=_WIDTH_IN_FILES)
     began, outcomes = time.monotonic(), []

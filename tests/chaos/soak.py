@@ -2,7 +2,8 @@
 
 A series is fitted over its second half, when caches are full. Neighbouring steps are alike, so the line goes through
 means of blocks, and its standard error is theirs. It is flat if the slope is within three standard errors of nothing,
-or so small that a hundred thousand steps, a month at 25 seconds, would not matter.
+or so small that a hundred thousand steps, a month at 25 seconds, would not matter. A series so noisy that a leak would
+hide within three standard errors is not flat: nothing is known of it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ PATIENCE_S = 3000.0
 BLOCKS = 15
 #: What a series may grow by in a step and still be flat. 4 KiB are 0.4 GiB in a month.
 ALLOWED = {"KiB": 4.0, "files": 0.01, "threads": 0.01}
+#: What three standard errors may be. 64 KiB are 19 MiB in the 300 steps of a soak, for which the means of ten steps have
+#: to vary by 3.5 MiB; a file or thread left in every tenth step is 30 of them.
+NOISE = {"KiB": 64.0, "files": 0.1, "threads": 0.1}
 #: Parts of command lines, and what their processes are called.
 PARTS = {
     "gcs_server": "ray",
@@ -65,6 +69,10 @@ class Trend(NamedTuple):
     def is_flat(self, unit: str) -> bool:
         """Whether it does not grow, or not so that it would matter."""
         return self.slope <= max(3 * self.error, ALLOWED[unit])
+
+    def is_too_noisy(self, unit: str) -> bool:
+        """Whether growth that matters could not be told from noise."""
+        return 3 * self.error > NOISE[unit]
 
     def told(self, unit: str) -> str:
         """Say it."""
@@ -123,6 +131,9 @@ def judged(series: Sequence[Mapping[tuple[str, str], float]], began: float, what
     seconds = time.monotonic() - began
     if grown:
         return Outcome(0, seconds, f"{what} grew per step: {'; '.join(grown)}")
+    noisy = [f"{part}: {found.told(unit)}" for (part, unit), found in trends.items() if found.is_too_noisy(unit)]
+    if noisy:
+        return Outcome(0, seconds, f"{what}, too noisy to tell growth per step: {'; '.join(noisy)}")
     return Outcome(2, seconds, f"{what}, growth per step: {said}; open files and threads are flat too")
 
 

@@ -35,6 +35,15 @@ def test_what_does_not_grow_is_flat() -> None:
         assert trend(series).is_flat("KiB")
 
 
+def test_a_leak_that_noise_hides_is_not_called_flat() -> None:
+    leak = 300_000 + wandering(40_000.0) + 20.0 * np.arange(STEPS)
+    hidden = trend(leak)
+    assert hidden.is_flat("KiB") and hidden.is_too_noisy("KiB")
+    outcome = judged([{("ranks", "KiB"): kib} for kib in leak], 0.0, "a run")
+    assert outcome.score == 0 and "too noisy" in outcome.message and "ranks: " in outcome.message
+    assert not trend(300_000 + wandering(500.0)).is_too_noisy("KiB")
+
+
 def test_one_file_left_open_in_every_fiftieth_step_is_a_leak() -> None:
     assert not trend([10 + step // 50 for step in range(STEPS)]).is_flat("files")
 

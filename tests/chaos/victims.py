@@ -207,12 +207,22 @@ class Family:
         """What is still there some time after the end of the driver: processes and shared memory."""
         deadline = time.monotonic() + patience_s
         alive = psutil.wait_procs(list(self.seen.values()), timeout=patience_s)[1]
-        processes = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in alive if process.is_running()]
+        processes = [told for process in alive if (told := running(process))]
         while left := without_owner(set(os.listdir("/dev/shm")) - self.memory):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         return [*processes, *sorted(left)]
+
+
+def running(process: psutil.Process) -> str | None:
+    """Return a process's number and command; None if it has ended, also where nobody has asked for its status yet."""
+    try:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return None
 
 
 def family_of(start: Callable[[], Driver]) -> Family:
