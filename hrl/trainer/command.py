@@ -30,7 +30,7 @@ EXIT_NONFINITE = 3
 EXIT_STOPPED = 75
 """`EX_TEMPFAIL` of sysexits.h: what was asked for is not done, and the same command goes on with it."""
 EXIT_INTERRUPTED = 130
-_CONTINUES = "continues after step"
+_SAME_COMMAND = "the same command"
 
 
 def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[TrainingLoop] | None = None) -> int:
@@ -56,11 +56,11 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     if config.trainer.max_restarts > 0:
         try:
             attempt = Supervisor(config.trainer).run()
-        except KeyboardInterrupt:
-            return _interrupted(config)
+        except KeyboardInterrupt:  # between two starts: no step is lost by it
+            return _ended(config, "interrupted", in_order=True)
     if isinstance(attempt, int):
         return attempt
-    config = _resuming(config, attempt)
+    resuming = _resuming(config, attempt)
     display = display_of(config.trainer)
     stop = StopRequest(config.trainer.grace_s)
     stop.install()  # before the display, which hides the cursor of a terminal
@@ -77,9 +77,9 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     restarts = attempt.restarts
 
     def whole() -> None:
-        run(kind, config, trainer_cls=trainer_cls, display=display, stop=stop, restarts=restarts)
+        run(kind, resuming, trainer_cls=trainer_cls, display=display, stop=stop, restarts=restarts)
 
-    return exit_status(config, whole, attempt)
+    return exit_status(config, whole, attempt)  # as it was given: what the same command does is told of that
 
 
 def _resuming(config: RunConfiguration, attempt: Attempt) -> RunConfiguration:
@@ -117,7 +117,7 @@ def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: At
     Returns:
         0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if numbers
         are not finite, 75 if a signal ended the run in order and the same command continues it, 130 if one ended it
-        now.
+        now, or if the same command does not continue it.
     """
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[PresentStandardError()]
@@ -133,7 +133,7 @@ def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: At
         of_numbers = isinstance(error, NonFiniteError) or isinstance(error.__cause__, NonFiniteError)
         return EXIT_NONFINITE if of_numbers else EXIT_FAILURE
     except RunStoppedError as stopped:
-        return _stopped(config, stopped)
+        return _ended(config, f"stopped after step {stopped.step}", in_order=True)
     except KeyboardInterrupt:
         return _interrupted(config)
     return 0
@@ -147,15 +147,18 @@ def _told(run: Callable[[], object], attempt: Attempt) -> None:
         raise
 
 
-def _stopped(config: RunConfiguration, stopped: RunStoppedError) -> int:
-    hint = _resume_hint(config)
-    sys.stderr.write(f"\nstopped after step {stopped.step}\n{hint}")
-    return EXIT_STOPPED if _CONTINUES in hint else EXIT_INTERRUPTED
-
-
 def _interrupted(config: RunConfiguration) -> int:
-    sys.stderr.write(f"\ninterrupted\n{_resume_hint(config)}")
-    return EXIT_INTERRUPTED
+    return _ended(config, "interrupted", in_order=False)
+
+
+def _ended(config: RunConfiguration, what: str, *, in_order: bool) -> int:
+    """Say that a signal ended the run, and what continues it; return the exit status.
+
+    It is 75 only where the very same command continues: whoever starts it again has nobody to change a key.
+    """
+    hint = _resume_hint(config)
+    sys.stderr.write(masked_text(f"\n{what}\n{hint}"))
+    return EXIT_STOPPED if in_order and hint.startswith(_SAME_COMMAND) else EXIT_INTERRUPTED
 
 
 def _resume_hint(config: RunConfiguration) -> str:
@@ -168,6 +171,5 @@ def _resume_hint(config: RunConfiguration) -> str:
         step = load_state(newest, ())["step"]
     except CheckpointError as error:
         return f"this run can't go on: {error}\n"
-    if config.trainer.resume_mode == "auto":
-        return f"the same command {_CONTINUES} {step}\n"
-    return f"trainer.resume_mode=auto {_CONTINUES} {step}\n"
+    how = _SAME_COMMAND if config.trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
+    return f"{how} continues after step {step}\n"

@@ -15,6 +15,7 @@ from hrl.cluster.checkpoints import CheckpointStore, state_text
 from hrl.processes.signals import ENDING, RunStoppedError
 from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.command import exit_status, run_command
+from hrl.trainer.restarts import Attempt, Supervisor
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 
 
@@ -91,22 +92,27 @@ def test_a_termination_in_the_first_seconds_is_an_interruption_that_gives_the_cu
     assert (out, err) == ("cursor shown\n", "\ninterrupted\n")
 
 
+def saved_step_4(folder, contents):
+    store = CheckpointStore(folder / "checkpoints")
+    store.begin(4)
+    return store.commit(4, state_text({"step": 4, "contents": contents}))
+
+
 @pytest.mark.parametrize(
     ("mode", "contents", "damage", "status", "said"),
     [
         ("auto", ["model"], False, 75, "stopped after step 4\nthe same command continues after step 4\n"),
-        ("disable", ["model"], False, 75, "stopped after step 4\ntrainer.resume_mode=auto continues after step 4\n"),
+        ("disable", ["model"], False, 130, "stopped after step 4\ntrainer.resume_mode=auto continues after step 4\n"),
+        ("resume_path", ["model"], False, 130, "trainer.resume_mode=auto continues after step 4\n"),
         ("auto", ["hf_model"], False, 130, "it holds a model to use, and no run continues from it"),
         ("auto", ["model"], True, 130, "this run can't go on: "),
     ],
-    ids=["auto", "another mode", "only a model", "damaged"],
+    ids=["auto", "anew", "from another run", "only a model", "damaged"],
 )
-def test_a_stopped_run_promises_to_go_on_only_where_a_checkpoint_that_was_read_back_does_it(
+def test_a_stopped_run_has_the_status_to_be_started_again_only_where_the_same_command_continues_it(
     tmp_path, capsys, mode, contents, damage, status, said
 ):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    store.begin(4)
-    final = store.commit(4, state_text({"step": 4, "contents": contents}))
+    final = saved_step_4(tmp_path, contents)
     if damage:
         (final / "state.json").write_text('{"step": 4}')
 
@@ -117,4 +123,44 @@ def test_a_stopped_run_promises_to_go_on_only_where_a_checkpoint_that_was_read_b
     assert exit_status(config, stopped) == status
     err = capsys.readouterr().err
     assert said in err
-    assert ("continues after" in err) == (status == 75)
+    assert ("the same command continues after step 4\n" in err) == (status == 75)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "said"),
+    [
+        ((), 75, "the same command continues after step 4"),
+        (("resume_mode=resume_path", "resume_from_path=elsewhere"), 130, "trainer.resume_mode=auto continues after"),
+    ],
+    ids=["auto", "from another run"],
+)
+def test_a_signal_between_two_starts_leaves_a_run_that_goes_on(
+    monkeypatch, capsys, tmp_path, overrides, status, said
+) -> None:
+    saved_step_4(tmp_path, ["model"])
+    monkeypatch.setattr(Supervisor, "run", lambda self: self._pass_on(signal.SIGTERM, None))
+    given = [f"trainer.{each}" for each in (f"default_local_dir={tmp_path}", "max_restarts=3", *overrides)]
+    assert run_command("ppo", given) == status
+    err = capsys.readouterr().err
+    assert err.startswith("\ninterrupted\n") and said in err
+
+
+def test_a_run_that_was_started_again_promises_what_the_command_does_that_was_given(
+    monkeypatch, capsys, tmp_path
+) -> None:
+    """The second start goes on from the run's own checkpoints, whatever the mode; the command from outside does not."""
+    saved_step_4(tmp_path, ["model"])
+    modes = []
+
+    def stopped(kind, config, **_) -> None:
+        modes.append(config.trainer.resume_mode)
+        raise RunStoppedError(4)
+
+    monkeypatch.setattr(Supervisor, "run", lambda self: Attempt(1))
+    monkeypatch.setattr("hrl.processes.signals.StopRequest.install", lambda self: None)
+    monkeypatch.setitem(sys.modules, "hrl.trainer.run", SimpleNamespace(run=stopped))
+    mode = ("resume_mode=resume_path", "resume_from_path=elsewhere")
+    given = [f"trainer.{each}" for each in (f"default_local_dir={tmp_path}", "max_restarts=3", *mode)]
+    assert run_command("ppo", given) == 130
+    assert modes == ["auto"]
+    assert "\ntrainer.resume_mode=auto continues after step 4\n" in capsys.readouterr().err
