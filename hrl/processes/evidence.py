@@ -1,55 +1,86 @@
-"""What the kernel tells of why a process was killed: memory or shared memory that ran out."""
+"""How a process ended, and what the kernel tells of why: memory or shared memory that ran out."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
+from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
-_SCARCE_BYTES = 64 << 20
+_FULL_BELOW_BYTES = 64 << 20
 
 
-def oom_kills() -> int | None:
-    """Return how many processes the kernel's out-of-memory killer has ended so far; None where nobody counts.
+def exit_in_words(code: int) -> str:
+    """Return how a process ended, as the rest of a sentence about it.
 
-    The count is that of this container, where one can be read, else of the machine.
+    Args:
+        code: Its exit status, or minus the number of the signal that killed it, as `Popen.returncode` has it.
     """
-    for file, name in _counts():
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {each.value: each.name for each in signal.Signals}  # real-time signals have a number alone
+    return f"was killed by {known.get(-code, f'signal {-code}')}"
+
+
+class Kills(NamedTuple):
+    """How many processes the kernel's out-of-memory killer has ended so far.
+
+    Attributes:
+        number: Of the processes.
+        is_own: Whether they are those of this container, rather than of everybody on the machine.
+    """
+
+    number: int
+    is_own: bool
+
+
+def oom_kills() -> Kills | None:
+    """Return the count of this container, where one can be read, else of the machine; None where nobody counts."""
+    for file, is_own in _counts():
         try:
-            found = re.search(rf"^{name} (\d+)$", file.read_text(), re.MULTILINE)
+            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
         except OSError:  # no such file system here
             continue
         if found:
-            return int(found[1])
+            return Kills(int(found[1]), is_own)
     return None
 
 
-def _counts() -> list[tuple[Path, str]]:
+def _counts() -> list[tuple[Path, bool]]:
     cgroup = Path("/proc/self/cgroup")
     own = re.search(r"^0::(/.*)$", cgroup.read_text(), re.MULTILINE) if cgroup.is_file() else None
     version_2 = Path("/sys/fs/cgroup", own[1].lstrip("/") if own else "", "memory.events")
-    return [(version_2, "oom_kill"), (Path("/proc/vmstat"), "oom_kill")]
+    return [(version_2, True), (Path("/proc/vmstat"), False)]
 
 
 _before = oom_kills()
 
 
+def count_kills_from_now() -> None:
+    """Have `why_memory_ended_it` leave out what was killed so far: a run begins, in a session that may be days old."""
+    global _before
+    _before = oom_kills()
+
+
 def why_memory_ended_it() -> str | None:
     """Return why a process may have been killed: the kernel's out-of-memory killer was at work, or /dev/shm is full.
 
-    None if there is no sign of either since this module was imported.
+    None if there is no sign of either since the run began, or, in a process of the run, since that did.
     """
     now = oom_kills()
-    if _before is not None and now is not None and now > _before:
-        killed = now - _before
+    if _before is not None and now is not None and now.is_own == _before.is_own and now.number > _before.number:
+        killed = now.number - _before.number
         what = "a process" if killed == 1 else f"{killed} processes"
+        where = "here" if now.is_own else "on this machine"
+        if_others = "" if now.is_own else ", and this may have been " + ("it" if killed == 1 else "one of them")
         return (
-            f"The kernel's out-of-memory killer has ended {what} here since the run began: give the machine (or "
-            "container) more memory, or the run less (`hrl check` shows what takes how much)"
+            f"The kernel's out-of-memory killer has ended {what} {where} since the run began{if_others}: give the "
+            "machine (or container) more memory, or the run less (`hrl check` shows what takes how much)"
         )
     free = free_shared_memory()
-    if free is not None and free < _SCARCE_BYTES:
+    if free is not None and free < _FULL_BELOW_BYTES:
         return (
             f"/dev/shm is full ({free >> 20} MiB free), and writing there kills a process (SIGBUS): free some, "
             "or give it more (`mount -o remount,size=…`, `docker run --shm-size=…`)"

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hrl.processes.child_environment import child_environment, withheld_names
-from hrl.processes.evidence import why_memory_ended_it
+from hrl.processes.evidence import exit_in_words, why_memory_ended_it
 from hrl.processes.lifetime import under_guard
 from hrl.processes.plain_data import to_plain
 from hrl.processes.watch import NEEDED, STOPPED, state_of
@@ -431,7 +431,8 @@ class RewardPool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(_LAST_WORDS_S)
         pid = process.pid
-        how = f"its process {pid} {_describe_exit(process.popen.returncode)}"
+        code = process.popen.returncode
+        how = f"its process {pid} {'closed its connection' if code is None else exit_in_words(code)}"
         if (reason := NEEDED.why_it_ended(pid) or why_memory_ended_it()) is not None:
             how = f"{how} ({reason})"
         self._end(process, how if process.concurrency else f"{how} while loading")
@@ -539,10 +540,3 @@ def _start_process(
         )
         on_failure.pop_all()
     return popen, ours, SharedState(shared)
-
-
-def _describe_exit(code: int | None) -> str:
-    """Describe how a process ended from its exit code, `None` if it hasn't."""
-    if code is None:
-        return "closed its connection"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,12 +22,12 @@ from ray._private import ray_constants
 from ray.exceptions import RayError
 
 from hrl.processes import guard
-from hrl.processes.evidence import SHARED_MEMORY, free_shared_memory, why_memory_ended_it
+from hrl.processes.evidence import SHARED_MEMORY, exit_in_words, free_shared_memory, why_memory_ended_it
 from hrl.processes.watch import NEEDED, is_gone
 from hrl.single_controller.worker_errors import ClusterLostError, SharedMemoryError
 
 _STORE_FILE = f"{SHARED_MEMORY}/plasma"
-_SCARCE_BYTES = 256 << 20
+_ROOM_FOR_A_BATCH_BYTES = 256 << 20
 """More than a batch takes at once: 4 million tokens."""
 #: Process type in Ray → what it is. The others (monitor, log monitor) may end, and a run goes on.
 _VITAL = {
@@ -77,7 +76,7 @@ class OwnRay:
         for title, process in self._vital.items():
             code = process.poll()
             if code is not None or is_gone(process.pid):
-                return self._obituary(title, process.pid, "has ended" if code is None else _how(code))
+                return self._obituary(title, process.pid, "has ended" if code is None else exit_in_words(code))
             if NEEDED.why_it_ended(process.pid) is not None:
                 return self._obituary(title, process.pid, "stands still")
         return None
@@ -177,10 +176,6 @@ def _title_of(pid: int) -> str:
         return "agent"
 
 
-def _how(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
 def _waits_for_ray() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_code.co_filename.startswith(f"{Path(ray.__file__).parent}{os.sep}")
@@ -221,7 +216,7 @@ def require_shared_memory() -> None:
         SharedMemoryError: It says how much is there.
     """
     free = free_shared_memory()
-    if _own is None or free is None or free >= _SCARCE_BYTES or (needed := _own.untouched_bytes()) <= free:
+    if _own is None or free is None or free >= _ROOM_FOR_A_BATCH_BYTES or (needed := _own.untouched_bytes()) <= free:
         return
     raise SharedMemoryError(
         f"/dev/shm has only {free >> 20} MiB free, and Ray's object store, which holds the batches, may take "

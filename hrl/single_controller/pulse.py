@@ -80,9 +80,12 @@ def _beat(key: str, main: int | None, interval_s: float) -> None:
         beat = json.dumps([number, place, in_collective, round(peak_gib, 2)])
         try:
             internal_kv._internal_kv_put(key, beat, namespace=_NAMESPACE)
-        except (RayError, AttributeError, RuntimeError) as error:  # the cluster ends, and this process with it
-            logger.debug("no pulse any more: %s", error)
-            return
+        except (RayError, AttributeError, RuntimeError) as error:
+            if not ray.is_initialized():  # the cluster ends, and this process with it
+                logger.debug("no pulse any more: %s", error)
+                return
+            # The store is busy. Without a further beat, this rank would be taken for the one that is stuck.
+            logger.warning("beat %d of this rank could not be left, the next is tried: %s", number, error)
         time.sleep(interval_s)
 
 

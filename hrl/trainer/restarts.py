@@ -21,6 +21,7 @@ from hrl.cluster.checkpoints import CheckpointStore
 from hrl.config.trainer import RunConfig
 from hrl.errors import may_pass
 from hrl.masking import masked_text
+from hrl.processes.evidence import exit_in_words
 from hrl.processes.lifetime import die_with_parent
 from hrl.processes.signals import ENDING
 from hrl.report.run_folder import DamagedFileError, RunFolder, read_metrics
@@ -160,7 +161,7 @@ class Supervisor:
         if text:
             return _Ended(code, **json.loads(text))
         if code < 0:
-            return _Ended(128 - code, f"the run's process was killed by {signal.Signals(-code).name}", may_pass=True)
+            return _Ended(128 - code, f"the run's process {exit_in_words(code)}", may_pass=True)
         # A run that ends in order tells what ended it. Libraries that lose their cluster end the process.
         error = f"the run's process ended with status {code} and without a word"
         return _Ended(code, error, may_pass=code == 1)

@@ -31,6 +31,7 @@ from hrl.preflight.earlier_models import with_earlier_models, with_models_of_bef
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight, preflight
+from hrl.processes.evidence import count_kills_from_now
 from hrl.processes.signals import ENDING, StopRequest
 from hrl.report.console import Display
 from hrl.report.display import display_of
@@ -112,6 +113,7 @@ def running(
     checked = load_kind(made_of.config, config)
     config = config if checked == config else checked  # which knows where its values come from
     remember_environment()
+    count_kills_from_now()
     saved_config(config)  # the secrets in it are masked from now on, in whatever is shown
     display = display or display_of(config.trainer)
     with _files_for(config.trainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from types import SimpleNamespace
@@ -78,6 +79,30 @@ def test_beats_that_cannot_be_read_are_not_silence(store: Store) -> None:
     store.fails = True
     look_for(pulses, store, 600, beating=())
     assert pulses.silent([0, 1]) == []
+
+
+def test_a_beat_that_could_not_be_left_is_followed_by_the_next_until_the_cluster_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left: list[int] = []
+    tried = iter(range(1, 100))
+
+    def put(_: str, beat: str, *, namespace: bytes) -> None:
+        number = next(tried)
+        if number in (1, 3):
+            raise RpcError("deadline exceeded")
+        if number > 5:
+            monkeypatch.setattr(pulse.ray, "is_initialized", lambda: False)
+            raise RuntimeError("the cluster has ended")
+        left.append(json.loads(beat)[0])
+
+    monkeypatch.setattr(pulse.internal_kv, "_internal_kv_put", put)
+    monkeypatch.setattr(pulse.ray, "is_initialized", lambda: True)
+    pulse._beat("a", threading.main_thread().ident, 0.0)
+    assert left == [2, 4, 5] and next(tried) == 7
+    assert [record.message for record in caplog.records] == [
+        f"beat {number} of this rank could not be left, the next is tried: deadline exceeded" for number in (1, 3)
+    ]
 
 
 def test_those_that_the_others_wait_for_come_first() -> None:
