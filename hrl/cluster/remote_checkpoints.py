@@ -11,7 +11,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from hrl.cluster.checkpoints import CheckpointStore
-from hrl.cluster.remote_store import DamagedObjectError, GivenUpError, RemoteStore, RemoteStoreError
+from hrl.cluster.disk import require_room
+from hrl.cluster.remote_store import DamagedObjectError, GivenUpError, RemoteStore, RemoteStoreError, UnsendableError
 from hrl.report.run_folder import ALARMS, CONFIG, METRICS, read_jsonl, writing_to
 
 logger = logging.getLogger(__name__)
@@ -19,14 +20,19 @@ logger = logging.getLogger(__name__)
 #: Files of a run that lie beside its checkpoints in the store: with them another machine continues the log.
 BESIDE = (METRICS, ALARMS, CONFIG)
 
-#: Checkpoints that may wait for the store; a run that saves faster than they are sent waits at its next save.
+#: Checkpoints that may be on their way, the one that is sent included. Where another comes, those between are left out.
 _MAX_WAITING = 2
+#: Seconds after which a checkpoint that could not be sent is sent again, unless a newer one is there by then.
+_AGAIN_S = 60.0
 #: Seconds that the chunk under way may take when an upload is given up.
 _LAST_CHUNK_S = 10.0
 
 
 class Uploads:
     """Sends checkpoints one after the other, and removes older ones there as the run does here.
+
+    Nothing here waits but `close`. A checkpoint that can't be sent is sent again and again until a newer one is there,
+    so a store may be away for as long as the run takes from one save to the next.
 
     Args:
         store: Where they go; claimed for this run.
@@ -35,7 +41,6 @@ class Uploads:
         keep: How many stay there, the newest, and the one with the best validation beside them; None keeps all.
         tell: Is told what was sent, and what was not where the run goes on without it.
         stops: Whether the run ends if a checkpoint can't be sent.
-        patience_s: How long a save waits for those before it.
     """
 
     def __init__(
@@ -47,16 +52,19 @@ class Uploads:
         tell: Callable[[str], None],
         *,
         stops: bool,
-        patience_s: float,
     ) -> None:
         self._store, self._run, self._checkpoints, self._keep = store, run, checkpoints, keep
-        self._tell, self._stops, self._patience_s = tell, stops, patience_s
-        self._waiting: dict[int, None] = {}
-        self._change = threading.Condition()
-        self._sent: SimpleQueue[tuple[int, float]] = SimpleQueue()
-        self._errors: SimpleQueue[RemoteStoreError] = SimpleQueue()
+        self._tell, self._stops = tell, stops
         self._beside = {name: checkpoints.folder.parent / name for name in BESIDE}
+        self._change = threading.Condition()
+        self._waiting: dict[int, int] = {}
+        """Step → how many checkpoints were queued before, since one step may be queued again while it is sent."""
+        self._queued = 0
+        self._under_way: int | None = None
         self._failed: dict[int, str] = {}
+        self._left_out: list[int] = []
+        self._news: SimpleQueue[str] = SimpleQueue()
+        self._errors: SimpleQueue[RemoteStoreError] = SimpleQueue()
         self._is_over = False
         self._thread = threading.Thread(target=self._work, name="uploading checkpoints", daemon=True)
         self._thread.start()
@@ -67,19 +75,18 @@ class Uploads:
             return frozenset(self._waiting)
 
     def send(self, step: int) -> None:
-        """Queue the checkpoint of a step; wait first while too many are on their way.
-
-        Raises:
-            RemoteStoreError: Those before it were not sent in time.
-        """
+        """Queue the checkpoint of a step as it is now; nothing if there is none."""
+        if not self._checkpoints.path(step).is_dir():
+            return
         with self._change:
-            if not self._change.wait_for(lambda: len(self._waiting) < _MAX_WAITING, self._patience_s):
-                raise RemoteStoreError(
-                    f"{self._store.address} takes checkpoints slower than the run makes them: those of steps "
-                    f"{', '.join(map(str, self._waiting))} were not sent within {self._patience_s:g} s. Save less "
-                    "often (trainer.save_freq), or less (save_contents)"
-                )
-            self._waiting[step] = None
+            self._waiting.pop(step, None)
+            between = [each for each in self._waiting if each != self._under_way]
+            for each in between[: max(0, len(self._waiting) + 1 - _MAX_WAITING)]:
+                del self._waiting[each]
+                self._left_out.append(each)
+                self._news.put(f"step {each} is not sent to {self._store.address}: a newer checkpoint was there first")
+            self._queued += 1
+            self._waiting[step] = self._queued
             self._change.notify_all()
 
     def look(self) -> dict[str, float]:
@@ -88,7 +95,7 @@ class Uploads:
         Raises:
             RemoteStoreError: One can't be sent, and the run is to end then.
         """
-        self._tell_of_sent()
+        self._tell_news()
         while not self._errors.empty():
             error = self._errors.get()
             if self._stops:
@@ -97,7 +104,7 @@ class Uploads:
         return {
             "checkpoint/upload_gb": self._store.transfers.nbytes / 1e9,
             "checkpoint/upload_retries": float(self._store.transfers.retries),
-            "checkpoint/failed_uploads": float(len(self._failed)),
+            "checkpoint/failed_uploads": float(len(self._failed) + len(self._left_out)),
             "checkpoint/uploads_waiting": float(len(self.steps())),
         }
 
@@ -115,14 +122,13 @@ class Uploads:
         finally:  # also on Ctrl-C
             self._store.give_up.set()
         self._thread.join(_LAST_CHUNK_S)
-        self._tell_of_sent()
+        self._tell_news()
         late = f"the run ended before all of it was sent, and waited {patience_s:g} s"
-        return self._failed | dict.fromkeys(self.steps(), late)
+        return self._failed | {step: self._failed.get(step, late) for step in self.steps()}
 
-    def _tell_of_sent(self) -> None:
-        while not self._sent.empty():
-            step, seconds = self._sent.get()
-            self._tell(f"sent {self._store.address_of(step)} in {seconds:.1f} s")
+    def _tell_news(self) -> None:
+        while not self._news.empty():
+            self._tell(self._news.get())
 
     def _work(self) -> None:
         while True:
@@ -130,27 +136,53 @@ class Uploads:
                 self._change.wait_for(lambda: self._waiting or self._is_over)
                 if not self._waiting:
                     return
-                step = next(iter(self._waiting))
-            began = time.perf_counter()
+                step, queued = next(iter(self._waiting.items()))
+                self._under_way = step
             try:
-                self._store.require_owner(self._run)
-                self._store.upload(self._checkpoints.path(step), step, self._beside)
-                self._rotate(step)
+                error = self._sent(step)
             except GivenUpError:
                 return
-            except RemoteStoreError as error:
+            with self._change:
+                self._under_way = None
+                if error is not None and self._waits_for_another_try(step, error):
+                    continue
+                if self._waiting.get(step) == queued:  # and not queued again meanwhile
+                    del self._waiting[step]
+            if error is not None:
                 self._failed[step] = str(error)
                 self._errors.put(error)
-            else:
-                self._failed.pop(step, None)
-                self._sent.put((step, time.perf_counter() - began))
-            with self._change:
-                del self._waiting[step]
-                self._change.notify_all()
+
+    def _sent(self, step: int) -> RemoteStoreError | None:
+        """Send a checkpoint; return what kept it from being sent.
+
+        Raises:
+            GivenUpError: The run ends.
+        """
+        began = time.perf_counter()
+        try:
+            self._store.upload(self._checkpoints.path(step), step, self._beside, self._run)
+            self._rotate(step)
+        except GivenUpError:
+            raise
+        except RemoteStoreError as error:
+            return error
+        except Exception as error:  # noqa: BLE001  of the disk, or of a store's client; without this the thread would die
+            return UnsendableError(f"{self._checkpoints.path(step)} can't be sent: {type(error).__name__}: {error}")
+        self._failed.pop(step, None)
+        self._news.put(f"sent {self._store.address_of(step)} in {time.perf_counter() - began:.1f} s")
+        return None
+
+    def _waits_for_another_try(self, step: int, error: RemoteStoreError) -> bool:
+        """Wait until it is time to send a step again; False if a newer one is there, or it is no use."""
+        if isinstance(error, UnsendableError):
+            return False
+        self._news.put(f"{error}. Step {step} is sent again until a newer checkpoint is there")
+        self._change.wait_for(lambda: len(self._waiting) > 1 or self._is_over, _AGAIN_S)
+        return len(self._waiting) == 1 and not self._is_over
 
     def _rotate(self, sent: int) -> None:
-        """Remove what interrupted uploads left, and checkpoints that are no longer needed."""
-        for step in self._store.torn():
+        """Remove what interrupted uploads and earlier branches left, and checkpoints that are no longer needed."""
+        for step in (*self._store.torn(), *(step for step in self._store.superseded() if step < sent)):
             self._store.remove(step)
         if self._keep is None:
             return
@@ -202,9 +234,12 @@ def fetch(store: RemoteStore, step: int, checkpoints: CheckpointStore, run_folde
     Raises:
         DamagedObjectError: It is not as its manifest says.
         RemoteStoreError: The store can't be read, or does not have it.
-        RunFolderError: The folder can't be written to.
+        RunFolderError: The folder can't be written to, or has no room.
     """
     require_step(store, step)
+    with writing_to(run_folder):
+        run_folder.mkdir(parents=True, exist_ok=True)
+    require_room(run_folder, {"checkpoint": store.manifest(step).size})
     with writing_to(run_folder):
         temporary = checkpoints.begin(step)
         try:

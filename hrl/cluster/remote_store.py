@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
@@ -60,6 +61,10 @@ class RemoteStoreError(HrlError, RuntimeError):
 
 class DamagedObjectError(RemoteStoreError):
     """A checkpoint in a store is not what its manifest says; asking again is no use."""
+
+
+class UnsendableError(RemoteStoreError):
+    """A checkpoint that will not be sent, however often that is tried: it has changed, or another run has the store."""
 
 
 class GivenUpError(RemoteStoreError):
@@ -142,6 +147,10 @@ class RemoteStore:
         """Return the steps of which there is something, but no manifest: an upload or a removal was interrupted."""
         return sorted(step for step, names in self._folders().items() if not names & {MANIFEST, _SUPERSEDED})
 
+    def superseded(self) -> list[int]:
+        """Return the steps whose checkpoints count no longer, because a run went on from an earlier one."""
+        return sorted(step for step, names in self._folders().items() if _SUPERSEDED in names and MANIFEST not in names)
+
     def manifest(self, step: int) -> Manifest:
         """Return the manifest of a checkpoint.
 
@@ -188,11 +197,11 @@ class RemoteStore:
         """Check that no other run has claimed the store meanwhile.
 
         Raises:
-            RemoteStoreError: One has.
+            UnsendableError: One has.
         """
         owner = self._owner() or {}
         if owner.get("run") != run:
-            raise RemoteStoreError(
+            raise UnsendableError(
                 f"another run writes to {self.address} by now: {_in_words(owner)}. This one uploads nothing more; give "
                 f"each run a {KEY} of its own"
             )
@@ -225,17 +234,20 @@ class RemoteStore:
 
     # ------------------------------------------------------------------ there and back
 
-    def upload(self, folder: Path, step: int, beside: Mapping[str, Path]) -> None:
+    def upload(self, folder: Path, step: int, beside: Mapping[str, Path], run: str | None = None) -> None:
         """Send a checkpoint; what is there already, with the same hash in its manifest, is not sent again.
+
+        A run that claims the store meanwhile is found out before the next file, and before the manifest.
 
         Args:
             folder: The checkpoint's, with its manifest; it stays as it is meanwhile.
             step: Whose it is.
             beside: Files of the run that go on with it, by their name below `run/`; missing ones are left out.
+            run: The name that the store was claimed with; None if nobody else writes there.
 
         Raises:
-            RemoteStoreError: A file could not be sent, has changed since its manifest was written, or arrived with
-                another size.
+            UnsendableError: A file has changed since its manifest was written, or another run has claimed the store.
+            RemoteStoreError: A file could not be sent, or arrived with another size.
             GivenUpError: `give_up` was set.
         """
         manifest = Manifest.read(folder)
@@ -243,11 +255,22 @@ class RemoteStore:
         missing = [name for name, entry in manifest.files.items() if there.get(name) != entry]
         if there and missing:
             self._delete(self._path(step, MANIFEST))
-        self._for_each(missing, lambda name: self._send(folder / name, self._path(step, name), manifest.files[name]))
+
+        def send(name: str) -> None:
+            self._require(run)
+            self._send(folder / name, self._path(step, name), manifest.files[name])
+
+        self._require(run)
+        self._for_each(missing, send)
         for name, file in beside.items():
             if file.is_file():
                 self._send(file, f"{self._root}/{RUN}/{name}", None)
+        self._require(run)
         self._write(self._path(step, MANIFEST), manifest.text.encode())
+
+    def _require(self, run: str | None) -> None:
+        if run is not None:
+            self.require_owner(run)
 
     def fetch(self, step: int, folder: Path) -> None:
         """Fetch a checkpoint into an empty folder, and check every file against its manifest.
@@ -304,10 +327,10 @@ class RemoteStore:
         def attempt() -> None:
             with self._told("written to"):
                 self._make_room_for(path)
-            with file.open("rb") as source, self._told("written to"), self._fs.open(path, "wb") as target:
-                found = self._copied(source, target)
+            with file.open("rb") as source, self._opened(path, "wb") as target:
+                found = self._copied(source.read, partial(self._ask, "written to", target.write))
             if expected is not None and found != expected:
-                raise RemoteStoreError(
+                raise UnsendableError(
                     f"{file} has changed since it was saved: {_difference(expected, found)}; it is not uploaded"
                 )
             with self._told("read"):
@@ -321,8 +344,8 @@ class RemoteStore:
     def _receive(self, path: str, file: Path, expected: FileDigest | None) -> None:
         def attempt() -> None:
             with file.open("wb") as target:
-                with self._told("read"), self._fs.open(path, "rb") as source:
-                    found = self._copied(source, target)
+                with self._opened(path, "rb") as source:
+                    found = self._copied(partial(self._ask, "read", source.read), target.write)
                 target.flush()
                 os.fsync(target.fileno())
             if expected is not None and found != expected:
@@ -331,13 +354,29 @@ class RemoteStore:
 
         self._retried(attempt, f"fetching {path} from {self.address}")
 
-    def _copied(self, source: IO[bytes], target: IO[bytes]) -> FileDigest:
+    @contextmanager
+    def _opened(self, path: str, mode: str) -> Iterator[IO[bytes]]:
+        """Open an object; errors of the disk in the block stay what they are, those of closing it are the store's."""
+        what = "read" if mode == "rb" else "written to"
+        with self._told(what):
+            opened = self._fs.open(path, mode)
+        try:
+            yield opened
+        finally:
+            with self._told(what):
+                opened.close()
+
+    def _ask(self, what: str, call: Callable[[Any], T], argument: Any) -> T:
+        with self._told(what):
+            return call(argument)
+
+    def _copied(self, read: Callable[[int], bytes], write: Callable[[bytes], object]) -> FileDigest:
         digest, size = xxh3_128(), 0
-        while chunk := source.read(_CHUNK_BYTES):
+        while chunk := read(_CHUNK_BYTES):
             if self.give_up.is_set():
                 raise GivenUpError(f"the run ended before all of it was in {self.address}")
             digest.update(chunk)
-            target.write(chunk)
+            write(chunk)
             size += len(chunk)
         return FileDigest(size, digest.hexdigest())
 
@@ -357,7 +396,7 @@ class RemoteStore:
         for pause_s in self._pauses_s:
             try:
                 return attempt()
-            except (GivenUpError, DamagedObjectError):
+            except (GivenUpError, DamagedObjectError, UnsendableError):
                 raise
             except RemoteStoreError as error:
                 logger.warning("%s failed, and is tried again in %g s: %s", what, pause_s, error)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 
-from hrl.cluster.checkpoints import CheckpointStore
+from xxhash import xxh3_64_hexdigest
+
+from hrl.cluster.checkpoints import CheckpointStore, damages_of_checkpoint
+from hrl.cluster.manifest import Manifest
 from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer
 from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, split_checkpoint
 from hrl.config.outline import RunConfiguration
@@ -21,6 +25,8 @@ RunC = TypeVar("RunC", bound=RunConfiguration)
 
 #: Seconds that a run which failed waits for what is on its way to the store.
 _RESCUE_S = 30.0
+#: The part of `trainer.grace_s` that the store may take: the step has three quarters of it, the end the rest.
+_SHARE_OF_GRACE = 0.15
 _FETCHED = "fetched"
 
 
@@ -43,10 +49,11 @@ def with_fetched(config: RunC, display: Display) -> RunC:
     named = trainer.resume_from_path or ""
     if trainer.resume_mode == "resume_path" and is_in_store(named):
         address, step = split_checkpoint(named)
-        checkpoints = CheckpointStore(folder / _FETCHED)
-        if checkpoints.newest_undamaged() != step:
-            with display.stage(f"fetching {named}"), _locked(folder):
-                fetch(RemoteStore(address), step, checkpoints, folder)
+        checkpoints = CheckpointStore(folder / _FETCHED / xxh3_64_hexdigest(address.encode()))
+        with display.stage(f"fetching {named}"), _locked(folder):
+            store = RemoteStore(address)
+            if not _is_there(store, step, checkpoints):
+                fetch(store, step, checkpoints, folder)
         fetched = {"resume_from_path": str(checkpoints.path(step))}
         return cast("RunC", config.model_copy(update={"trainer": trainer.model_copy(update=fetched)}))
     if trainer.resume_mode == "auto" and trainer.default_remote_dir is not None:
@@ -54,6 +61,17 @@ def with_fetched(config: RunC, display: Display) -> RunC:
         with display.stage(f"looking for checkpoints in {store.address}"), _locked(folder):
             fetch_newer(store, CheckpointStore(RunFolder.checkpoints_in(folder)), folder, display.note)
     return config
+
+
+def _is_there(store: RemoteStore, step: int, checkpoints: CheckpointStore) -> bool:
+    """Return whether a checkpoint was fetched before, is undamaged, and is still the one of the store."""
+    there = checkpoints.path(step)
+    if not there.exists():
+        return False
+    if not damages_of_checkpoint(there) and Manifest.read(there).text == store.manifest(step).text:
+        return True
+    shutil.rmtree(there)
+    return False
 
 
 @contextmanager
@@ -97,13 +115,16 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
         trainer.max_ckpt_to_keep,
         display.note,
         stops=trainer.on_save_error == "stop",
-        patience_s=trainer.timeouts.call_s,
     )
+    for step in sorted(set(checkpoints.steps()) - set(store.steps())):  # what an earlier start could not send
+        uploads.send(step)
     try:
         yield uploads
     except BaseException as error:
-        in_order = isinstance(error, RunStoppedError)
-        _finish(uploads, display, store, (trainer.grace_s or trainer.timeouts.call_s) if in_order else _RESCUE_S)
+        patience_s = _RESCUE_S
+        if isinstance(error, RunStoppedError):
+            patience_s = trainer.timeouts.call_s if trainer.grace_s is None else _SHARE_OF_GRACE * trainer.grace_s
+        _finish(uploads, display, store, patience_s)
         raise
     missing = _finish(uploads, display, store, trainer.timeouts.call_s)
     newest = max(checkpoints.steps(), default=0)
