@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from hrl import cli
+from hrl.cluster.manifest import Manifest
 from hrl.models.tokenizer import TokenIds
 from hrl.trained.export import Exported, ExportError, export, model_card, push
 from hrl.trained.folders import Trained
@@ -72,12 +73,18 @@ def change_and_save(base: Path, folder: Path) -> None:
     engine.export_hf(folder / "hf")
 
 
+def seal(checkpoint: Path) -> None:
+    """Write the manifest of what is there."""
+    Manifest.of(checkpoint, 2, score=0.5).write(checkpoint)
+
+
 def as_run(base: Path, tmp_path: Path, train: Any, tokenizer: PreTrainedTokenizerFast) -> Path:
     checkpoint = tmp_path / "sums" / "checkpoints" / "step_2"
     train(checkpoint)
     (checkpoint / "state").rename(checkpoint / "actor")
     tokenizer.save_pretrained(checkpoint / "hf")
     (checkpoint / "state.json").write_text(json.dumps({"step": 2, "score": 0.5}))
+    seal(checkpoint)
     config = {
         "actor_rollout_ref": {
             "model": {"path": str(base), "override_config": {}, "trust_remote_code": False, "tokenizer_path": None},
@@ -146,6 +153,7 @@ def test_shards_of_a_reward_model_make_the_classifier_of_the_folder_beside_them(
 
     checkpoint = as_run(base, tmp_path, train, tokenizer)
     (checkpoint / "actor").rename(checkpoint / "rm")
+    seal(checkpoint)
     file = tmp_path / "sums" / "config.yaml"
     config = yaml.safe_load(file.read_text())
     file.write_text(yaml.safe_dump({"model": config["actor_rollout_ref"]["model"], "data": config["data"]}))
@@ -158,11 +166,13 @@ def test_shards_of_a_reward_model_make_the_classifier_of_the_folder_beside_them(
     trained = scores(checkpoint / "hf")
     assert trained.shape == (1, 1) and trained.abs().item() > 0
     shutil.rmtree(checkpoint / "hf")
+    seal(checkpoint)
     out = export(str(checkpoint), tmp_path / "out").folder
     assert torch.equal(scores(out), trained)
     assert "| algorithm | reward model |" in (out / "README.md").read_text()
     assert AutoTokenizer.from_pretrained(out).pad_token_id == tokenizer.pad_token_id
     shutil.rmtree(checkpoint / "rm")
+    seal(checkpoint)
     with pytest.raises(ExportError, match="neither hf, nor actor, nor rm"):
         export(str(checkpoint), tmp_path / "other")
 
