@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
@@ -25,16 +26,32 @@ _VARIABLE = re.compile(
 )
 _LOGIN = r"(?<=://)[^/\s@'\"]+(?=@)"
 _WELL_KNOWN = (
-    r"\b(?:sk|rk|pk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w+"
+    r"(?P<vague>\b(?:sk|rk|pk)[-_][A-Za-z0-9_-]{16,})|\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w+"
     r"|\bglpat-[\w-]+|\bxox[a-z]-[\w-]+|\bAKIA[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}"
     r"|\beyJ[A-Za-z0-9_-]{10,}\.[\w.-]*"
     r"|-----BEGIN (?:[\s\S]*?-----END [A-Z ]+-----|[\s\S]*)"
 )
-_VALUE = re.compile(
-    rf"{_LOGIN}|{_WELL_KNOWN}"
-    r"|(?:password|passwd|pwd|token|secret|apikey|api_key|accountkey|sharedaccesskey|sig)=[^\s;&]",
+"""Forms of keys that services give out. A vague one begins as names of files and runs do, and counts where the rest
+looks drawn by lot."""
+_RUN = re.compile(r"[A-Za-z0-9]{16,}")
+_LONG = 24
+_RESTLESS = 0.4
+"""Share of neighbours that are not of one kind (small letter, capital, digit). Among drawn characters it is 0.6, among
+words and numbers below 0.2."""
+_WRITTEN_OUT = re.compile(
+    r"(?:password|passwd|pwd|token|secret|apikey|api_key|accountkey|sharedaccesskey|sig)=[^\s;&]", re.IGNORECASE
+)
+_PLACE_OR_LABEL = re.compile(r"(^|_)(path|dir|folder|files?|(experiment|project)_name)$", re.IGNORECASE)
+"""Keys whose values are masked for a login alone: without them nothing is found again."""
+_SECRET_ITSELF = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|COOKIE|SIGNATURE|BEARER|WEBHOOK(_URL)?|JWT|"
+    r"CONNECTION_?STRING|(API|ACCESS|PRIVATE|SECRET|ACCOUNT)_?KEY|(^|_)(PAT|PASS|PWD|DSN))$",
     re.IGNORECASE,
 )
+"""Variables that hold a secret, rather than say where one is or how it is used (`VAULT_AUTH_METHOD`)."""
+_WORDS_ALONE = re.compile(r"[A-Za-z]+(?:[-_. ][A-Za-z]+)*|\d+")
+_PASSPHRASE = 16
+"""Words of fewer characters than this are not replaced wherever they stand: `production` is part of many paths."""
 _ARGUMENT = re.compile(
     r"(^|_)(api_?key|access_?key|private_?key|account_?key|secret_?key|client_?secret|secret|passw(or)?d|passphrase|"
     r"credentials?|authorization|bearer|jwt|webhook(_url)?|(api|auth|access|hf|hub|bearer|session|refresh|client)_?token)$",
@@ -66,7 +83,7 @@ def is_secret_variable(name: str, value: str) -> bool:
     It does by its name (token, key, password, …) or by its value (an address with a login, a key in one of the
     well-known forms).
     """
-    return name not in _NO_SECRETS and bool(_VARIABLE.search(name) or _VALUE.search(value))
+    return name not in _NO_SECRETS and bool(_VARIABLE.search(name) or _shows_a_secret(value))
 
 
 def is_written_secret(name: str, value: object) -> bool:
@@ -78,7 +95,7 @@ def is_written_secret(name: str, value: object) -> bool:
     """
     if not isinstance(value, str) or not value or value.startswith(_VARIABLE_NAMED):
         return False
-    return bool(_names_a_secret(name) or _VALUE.search(value))
+    return _names_a_secret(name) or _shows_a_secret(value)
 
 
 def masked(tree: Any, names: Collection[str] = ()) -> Any:
@@ -86,7 +103,8 @@ def masked(tree: Any, names: Collection[str] = ()) -> Any:
 
     A value is a secret by its name (`api_key`, `hf_token`, `password`, …; also `key` and `token` if the value looks
     drawn by lot), by its form (keys of well-known services), or because a pattern names it. Of an address with a login
-    only the login is masked. `env:NAME` is no secret; the value of the variable that it names is one in texts.
+    only the login is masked, and of paths and labels (`*_dir`, `*_files`, `experiment_name`, …) nothing else.
+    `env:NAME` is no secret; the value of the variable that it names is one in texts.
 
     Args:
         tree: A dict of dicts and lists.
@@ -105,9 +123,15 @@ def _masked(value: Any, path: tuple[str, ...], patterns: tuple[str, ...]) -> Any
     if isinstance(value, str) and value.startswith(_VARIABLE_NAMED):
         remember(os.environ.get(value.removeprefix(_VARIABLE_NAMED), ""))
         return value
+    if not isinstance(value, str):
+        return value
     if path and _is_secret(path[-1], value):
+        if path[-1].isupper() and not _is_found_by_itself(path[-1], value):
+            return MASK  # here; the same word elsewhere says something else
         return _all_masked(value)
-    return _without_known_forms(value) if isinstance(value, str) else value
+    if path and _PLACE_OR_LABEL.search(_snake(path[-1])):
+        return _without_keys_of_addresses(re.sub(_LOGIN, MASK, value))
+    return _without_known_forms(value)
 
 
 def _all_masked(value: Any) -> Any:
@@ -130,12 +154,27 @@ def _is_named(path: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(whole, pattern) or fnmatch.fnmatchcase(last, pattern) for pattern in patterns)
 
 
-def _is_secret(name: str, value: object) -> bool:
-    if not isinstance(value, str):
-        return False
+def _is_secret(name: str, value: str) -> bool:
     if name.isupper():  # a variable of an environment, as in Ray's `runtime_env`
         return is_secret_variable(name, value)
     return bool(_OFTEN_NONE.search(_snake(name)) and _DRAWN_BY_LOT.fullmatch(value))
+
+
+def _shows_a_secret(value: str) -> bool:
+    return _WRITTEN_OUT.search(value) is not None or any(map(_is_key, _FORMS.finditer(value)))
+
+
+def _is_key(found: re.Match[str]) -> bool:
+    return found["vague"] is None or _looks_drawn(found["vague"])
+
+
+def _looks_drawn(text: str) -> bool:
+    """Return whether a text was drawn by lot, rather than put together from words and numbers."""
+    if any(not run.isalpha() and not run.isdigit() for run in _RUN.findall(text)):
+        return True
+    kinds = [(each.isdigit(), each.isupper()) for each in text if each.isalnum()]
+    changes = sum(one != other for one, other in pairwise(kinds))
+    return len(kinds) >= _LONG and changes >= _RESTLESS * (len(kinds) - 1)
 
 
 def _names_a_secret(name: str) -> bool:
@@ -166,17 +205,29 @@ def remember(*values: str) -> None:
 
 
 def remember_environment(environ: Mapping[str, str] | None = None) -> None:
-    """Have `masked_text` replace the values of variables that look like secrets."""
+    """Have `masked_text` replace the values of variables that look like secrets, but not ordinary words and paths."""
     remember(*_secret_values(os.environ if environ is None else environ))
 
 
 def _secret_values(environ: Mapping[str, str]) -> Iterator[str]:
     for name, value in environ.items():
-        # A session, or a socket for logins, has a name like a secret, and a value that names a desktop or a file.
-        is_place = value.startswith(("/", "~", "./")) or "SESSION" in name.upper()
-        if not is_place and is_secret_variable(name, value):
+        if is_secret_variable(name, value):
             logins = re.findall(_LOGIN, value)
-            yield from logins or [value]
+            yield from logins or ([value] if _is_found_by_itself(name, value) else [])
+
+
+def _is_found_by_itself(name: str, value: str) -> bool:
+    """Return whether a variable's value is a secret wherever it stands.
+
+    A profile, a method, or a socket for logins has a name like a secret, and a value that is a word or a path.
+    """
+    if value.startswith(("/", "~", "./")):
+        return False
+    if _looks_drawn(value) or _shows_a_secret(value):
+        return True
+    if not _SECRET_ITSELF.search(name):
+        return False
+    return not _WORDS_ALONE.fullmatch(value) or (len(value) >= _PASSPHRASE and "." not in value)
 
 
 def remember_arguments(arguments: Iterable[str]) -> None:
@@ -197,7 +248,11 @@ def masked_text(text: str) -> str:
 def _without_known_forms(text: str) -> str:
     if _remembered:
         text = _pattern().sub(MASK, text)
-    return _IN_ADDRESS.sub(rf"\1{MASK}", _FORMS.sub(MASK, text))
+    return _without_keys_of_addresses(_FORMS.sub(lambda found: MASK if _is_key(found) else found[0], text))
+
+
+def _without_keys_of_addresses(text: str) -> str:
+    return _IN_ADDRESS.sub(rf"\1{MASK}", text)
 
 
 @functools.cache

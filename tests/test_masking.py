@@ -7,6 +7,7 @@ from hrl.masking import (
     MASK,
     is_masked,
     is_secret_variable,
+    is_written_secret,
     masked,
     masked_text,
     remember,
@@ -137,6 +138,68 @@ def test_what_the_user_names_is_masked_by_the_last_part_of_its_key_or_all_of_it(
     }
 
 
+ORDINARY = [
+    "/models/sk-ablation-run-number-7",
+    "/data/pk-2024-experiments-set/train.parquet",
+    "pk_long_context_ablation_7b",
+    "rk-Qwen2-7B-Instruct-vs-SmolLM2-135M",
+    "sk_learn_baseline_2024_01_31",
+    "hf_checkpointsofthepolicy",
+]
+DRAWN = [
+    "sk-proj-T3BlbkFJa1b2-c3_D4e5F6g7-H8i9J0kL_m1N2o3P4-q5R6s7",
+    "sk-ant-api03-Zq8vXw2nB5mK9pL4rT7yU1oI3aS6dF0g",
+    "sk-0123456789abcdef0123456789abcdef",
+    "sk_live_4eC39HqLyjWDarjtT1zdp7dc",
+    "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",
+]
+
+
+@pytest.mark.parametrize("value", ORDINARY)
+def test_a_name_that_begins_as_a_key_does_stays_wherever_it_stands(value):
+    tree = {"model": {"path": value}, "note": value, "tags": [value]}
+    assert masked(tree) == tree
+    assert masked_text(f"{value} is not there") == f"{value} is not there"
+    assert not is_secret_variable("RUN", value) and not is_written_secret("tag", value)
+
+
+@pytest.mark.parametrize("value", DRAWN)
+def test_a_key_that_was_drawn_by_lot_is_masked_wherever_it_stands(value):
+    assert masked({"note": f"use {value}"}) == {"note": f"use {MASK}"}
+    assert masked_text(f"{value} is refused") == f"{MASK} is refused"
+    assert is_secret_variable("RUN", value) and is_written_secret("tag", value)
+
+
+def test_paths_and_labels_keep_all_but_logins_and_what_the_user_names():
+    remember("canary-of-mine")
+    tree = {
+        "trainer": {"default_local_dir": "/runs/canary-of-mine/a", "experiment_name": "sk-0123456789abcdef0123"},
+        "data": {"train_files": ["/data/canary-of-mine.parquet", "s3://id:canary@bucket/x"]},
+        "model": {"path": "/models/sk-0123456789abcdef0123", "tokenizer_path": "canary-of-mine"},
+    }
+    assert masked(tree)["data"]["train_files"] == ["/data/canary-of-mine.parquet", f"s3://{MASK}@bucket/x"]
+    assert masked(tree) | {"data": 0} == tree | {"data": 0}
+    assert masked({"trainer.experiment_name": "canary-of-mine"}) == {"trainer.experiment_name": "canary-of-mine"}
+    named = masked(tree, ["experiment_name", "model.path"])
+    assert (named["trainer"]["experiment_name"], named["model"]["path"]) == (MASK, MASK)
+
+
+def test_a_word_in_a_variable_is_not_taken_out_of_paths():
+    environ = {
+        "CREDENTIAL_PROFILE": "production",
+        "VAULT_AUTH_METHOD": "kubernetes",
+        "VAULT_AUTH_HOST": "vault.internal:8200",
+        "DB_PASSWORD": "production",
+        "SESSION_NAME": "long-running-experiments",
+    }
+    remember_environment(environ)
+    masked({"env_vars": {name: value for name, value in environ.items() if name != "DB_PASSWORD"}})
+    text = "/runs/production/a on kubernetes, vault.internal:8200, long-running-experiments"
+    assert masked_text(text) == text
+    remember_environment({"DB_PASSWORD": "correct-horse-battery", "VAULT_AUTH": "4f9a8b7c6d5e4f3a2b1c0"})
+    assert masked_text("correct-horse-battery 4f9a8b7c6d5e4f3a2b1c0") == f"{MASK} {MASK}"
+
+
 def test_a_masked_value_is_known_as_one():
     assert is_masked(masked({"files": "https://me:pw@host/x"})["files"])
     assert not is_masked("masked")
@@ -161,13 +224,13 @@ def test_a_variable_that_an_argument_names_is_masked_in_texts_whatever_its_name(
 
 
 def test_secrets_of_the_environment_and_of_a_command_line_are_masked():
-    environ = {"MY_TOKEN": "canary-1", "DB": "postgres://me:canary-2@db/x"}
+    environ = {"MY_TOKEN": "canary-1", "AWS_SESSION_TOKEN": "canary-5", "DB": "postgres://me:canary-2@db/x"}
     places = {"SSH_AUTH_SOCK": "/tmp/agent/x", "SESSION": "gnome-classic"}
     remember_environment(environ | places)
     kwargs = "a.kwargs={hf_token: canary-4, key: prompt_or_so}"
     remember_arguments(["trainer.x=1", "+a.api_key=canary-3", kwargs, "data.prompt_key=question"])
-    text = "canary-1 me:canary-2 canary-3 canary-4 /tmp/agent/x gnome-classic question prompt_or_so"
-    assert masked_text(text) == " ".join([MASK, MASK, MASK, MASK, "/tmp/agent/x gnome-classic question prompt_or_so"])
+    text = "canary-1 canary-5 me:canary-2 canary-3 canary-4 /tmp/agent/x gnome-classic question prompt_or_so"
+    assert masked_text(text) == " ".join([*[MASK] * 5, "/tmp/agent/x gnome-classic question prompt_or_so"])
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ class Change(NamedTuple):
     new: Any
 
     def __str__(self) -> str:
-        """Return `key: old → new`."""
+        """Return `key: old → new`, or that nothing is known."""
+        if is_masked(self.old) or is_masked(self.new):
+            return f"{self.key}: masked, not compared"
         old, new = json.dumps(self.old, ensure_ascii=False), json.dumps(self.new, ensure_ascii=False)
         if max(len(old), len(new)) > _SHORT:
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
@@ -65,11 +67,10 @@ def changes(saved: Mapping[str, Any], present: RunConfiguration) -> list[Change]
     """Return what differs between the configuration of an earlier run and the present one.
 
     Keys that only say where a run lies or what it shows are left out. A key that the other version of hrl did not have
-    counts where it is not at its default.
+    counts where it is not at its default. A value that is masked in either is told, for it may have changed.
 
     Args:
-        saved: The earlier run's configuration, of the same kind, as `saved_config` has it. Where it was masked, nothing
-            is known.
+        saved: The earlier run's configuration, of the same kind, as `saved_config` has it.
         present: The present configuration.
     """
     schema = type(present)
@@ -84,10 +85,8 @@ def changes(saved: Mapping[str, Any], present: RunConfiguration) -> list[Change]
 
 
 def _differences(key: str, old: Any, new: Any) -> Iterator[Change]:
-    if (old == new and isinstance(old, bool) == isinstance(new, bool)) or is_masked(old) or is_masked(new):
-        return
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*new, *(name for name in old if name not in new)]:
             yield from _differences(f"{key}.{name}", old.get(name), new.get(name))
-    else:
+    elif is_masked(old) or is_masked(new) or old != new or isinstance(old, bool) != isinstance(new, bool):
         yield Change(key, old, new)

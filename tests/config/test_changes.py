@@ -53,3 +53,16 @@ def test_a_long_value_is_shown_where_it_differs() -> None:
     old, new = "/data/" + "x" * 200 + "/one.parquet", "/data/" + "x" * 200 + "/two.parquet"
     shown = str(Change("data.train_files", [old], [new]))
     assert "one.parquet" in shown and "two.parquet" in shown and len(shown) < 180
+
+
+def test_what_is_masked_on_either_side_is_told_as_not_compared() -> None:
+    kwargs = "reward.custom_reward_function.reward_kwargs"
+    after = ["trainer.secrets=[customer]", f"+{kwargs}={{customer: canary-2, table: {{least: 1}}}}"]
+    saved = json.loads(json.dumps(compose_cli(after).model_dump(mode="json")))
+    saved["reward"]["custom_reward_function"]["reward_kwargs"] = {"customer": "<masked>", "table": {"least": 0}}
+    saved["actor_rollout_ref"]["model"]["path"] = "/models/<masked>"  # as an earlier version of hrl saved some paths
+    assert [str(each) for each in changes(saved, compose_cli(after))] == [
+        "actor_rollout_ref.model.path: masked, not compared",
+        f"{kwargs}.customer: masked, not compared",
+        f"{kwargs}.table.least: 0 → 1",
+    ]
