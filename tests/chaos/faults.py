@@ -25,6 +25,8 @@ ROOMS: tuple[str, ...] = (
     "security",
     "stopping",
     "process_faults",
+    "sync_faults",
+    "refusals",
 )
 
 
