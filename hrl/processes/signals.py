@@ -154,13 +154,24 @@ class StopRequest:
         raise KeyboardInterrupt
 
     def step_begins(self) -> None:
-        """Let what follows take no longer than the step's share of the grace."""
+        """Let what follows take no longer than the step's share of the grace.
+
+        Raises:
+            KeyboardInterrupt: It has passed already: the signal came before the step.
+        """
         self._step_runs = True
+        if self.is_asked and self.grace_s is not None:
+            left_s = self.left_s
+            if left_s <= 0:
+                self._hurry()
+            signal.setitimer(signal.ITIMER_REAL, left_s)
 
     def step_is_over(self) -> None:
         """Let what follows take its time: the step has ended, or is given up."""
         self._step_runs = False
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        if self._told is not None:  # else the timer is somebody else's
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self.is_late = False
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from hrl.processes.signals import STEP_SHARE, RunStoppedError, StopRequest
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
-from hrl.report.run_folder import writing_to
+from hrl.report.run_folder import RunFolderError, writing_to
 from hrl.single_controller.worker import RayClassWithInitArgs
 from hrl.single_controller.worker_errors import WorkerDiedError
 from hrl.single_controller.worker_errors import phase as worker_phase
@@ -268,6 +268,7 @@ class TrainingLoop(ABC):
                         batch = self.train_step(batch, metrics)
                 if self.is_due(self.config.trainer.test_freq, self.config.trainer.validates_last):
                     metrics |= self._validate_in_time()
+                self.stop.step_is_over()  # what is made is not given up while it is written down
                 metrics.observe(*self.workers.peak_memory())
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
@@ -309,7 +310,7 @@ class TrainingLoop(ABC):
                 raise failed
             if self.run_state.stop_reason is not None and not _is_validated(metrics):  # when it was saved
                 self.finish_save()
-                self.checkpoints.set_score(self.global_steps, self.validation_score(self._validate_the_end()))
+                self._set_score(self.validation_score(self._validate_the_end()))
                 self._send(self.global_steps)
             if self._is_stopped() or ends:
                 return
@@ -453,7 +454,6 @@ class TrainingLoop(ABC):
         if self.stop.grace_s is not None:
             state, seconds = copy.deepcopy(self.state()), metrics.get("timing_s/step", 0.0)
             self._whole = _WholeStep(self.global_steps, self.data_position, state, metrics, seconds)
-        self.stop.step_is_over()
 
     def _validate_in_time(self) -> dict[str, float]:
         """Validate within a step, unless a signal asks for the end and the time is limited."""
@@ -555,9 +555,24 @@ class TrainingLoop(ABC):
                 final = pending.publish()
         if final is not None:
             took = f"{pending.seconds:.1f} s"
+            if self._failed_step == pending.step:  # it was refused, and tried again
+                self._failed_step = None
             self.reporter.console.note(f"saved {final} in {took}, {self._sizes(final)}; {self._kept()}")
             self.callbacks.on_checkpoint(self.run_state, final)
             self._send(pending.step)
+
+    def _set_score(self, score: float | None) -> None:
+        """Write down how good the last step is, whose checkpoint is there; end the run or go on if the disk refuses."""
+        if not self.checkpoints.path(self.global_steps).exists():  # it was refused, which was told
+            return
+        try:
+            with writing_to(self.reporter.folder.path):
+                self.checkpoints.set_score(self.global_steps, score)
+        except RunFolderError as error:
+            message = f"step {self.global_steps} is saved without the score of its validation: {error}"
+            if self.config.trainer.on_save_error == "stop":
+                raise CheckpointError(message) from error
+            self.reporter.console.note(f"{message} (trainer.on_save_error=continue)")
 
     @contextmanager
     def _told_if_refused(self, step: int) -> Iterator[None]:

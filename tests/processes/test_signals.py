@@ -132,6 +132,37 @@ def test_a_step_is_interrupted_when_its_share_of_the_grace_has_passed_and_what_f
     assert again.is_asked and not again.is_late
 
 
+def test_a_signal_between_two_steps_limits_the_next_one_to_what_is_left_of_the_share() -> None:
+    stop, clock = installed(grace_s=400.0)
+    with stop.in_order(lambda name: None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock.now += 299.9  # of 300
+        stop.step_begins()
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(0.1, abs=0.1)
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(5)
+        assert stop.is_late
+        stop.step_is_over()
+        assert not stop.is_late, "what follows is interrupted by a second signal alone"
+    too_late, clock = installed(grace_s=400.0)
+    with too_late.in_order(lambda name: None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock.now += 301.0
+        with pytest.raises(KeyboardInterrupt):
+            too_late.step_begins()
+        assert too_late.is_late
+
+
+def test_a_timer_of_the_callers_own_is_left_alone_where_nothing_is_installed() -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    stop = StopRequest(grace_s=5.0)
+    with stop.in_order(lambda name: None):
+        stop.step_begins()
+        stop.step_is_over()
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 900.0
+
+
 def test_it_is_told_while_the_main_thread_waits() -> None:
     """At once means: not when the step is over."""
     script = (
