@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runs.own_network import why_not
+from tests.runs.own_network import can_be_watched
 from tests.runs.runner import Runner
 
 
@@ -12,6 +12,7 @@ from tests.runs.runner import Runner
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """Runs on a random two-layer Llama with the tokenizer of the bundled model, and a random classifier over it.
 
-    Each is in a network of its own where that can be had, and sends nothing out of it.
+    Each is in a network of its own where that can be had, and sends nothing out of it; elsewhere the tests' summary
+    says so.
     """
-    return Runner.of_random_models(tmp_path_factory.mktemp("models"), is_enclosed=why_not() is None)
+    return Runner.of_random_models(tmp_path_factory.mktemp("models"), is_enclosed=can_be_watched())

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -71,6 +72,13 @@ def why_not() -> str | None:
         command = in_own_network(Path(folder, "report.json"), ["true"])
         tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return None if tried.returncode == 0 else f"this machine allows none: {tried.stderr.strip()[-300:]}"
+
+
+def can_be_watched() -> bool:
+    """Return whether runs can have networks of their own, and warn if they can't: what they send is seen by nobody."""
+    if (reason := why_not()) is not None:
+        warnings.warn(f"What the runs of these tests send is not watched: {reason}", stacklevel=2)
+    return reason is None
 
 
 def in_own_network(report: Path, command: list[str]) -> list[str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.own_network import Report, in_own_network, packet_told, report_of, why_not
+from tests.runs import own_network
+from tests.runs.own_network import Report, can_be_watched, in_own_network, packet_told, report_of, why_not
 
-inside = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+inside = pytest.mark.skipif(why_not() is not None, reason=f"what runs send is not watched: {why_not()}")
 
 CALLS = """
 import socket
@@ -53,6 +54,16 @@ def test_a_connection_a_question_for_a_name_and_every_open_socket_are_told(tmp_p
     sockets = sorted(f"{where.split()[0]} {where.split()[1]}" for where in listened.listening)
     assert sockets == sorted([f"tcp 0.0.0.0:{one}", f"tcp 10.99.0.2:{other}", f"udp 0.0.0.0:{datagrams}"])
     assert not listened.sent
+
+
+def test_where_there_is_no_such_network_the_summary_says_that_runs_are_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own_network, "why_not", lambda: "there is no unshare")
+    with pytest.warns(UserWarning, match="the runs of these tests send is not watched: there is no unshare"):
+        assert not can_be_watched()
+    monkeypatch.setattr(own_network, "why_not", lambda: None)
+    assert can_be_watched()
 
 
 def test_the_machines_own_network_is_refused() -> None:
