@@ -52,6 +52,10 @@ class CheckpointError(HrlError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another run."""
 
 
+class CheckpointTimeoutError(CheckpointError):
+    """A file system does not answer while a checkpoint is published; whoever waits on it may still write there."""
+
+
 class DamagedCheckpoint(NamedTuple):
     """A checkpoint that is not as it was written.
 

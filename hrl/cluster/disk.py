@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from hrl.cluster.checkpoints import CheckpointError
+from hrl.cluster.checkpoints import CheckpointError, CheckpointTimeoutError
 from hrl.report.run_folder import RunFolderError, is_full
 from hrl.single_controller.worker_errors import WorkerError
 
@@ -51,9 +51,13 @@ def gigabytes(size: int) -> str:
 def refusal_of_disk(error: BaseException) -> str | None:
     """Return in one line how a disk refused a save; None for an error of any other kind.
 
+    No answer is no refusal: the part can't be removed while somebody may still write it.
+
     Args:
         error: What was raised while a checkpoint was written or published, on the driver or on a rank.
     """
+    if isinstance(error, CheckpointTimeoutError):
+        return None
     if isinstance(error, RunFolderError | CheckpointError):
         return str(error)  # a single line
     cause = error.__cause__ if isinstance(error, WorkerError) else error

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hrl.cluster.checkpoints import CheckpointStore, state_text
+from hrl.cluster.checkpoints import CheckpointStore, CheckpointTimeoutError, state_text
 from hrl.report.run_folder import writing_to
 from hrl.workers.engine.background import give_way, is_written, recorded
 from hrl.workers.engine.digest import FileDigest
@@ -28,6 +28,7 @@ class PendingCheckpoint:
         records: Files that ranks write when everything else of theirs is on disk.
         run_folder: Of the run, for errors.
         score: How good the validation of the step was; None without one.
+        deadline_s: How long `stop` waits for what the thread is in the midst of (`trainer.timeouts.call_s`).
 
     Raises:
         CheckpointError: The state is no JSON.
@@ -41,12 +42,14 @@ class PendingCheckpoint:
         records: Iterable[Path],
         run_folder: Path,
         score: float | None = None,
+        *,
+        deadline_s: float,
     ) -> None:
         self.step = step
         self.folder = store.temporary(step)
         self._store, self._state, self._run_folder = store, state_text(state), run_folder
         self._records = list(records)
-        self._score = score
+        self._score, self._deadline_s = score, deadline_s
         self._durable: dict[Path, FileDigest | None] = {}
         self._began = time.perf_counter()
         self._final: Path | None = None
@@ -70,13 +73,22 @@ class PendingCheckpoint:
             patience_s: How long to wait for what it lacks.
 
         Raises:
+            CheckpointTimeoutError: The thread does not come back from the file system, such as an NFS whose server is
+                gone.
             Exception: What kept it from being published, such as an `HrlError`.
         """
         try:
             self._thread.join(patience_s)
         finally:  # also on Ctrl-C
             self._give_up.set()
-        self._thread.join()
+        self._thread.join(self._deadline_s)
+        if self._thread.is_alive():
+            raise CheckpointTimeoutError(
+                f"step {self.step} is not saved: its files in {self._store.folder} were still being synced or read "
+                f"back after {self._deadline_s:g} s (trainer.timeouts.call_s). Look whether the file system there "
+                "answers; for one that is slow, allow more time, or name a folder in another place with "
+                "trainer.default_local_dir"
+            )
         if self._error is not None:
             raise self._error
         return self._final

@@ -37,7 +37,7 @@ class TimeoutsConfig(Section):
     init_s: PositiveFloat = 600.0
     """Start of the workers, including models and engines."""
     call_s: PositiveFloat = 1800.0
-    """One phase of a training step on the workers."""
+    """One phase of a training step on the workers; syncing and reading back a checkpoint that is waited for."""
 
     @property
     def rank_init_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, state_text
+from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, CheckpointTimeoutError, state_text
+from hrl.cluster.disk import refusal_of_disk
 from hrl.cluster.manifest import MANIFEST
 from hrl.cluster.pending_checkpoint import PendingCheckpoint
 from hrl.report.run_folder import RunFolderError
@@ -23,13 +25,14 @@ from hrl.workers.engine.digest import Written
 class Saving:
     """Two ranks that save step 2 of a run which keeps one checkpoint and has that of step 1."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, Any] | None = None, deadline_s: float = 60.0) -> None:
         self.store = CheckpointStore(folder / "checkpoints", keep=1)
         self.store.begin(1)
         self.store.commit(1, state_text({"step": 1}))
         self.actor = self.store.begin(2) / "actor"
         self.actor.mkdir()
-        self.pending = PendingCheckpoint(self.store, 2, state or {"step": 2}, map(self.record, (0, 1)), folder)
+        records = map(self.record, (0, 1))
+        self.pending = PendingCheckpoint(self.store, 2, state or {"step": 2}, records, folder, deadline_s=deadline_s)
 
     def record(self, rank: int) -> Path:
         return self.actor / f"written-rank-{rank}.json"
@@ -113,6 +116,31 @@ def test_whatever_goes_wrong_in_the_thread_is_raised(tmp_path: Path, monkeypatch
     saving.write(1)
     with pytest.raises(KeyError, match="unheard of"):
         saving.pending.stop(10.0)
+
+
+def test_a_file_system_that_does_not_answer_is_waited_for_no_longer_than_allowed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, publish = threading.Event(), CheckpointStore.publish
+
+    def hang(self: CheckpointStore, step: int) -> Path:
+        answers.wait(30.0)
+        return publish(self, step)
+
+    saving = Saving(tmp_path, deadline_s=0.1)
+    monkeypatch.setattr(CheckpointStore, "publish", hang)
+    saving.write(0)
+    saving.write(1)
+    with pytest.raises(CheckpointTimeoutError) as hangs:
+        saving.pending.stop(0.2)
+    assert str(hangs.value).startswith(
+        f"step 2 is not saved: its files in {tmp_path}/checkpoints were still being synced or read back after 0.1 s "
+        "(trainer.timeouts.call_s). "
+    )
+    assert refusal_of_disk(hangs.value) is None, "nobody removes what may still be written"
+    assert saving.store.interrupted() == [saving.store.temporary(2)] and saving.store.steps() == [1]
+    answers.set()
+    assert saving.pending.stop(10.0) == saving.store.path(2)
 
 
 def test_a_damaged_older_one_does_not_keep_it_from_being_published(tmp_path: Path, caplog) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
+from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, CheckpointTimeoutError
 from hrl.cluster.manifest import Manifest
 from hrl.processes.signals import ENDING, RunStoppedError, StopRequest
 from hrl.protocol import DataProto
@@ -165,3 +166,23 @@ def test_a_score_that_the_disk_refuses_at_the_end_is_told_in_one_line_and_leaves
         driver.fit()
         assert said in " ".join(driver.shown.split())
     assert driver.trainer.checkpoints.choose("auto", None).path == tmp_path / "checkpoints" / "step_2"
+
+
+def test_a_file_system_that_hangs_ends_a_run_that_would_go_on_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, publish = threading.Event(), CheckpointStore.publish
+
+    def hang(self: CheckpointStore, step: int) -> Path:
+        if step == 2:
+            answers.wait(30.0)
+        return publish(self, step)
+
+    monkeypatch.setattr(CheckpointStore, "publish", hang)
+    keys = (*NO_VALIDATION, "trainer.save_freq=1", "trainer.on_save_error=continue", "trainer.timeouts.call_s=0.5")
+    driver = Driver(tmp_path, *keys, steps=4)
+    with pytest.raises(CheckpointTimeoutError, match=r"step 2 is not saved: .*after 0\.5 s \(trainer.timeouts.call_s"):
+        driver.fit()
+    assert driver.trainer.global_steps == 3
+    assert driver.trainer.checkpoints.temporary(2).exists(), "it is not removed under who still writes it"
+    answers.set()

@@ -37,7 +37,13 @@ class Asked(DPOTrainer):
 
     def init_workers(self) -> None:
         self._workers = SimpleNamespace(
-            load=self.take, save=lambda *_: [], finish_save=list, peak_memory=list, trained=[], ranks=dict
+            load=self.take,
+            save=lambda *_: [],
+            bytes_to_save=lambda _: {"model": 1},
+            finish_save=list,
+            peak_memory=list,
+            trained=[],
+            ranks=dict,
         )
 
     def take(self, folder: Path) -> None:
