@@ -67,6 +67,7 @@ class Asked(DPOTrainer):
 def trainer(folder: Path, total: int, validate: bool = False) -> Asked:
     """Ready for its first step, or for the one after ``folder``'s newest checkpoint."""
     config = validate_kind(DPO, {"data.train_batch_size": BATCH, "checkpoint.save_contents": ["model"]})
+    folder.mkdir(exist_ok=True)
     tokenizer = make_tokenizer()
     rows = [{"prompt": str(n), "chosen": "y", "rejected": "n"} for n in range(PAIRS)]
     train, val = (PairDataset(rows, tokenizer, config.data, stop_ids=[tokenizer.eos_token_id]) for _ in range(2))
