@@ -127,8 +127,8 @@ class Chain:
         scene: The run.
         kills: How many there are.
         at_writes: Whether a kill comes in place of an operation that writes, and not by the clock.
-        seed: Of the moments. By the clock, they are drawn evenly from the start to the end of the third step, and for
-            every second kill from this start's first step or save to two steps later.
+        seed: Of the moments. By the clock, they are drawn evenly from the start to the first step, and for every second
+            kill from this start's first step or save to two steps later.
         done: How many were begun.
         killed: How many of these met a run that had not ended.
     """
@@ -158,12 +158,14 @@ class Chain:
             operation = 1 + int(drawn * (straight.first_operations + 2 * straight.step_operations))
         in_steps = not self.at_writes and self.done % 2 == 0
         if not self.at_writes:
-            seconds = drawn * (2 * straight.step_s + (0.0 if in_steps else straight.first_s))
+            seconds = drawn * (2 * straight.step_s if in_steps else straight.first_s)
         progress = Progress(self.folder)
         family = family_of(lambda: self.scene.start(self.scene.arguments(self.folder), operation))
         if in_steps:
             wait(family, PATIENCE_S, until=progress.has_been_made)
-        if wait(family, seconds) is None:
+        # Where this start is faster than the straight run's, a kill of start-up comes with its first step, not later.
+        early = operation is None and not in_steps
+        if wait(family, seconds, until=progress.has_been_made if early else lambda: False) is None:
             family.kill()
         killed_at = time.monotonic()
         status = wait(family, None, patience_s=30)
