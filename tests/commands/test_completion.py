@@ -57,7 +57,7 @@ def script_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     [
         (["hrl", "ch"], "check"),
         (["hrl", "train", "g"], "grpo"),
-        (["hrl", "train", "grpo", "trainer.se"], "trainer.seed="),
+        (["hrl", "train", "grpo", "trainer.see"], "trainer.seed="),
         (["hrl", "train", "dpo", "data.shu"], "data.shuffle="),
         (["hrl", "check", "--conf"], "--config-only"),
         (["hrl", "eval", "model", "--engine", "v"], "vllm"),

@@ -65,7 +65,6 @@ def test_a_line_of_verl_means_the_same_without_what_hrl_lacks() -> None:
     found = one(VERL)
     assert list(lost(found)) == [
         "actor_rollout_ref.model.lora_rank=32",
-        "trainer.default_hdfs_dir=hdfs://somewhere",
         "$@",
     ]
     assert "LoRA comes later" in lost(found)["actor_rollout_ref.model.lora_rank=32"]
@@ -76,6 +75,7 @@ def test_a_line_of_verl_means_the_same_without_what_hrl_lacks() -> None:
     actor = config.actor_rollout_ref.actor
     assert (actor.ppo_micro_batch_size_per_gpu, actor.optim.lr_scheduler_type) == (16, "cosine")
     assert config.trainer.logger == ["console", "wandb"]
+    assert config.trainer.default_remote_dir == "hdfs://somewhere"
     said = {remark.written: remark.why for remark in found.needless}
     assert said["actor_rollout_ref.model.use_remove_padding=True"] == "padding never enters a model"
 
