@@ -17,6 +17,8 @@ SIGNALS = {
     "MemberError",
     "NonFiniteScoreError",
     "RowError",
+    "GarbledError",
+    "LeftOutError",
     "RunStoppedError",
 }
 

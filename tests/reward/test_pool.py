@@ -762,7 +762,7 @@ class Shy:
     def __repr__(self): raise RuntimeError("no picture")
 
 def write(text):
-    for number in range(3, 64):
+    for number in sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2):
         try:
             os.write(number, text)
         except OSError:
@@ -792,7 +792,7 @@ def compute_score(response):
         "junk": lambda: write(b"junk\\n"),
         "other answer": lambda: write(b'{"id": 99999, "score": 1}\\n'),
         "no object": lambda: write(b"[]\\n"),
-        "close": lambda: os.closerange(3, 64),
+        "close": lambda: os.closerange(3, 65536),
         "good": lambda: 1,
     }[response]()
 """

@@ -96,7 +96,7 @@ def test_weights_that_come_back_otherwise_are_refused(llama: Path, tmp_path: Pat
     start, _ = header[f"model.{NAME}"]["data_offsets"]
     content[8 + int.from_bytes(content[:8], "little") + start + 5] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(WeightsDifferError, match=rf"{tmp_path}.*those that were saved {before}.*older checkpoint"):
+    with pytest.raises(WeightsDifferError, match=rf"{tmp_path} are not those that were written"):
         resumed.engine.load(tmp_path)
 
 
