@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 import time
@@ -14,8 +13,6 @@ from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.disk import require_room
 from hrl.cluster.remote_store import DamagedObjectError, GivenUpError, RemoteStore, RemoteStoreError, UnsendableError
 from hrl.report.run_folder import ALARMS, CONFIG, METRICS, read_jsonl, writing_to
-
-logger = logging.getLogger(__name__)
 
 #: Files of a run that lie beside its checkpoints in the store: with them another machine continues the log.
 BESIDE = (METRICS, ALARMS, CONFIG)
@@ -62,7 +59,7 @@ class Uploads:
         self._queued = 0
         self._under_way: int | None = None
         self._failed: dict[int, str] = {}
-        self._left_out: list[int] = []
+        self._left_out = 0
         self._news: SimpleQueue[str] = SimpleQueue()
         self._errors: SimpleQueue[RemoteStoreError] = SimpleQueue()
         self._is_over = False
@@ -83,7 +80,7 @@ class Uploads:
             between = [each for each in self._waiting if each != self._under_way]
             for each in between[: max(0, len(self._waiting) + 1 - _MAX_WAITING)]:
                 del self._waiting[each]
-                self._left_out.append(each)
+                self._left_out += 1
                 self._news.put(f"step {each} is not sent to {self._store.address}: a newer checkpoint was there first")
             self._queued += 1
             self._waiting[step] = self._queued
@@ -104,7 +101,7 @@ class Uploads:
         return {
             "checkpoint/upload_gb": self._store.transfers.nbytes / 1e9,
             "checkpoint/upload_retries": float(self._store.transfers.retries),
-            "checkpoint/failed_uploads": float(len(self._failed) + len(self._left_out)),
+            "checkpoint/failed_uploads": float(len(self._failed) + self._left_out),
             "checkpoint/uploads_waiting": float(len(self.steps())),
         }
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
@@ -479,12 +480,11 @@ def _file_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
     S3, Google's and Azure's stores go through Arrow, which hrl needs for Parquet anyway; all others are fsspec's own.
     """
     from fsspec.implementations.arrow import ArrowFSWrapper
+    from pyarrow import fs
 
     parts = urlsplit(address)
     path = f"{parts.netloc}{parts.path}"
     if parts.scheme in ("s3", "s3a"):
-        from pyarrow import fs
-
         # Arrow itself doesn't read these variables, which every other client of S3 does.
         endpoint = urlsplit(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "")
         return ArrowFSWrapper(
@@ -495,14 +495,8 @@ def _file_system(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
             )
         ), path
     if parts.scheme in ("gs", "gcs"):
-        from datetime import timedelta
-
-        from pyarrow import fs
-
         return ArrowFSWrapper(fs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))), path
     if parts.scheme in ("abfs", "abfss"):
-        from pyarrow import fs
-
         return ArrowFSWrapper(fs.AzureFileSystem(account_name=os.environ.get("AZURE_STORAGE_ACCOUNT", ""))), path
     system, root = fsspec.core.url_to_fs(address)
     return system, str(root).rstrip("/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -137,10 +137,7 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
 
 def _finish(uploads: Uploads, display: Display, store: RemoteStore, patience_s: float) -> dict[int, str]:
     """Wait for what is on its way; tell of what does not arrive, and return it with the reasons."""
-    if uploads.steps():
-        with display.stage(f"sending checkpoints to {store.address}"):
-            missing = uploads.close(patience_s)
-    else:
+    with display.stage(f"sending checkpoints to {store.address}") if uploads.steps() else nullcontext():
         missing = uploads.close(patience_s)
     for step, reason in missing.items():
         display.note(f"step {step} is not in {store.address}: {reason}")
