@@ -20,7 +20,7 @@ DEV_STAMP := $(VENV)/.installed-from-dev.lock
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install install-dev demo bench docs test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos mutation sbom audit models lint type format clean
+.PHONY: help install install-dev demo bench docs test test-engines test-one-half test-other-half test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos mutation sbom audit models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -53,28 +53,32 @@ demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine
 	$(BIN)/python -m hrl.trainer.main_ppo
 
 # A test that starts a process would otherwise have it compile the package anew.
-test-engines test-without-engines test-fast-one-half test-fast-other-half: export PYTHONDONTWRITEBYTECODE :=
+test-engines test-one-half test-other-half test-fast-one-half test-fast-other-half: export PYTHONDONTWRITEBYTECODE :=
 
-# Two processes at a time, each output in one piece: most of what a test waits for is one core that imports torch.
-BOTH := $(MAKE) --no-print-directory -j2 -O
+# Three processes at a time, each output in one piece: most of what a test waits for is one core that imports torch, or a deadline.
+TOGETHER := $(MAKE) --no-print-directory -j3 -O
 # What each test took stays in build/.
 PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
 FAST := -m "not engine and not gpu and not cluster and not site"
-ONE_HALF := $(addprefix tests/,workers single_controller runs reward preflight)
+WITHOUT_ENGINES := -m "not engine and not gpu"
+ONE_HALF := $(addprefix tests/,workers single_controller runs reward)
 
 test: lint type  ## everything CI runs
-	@echo 'tests run in two processes; each shows its output when it ends'
-	@$(BOTH) test-engines test-without-engines
+	@echo 'tests run in three processes; each shows its output when it ends'
+	@$(TOGETHER) test-engines test-one-half test-other-half
 
 test-fast: install-dev  ## the tests that need no real engine, no Ray, no second rank, no whole run and no built site
 	@echo 'tests run in two processes; each shows its output when it ends'
-	@$(BOTH) test-fast-one-half test-fast-other-half
+	@$(TOGETHER) test-fast-one-half test-fast-other-half
 
 test-engines:
 	$(PYTEST) -m "engine or gpu"
 
-test-without-engines:
-	$(PYTEST) -m "not engine and not gpu"
+test-one-half:
+	$(PYTEST) $(WITHOUT_ENGINES) $(ONE_HALF)
+
+test-other-half:
+	$(PYTEST) $(WITHOUT_ENGINES) $(ONE_HALF:%=--ignore=%)
 
 test-fast-one-half:
 	$(PYTEST) $(FAST) $(ONE_HALF)
