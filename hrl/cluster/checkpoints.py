@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, damages, describe, is_whole
+from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, damage_by_size, damages, describe, is_whole
 from hrl.data.order import differences
 from hrl.errors import HrlError
 from hrl.report.run_folder import DamagedFileError, make_folder, next_numbered, read_object
@@ -46,6 +46,17 @@ SUPERSEDED_KEPT = 10
 RENAME_PATIENCE_S = 5.0
 _POLL_S = 0.2
 _STEP = re.compile(r"step_(\d+)")
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint, on a disk and in a store."""
+    return f"step_{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step whose checkpoint a folder of this name is; None if it is no checkpoint's."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class CheckpointError(HrlError, RuntimeError):
@@ -108,8 +119,8 @@ class CheckpointStore:
         """Return steps with a folder of the final name, whatever it holds, oldest first."""
         if not self.folder.is_dir():
             return []
-        named = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match, path in named if match and (path.is_dir() or path.is_symlink()))
+        named = ((step_of(path.name), path) for path in self.folder.iterdir())
+        return sorted(step for step, path in named if step is not None and (path.is_dir() or path.is_symlink()))
 
     def best(self) -> int | None:
         """Return the step with the highest `score`, the newest of several; None if none has a score."""
@@ -138,7 +149,7 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Return the final folder of a step's checkpoint."""
-        return self.folder / f"step_{step}"
+        return self.folder / folder_name(step)
 
     def holds(self, path: Path) -> bool:
         """Return whether a checkpoint is this run's own; another run's is only a starting point."""
@@ -148,7 +159,7 @@ class CheckpointStore:
 
     def temporary(self, step: int) -> Path:
         """Return the folder of a step's checkpoint as long as it is not whole."""
-        return self.folder / f"tmp.step_{step}"
+        return self.folder / f"tmp.{folder_name(step)}"
 
     def begin(self, step: int) -> Path:
         """Return a fresh temporary folder for a step's checkpoint; what an interrupted save left there is removed."""
@@ -360,7 +371,7 @@ class CheckpointStore:
         found = damages_of_checkpoint(path)
         if found:
             steps = CheckpointStore(path.parent).steps()
-            others = ", ".join(f"step_{step}" for step in steps if f"step_{step}" != path.name)
+            others = ", ".join(name for name in map(folder_name, steps) if name != path.name)
             raise CheckpointError(
                 f"trainer.resume_from_path={path} is damaged: {describe(found)}. Put a copy in its place, or name "
                 f"another checkpoint; beside it lie {others or 'none'}"
@@ -459,11 +470,9 @@ def _damages_by_records(path: Path) -> Iterator[Damage]:
         if sizes is None:
             yield Damage(record.relative_to(path).as_posix(), "is damaged: it lists no files")
         for name, size in (sizes or {}).items():
-            file = record.parent / name
-            found = file.stat().st_size if file.is_file() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes, of {size} that were written"
-                yield Damage(file.relative_to(path).as_posix(), what)
+            damage = damage_by_size(path, (record.parent / name).relative_to(path).as_posix(), size)
+            if damage is not None:
+                yield damage
 
 
 def _records(path: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:

@@ -4,8 +4,7 @@ It is written last. It lists every other file of the folder with its size and ha
 was, and the version of hrl; and it has a hash of itself. So a folder with a manifest was written to its end, and
 `damages` finds whatever has happened to it since: a file that is gone, cut, changed or added, the manifest itself too.
 
-What others use: `Manifest.read`, `is_whole` (cheap: names and sizes), `damages` (reads everything), `Manifest.of` and
-`Manifest.write` for whoever writes a folder. Names of files are relative to the folder, with `/`.
+`is_whole` is cheap (names and sizes), `damages` reads everything. Names of files are relative to the folder, with `/`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _READERS = 4
 
 
 class ManifestError(HrlError, ValueError):
-    """A manifest is missing, damaged, or of another format; `verify` returns it as a damage."""
+    """A manifest is missing, damaged, or of another format; `damages` returns it as a damage."""
 
 
 class Damage(NamedTuple):
@@ -179,7 +178,7 @@ def is_whole(folder: Path) -> bool:
         manifest = Manifest.read(folder)
     except ManifestError:
         return False
-    return not any(_damage_by_size(folder, name, digest) for name, digest in manifest.files.items())
+    return not any(damage_by_size(folder, name, digest.size) for name, digest in manifest.files.items())
 
 
 def damages(folder: Path, *parts: str, from_disk: bool = False, gives_way: bool = False) -> list[Damage]:
@@ -210,7 +209,7 @@ def describe(found: Iterable[Damage]) -> str:
 
 
 def _compare(folder: Path, name: str, digest: FileDigest, *, from_disk: bool) -> Damage | None:
-    damage = _damage_by_size(folder, name, digest)
+    damage = damage_by_size(folder, name, digest.size)
     if damage is not None:
         return damage
     try:
@@ -224,7 +223,8 @@ def _compare(folder: Path, name: str, digest: FileDigest, *, from_disk: bool) ->
     return None
 
 
-def _damage_by_size(folder: Path, name: str, digest: FileDigest) -> Damage | None:
+def damage_by_size(folder: Path, name: str, written: int) -> Damage | None:
+    """Compare the size of a file with what was written, in bytes; its content is not read."""
     path = folder / name
     try:
         size = path.stat().st_size
@@ -234,7 +234,7 @@ def _damage_by_size(folder: Path, name: str, digest: FileDigest) -> Damage | Non
         return Damage(name, f"can't be read: {error.strerror or error}")
     if not path.is_file():
         return Damage(name, "is no file")
-    return None if size == digest.size else Damage(name, _other_size(size, digest.size))
+    return None if size == written else Damage(name, _other_size(size, written))
 
 
 def _other_size(found: int, written: int) -> str:

@@ -170,7 +170,7 @@ class Uploads:
         return None
 
     def _waits_for_another_try(self, step: int, error: RemoteStoreError) -> bool:
-        """Wait until it is time to send a step again; False if a newer one is there, or it is no use."""
+        """Wait until a step is to be sent again; False if it is not. `_change` is held, and let go while it waits."""
         if isinstance(error, UnsendableError):
             return False
         self._news.put(f"{error}. Step {step} is sent again until a newer checkpoint is there")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -33,6 +32,7 @@ from urllib.parse import urlsplit
 import fsspec
 from xxhash import xxh3_128
 
+from hrl.cluster.checkpoints import folder_name, step_of
 from hrl.cluster.manifest import MANIFEST, Manifest, ManifestError
 from hrl.errors import HrlError
 from hrl.workers.engine.digest import FileDigest
@@ -52,7 +52,6 @@ _CHUNK_BYTES = 16 << 20
 _PARALLEL = 4
 #: Seconds between attempts at a file, beside those that the store's own client makes of each request.
 _PAUSES_S = (2.0, 8.0, 30.0)
-_STEP = re.compile(r"step_(\d+)")
 _WAY_OUT = f"look at the store and the credentials in the environment, or leave {KEY} out"
 
 
@@ -133,8 +132,8 @@ class RemoteStore:
             raise RemoteStoreError(f"{self.address} returned other bytes than were written to it; {_WAY_OUT}")
         with self._told("cleaned up"):
             self._fs.rm_file(path)
-        steps = self.steps()
-        return f"{self.address}, {f'checkpoints of steps {_listed(steps)}' if steps else 'without checkpoints'}"
+        steps = ", ".join(map(str, self.steps()))
+        return f"{self.address}, {f'checkpoints of steps {steps}' if steps else 'without checkpoints'}"
 
     def steps(self) -> list[int]:
         """Return the steps whose checkpoints are whole there, oldest first.
@@ -168,7 +167,7 @@ class RemoteStore:
 
     def address_of(self, step: int) -> str:
         """Return the address of a checkpoint."""
-        return f"{self.address}/{CHECKPOINTS}/step_{step}"
+        return f"{self.address}/{CHECKPOINTS}/{folder_name(step)}"
 
     # ------------------------------------------------------------------ whose it is
 
@@ -305,7 +304,7 @@ class RemoteStore:
         if step in self.steps():
             self._delete(self._path(step, MANIFEST))
         with self._told("cleaned up"):
-            self._fs.rm(f"{self._root}/{CHECKPOINTS}/step_{step}", recursive=True)
+            self._fs.rm(f"{self._root}/{CHECKPOINTS}/{folder_name(step)}", recursive=True)
 
     def _for_each(self, names: Collection[str], work: Callable[[str], None]) -> None:
         """Work on several files at a time; raise the first error once all have ended, the others being given up."""
@@ -326,6 +325,7 @@ class RemoteStore:
 
     def _send(self, file: Path, path: str, expected: FileDigest | None) -> None:
         def attempt() -> None:
+            self._require_time()  # before the object is opened: closing it would publish an empty one
             with self._told("written to"):
                 self._make_room_for(path)
             with file.open("rb") as source, self._opened(path, "wb") as target:
@@ -374,12 +374,15 @@ class RemoteStore:
     def _copied(self, read: Callable[[int], bytes], write: Callable[[bytes], object]) -> FileDigest:
         digest, size = xxh3_128(), 0
         while chunk := read(_CHUNK_BYTES):
-            if self.give_up.is_set():
-                raise GivenUpError(f"the run ended before all of it was in {self.address}")
+            self._require_time()
             digest.update(chunk)
             write(chunk)
             size += len(chunk)
         return FileDigest(size, digest.hexdigest())
+
+    def _require_time(self) -> None:
+        if self.give_up.is_set():
+            raise GivenUpError(f"the run ended before all of it was in {self.address}")
 
     def _write(self, path: str, content: bytes) -> None:
         def attempt() -> None:
@@ -409,17 +412,16 @@ class RemoteStore:
     # ------------------------------------------------------------------ paths
 
     def _path(self, step: int, name: str) -> str:
-        return f"{self._root}/{CHECKPOINTS}/step_{step}/{name}"
+        return f"{self._root}/{CHECKPOINTS}/{folder_name(step)}/{name}"
 
     def _folders(self) -> dict[int, set[str]]:
         """Return what lies directly in the folder of each checkpoint."""
         with self._told("read"):
             folders = self._listed(f"{self._root}/{CHECKPOINTS}")
-            named = ((_STEP.fullmatch(PurePosixPath(path).name), path) for path in folders)
             return {
-                int(match[1]): {PurePosixPath(inside).name for inside in self._listed(path)}
-                for match, path in named
-                if match
+                step: {PurePosixPath(inside).name for inside in self._listed(path)}
+                for path in folders
+                if (step := step_of(PurePosixPath(path).name)) is not None
             }
 
     def _listed(self, path: str) -> list[str]:
@@ -463,12 +465,15 @@ def split_checkpoint(address: str) -> tuple[str, int]:
     Raises:
         RemoteStoreError: It is no such address.
     """
-    match = re.fullmatch(rf"(.+)/{CHECKPOINTS}/step_(\d+)/?", address)
-    if match is None:
+    folder, _, name = address.rstrip("/").rpartition("/")
+    store, _, above = folder.rpartition("/")
+    step = step_of(name)
+    if not store or above != CHECKPOINTS or step is None:
         raise RemoteStoreError(
-            f"trainer.resume_from_path={address} is no checkpoint in a store; write e.g. s3://bucket/folder/{CHECKPOINTS}/step_20"
+            f"trainer.resume_from_path={address} is no checkpoint in a store; write e.g. "
+            f"s3://bucket/folder/{CHECKPOINTS}/{folder_name(20)}"
         )
-    return match[1], int(match[2])
+    return store, step
 
 
 _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
@@ -510,7 +515,3 @@ def _difference(expected: FileDigest, found: FileDigest) -> str:
     if expected.size != found.size:
         return f"{found.size:,} bytes, where its manifest says {expected.size:,}"
     return f"its bytes are not those of its manifest (xxh3 {found.xxh3_128}, not {expected.xxh3_128})"
-
-
-def _listed(steps: list[int]) -> str:
-    return ", ".join(map(str, steps))

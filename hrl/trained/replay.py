@@ -64,6 +64,19 @@ _SECTIONS: dict[str, Callable[[Any], Any]] = {
     "old_log_probs": OldLogProbs,
 }
 _NUMBER = TypeAdapter(float)
+#: Columns of response tokens; where every response has one token, their length does not tell.
+_PER_TOKEN = {
+    "responses",
+    "response_mask",
+    "advantages",
+    "returns",
+    "values",
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "selected_tokens",
+}
 
 
 class ReplayError(RefusedError, ValueError):
@@ -96,12 +109,14 @@ class Dump:
             record, columns = json.loads(path.with_suffix(".json").read_text()), load_file(tensors)
         except (OSError, ValueError, SafetensorError) as error:
             raise ReplayError(f"{path} and {tensors.name} beside it can't be read: {error}") from error
-        if isinstance(record, dict) and "phase" in record:
+        if not isinstance(record, dict):
+            raise ReplayError(f"{path} is no JSON object: it was not written by a run of hrl")
+        if "phase" in record:
             raise ReplayError(
                 f"{path} is a batch that no rank has learnt from: its column {record['column']} was not finite after "
                 f"phase {record['phase']}. Only a mini-batch of a rank is replayed (step_N_rank_R.<update>-<k>.json)"
             )
-        missing = {"asked_for", "counts", "model", "fsdp", "weights_checksum"} - set(record)
+        missing = {"asked_for", "counts", "model", "fsdp", "weights_checksum"} - record.keys()
         if missing:
             raise ReplayError(
                 f"{path} has no {', '.join(sorted(missing))}: it was not written by a run of this version of hrl"
@@ -122,8 +137,10 @@ class Dump:
         """Return the rows with their padding."""
         prompts, responses = (self.columns[f"{side}_lengths"].tolist() for side in ("prompt", "response"))
         width, tensors = self.record["response_width"], {}
-        rows = [torch.ones(length, dtype=torch.int64) for length in prompts], [torch.ones(n) for n in responses]
-        masks = _padded(rows[0], max(prompts), left=True), _padded(rows[1], width).long()
+        of_prompts, of_responses = (
+            [torch.ones(length, dtype=torch.int64) for length in lengths] for lengths in (prompts, responses)
+        )
+        masks = _padded(of_prompts, max(prompts), left=True), _padded(of_responses, width)
         for name, column in self.columns.items():
             if name == "prompts":
                 tensors[name] = _padded(column.split(prompts), max(prompts), left=True)
@@ -140,14 +157,6 @@ class Dump:
         place = self.columns["micro_batch"].tolist()
         count = len(self.record["micro_batches"])
         return tuple(tuple(first + row for row, at in enumerate(place) if at == each) for each in range(count))
-
-
-#: Columns of response tokens; where every response has one token, their length does not tell.
-_PER_TOKEN = {"responses", "response_mask", "advantages", "returns", "values", "old_log_probs", "ref_log_prob"} | {
-    "rollout_log_probs",
-    "rollout_is_weights",
-    "selected_tokens",
-}
 
 
 def _padded(parts: Sequence[Tensor], width: int, *, left: bool = False) -> Tensor:
@@ -215,9 +224,14 @@ class Replay:
         return _NUMBER.validate_python(self.dumps[0].record["grad_norm"])
 
     @property
+    def has_same_norm(self) -> bool:
+        """Whether the norm of the gradient is the run's, bit for bit; only with all ranks."""
+        return self.has_all_ranks and _same(self.grad_norm, self.recorded_norm)
+
+    @property
     def is_reproduced(self) -> bool:
         """Whether the weights are the step's, and every number that can be compared is the run's."""
-        norms = not self.has_all_ranks or _same(self.grad_norm, self.recorded_norm)
+        norms = not self.has_all_ranks or self.has_same_norm
         return self.has_same_weights and norms and all(each.is_same for each in self.micro_batches)
 
     def lines(self) -> Iterator[str]:
@@ -240,9 +254,7 @@ class Replay:
                 f"{each.highest:.4g}{where}" + ("" if math.isfinite(each.loss) else f"; uids {', '.join(each.uids)}")
             )
         if self.has_all_ranks:
-            compared = (
-                "as recorded" if _same(self.grad_norm, self.recorded_norm) else f"recorded {self.recorded_norm:.9g}"
-            )
+            compared = "as recorded" if self.has_same_norm else f"recorded {self.recorded_norm:.9g}"
             yield f"gradient norm {self.grad_norm:.9g} ({compared})"
         else:
             yield f"gradient norm {self.grad_norm:.9g} of these ranks alone, which is not compared"

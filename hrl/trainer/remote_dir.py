@@ -52,7 +52,8 @@ def with_fetched(config: RunC, display: Display) -> RunC:
         checkpoints = CheckpointStore(folder / _FETCHED / xxh3_64_hexdigest(address.encode()))
         with display.stage(f"fetching {named}"), _locked(folder):
             store = RemoteStore(address)
-            if not _is_there(store, step, checkpoints):
+            if not _was_fetched(store, step, checkpoints):
+                shutil.rmtree(checkpoints.path(step), ignore_errors=True)
                 fetch(store, step, checkpoints, folder)
         fetched = {"resume_from_path": str(checkpoints.path(step))}
         return cast("RunC", config.model_copy(update={"trainer": trainer.model_copy(update=fetched)}))
@@ -63,15 +64,12 @@ def with_fetched(config: RunC, display: Display) -> RunC:
     return config
 
 
-def _is_there(store: RemoteStore, step: int, checkpoints: CheckpointStore) -> bool:
+def _was_fetched(store: RemoteStore, step: int, checkpoints: CheckpointStore) -> bool:
     """Return whether a checkpoint was fetched before, is undamaged, and is still the one of the store."""
     there = checkpoints.path(step)
-    if not there.exists():
+    if not there.exists() or damages_of_checkpoint(there):
         return False
-    if not damages_of_checkpoint(there) and Manifest.read(there).text == store.manifest(step).text:
-        return True
-    shutil.rmtree(there)
-    return False
+    return Manifest.read(there).text == store.manifest(step).text
 
 
 @contextmanager

@@ -30,6 +30,8 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 _MOST_TOLD_BYTES = 4096
 """A write of at most so many bytes to a pipe is whole."""
+_LONGEST_ERROR = 500
+"""Characters of an error that are told: at most 6 bytes each."""
 
 
 class Attempt:
@@ -48,8 +50,9 @@ class Attempt:
         if self._pipe is None:
             return
         what = masked_text(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        told = json.dumps({"error": what[:_LONGEST_ERROR], "may_pass": may_pass(error)}, ensure_ascii=False)
         with suppress(BrokenPipeError):  # the parent is gone, and this process is about to be
-            os.write(self._pipe, json.dumps({"error": what[:500], "may_pass": may_pass(error)}).encode())
+            os.write(self._pipe, told.encode(errors="backslashreplace"))  # a lone surrogate, as JSON writes it
 
 
 class _Ended(NamedTuple):

@@ -177,6 +177,18 @@ def test_giving_up_ends_a_transfer_without_another_attempt(in_memory: RemoteStor
     assert in_memory.steps() == []
 
 
+def test_an_upload_that_is_given_up_leaves_the_log_of_the_one_before(in_memory: RemoteStore, tmp_path: Path) -> None:
+    sent, log = checkpoint(tmp_path, 3), tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 3}\n')
+    in_memory.upload(sent, 3, {"metrics.jsonl": log})
+    in_memory.give_up.set()
+    with pytest.raises(GivenUpError):
+        in_memory.upload(sent, 3, {"metrics.jsonl": log})
+    in_memory.give_up.clear()
+    in_memory.fetch_beside(["metrics.jsonl"], tmp_path)
+    assert log.read_text() == '{"step": 3}\n'
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [

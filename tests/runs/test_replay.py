@@ -110,6 +110,10 @@ def test_what_cannot_be_replayed_is_refused(broken: Path, tmp_path: Path) -> Non
         replay([tmp_path / "none.json"])
     copy = Path(shutil.copy(file, tmp_path / file.name))
     shutil.copy(file.with_suffix(".safetensors"), tmp_path)
+    copy.write_text("[{}]")
+    with pytest.raises(ReplayError, match="is no JSON object"):
+        replay([copy])
+    shutil.copy(file, copy)
     with pytest.raises(ReplayError, match="no folder of a run: name weights with --checkpoint"):
         replay([copy])
     record = json.loads(copy.read_text())

@@ -130,6 +130,12 @@ def test_a_run_that_gets_further_is_started_again_after_pauses_that_grow_and_its
     ]
 
 
+@pytest.mark.parametrize("letter", ["\N{GOTHIC LETTER AHSA}", "\udc80"], ids=["astral", "lone surrogate"])
+def test_an_error_in_any_script_reaches_the_parent(tmp_path: Path, letter: str) -> None:
+    told = ended(tmp_path, 1, failing(Fault(letter * 600)))
+    assert f"a machine failed: Fault: {letter * 493}\n" in told.said
+
+
 def test_pauses_have_an_upper_end(tmp_path: Path) -> None:
     told = ended(tmp_path, 8, failing(Fault("rank"), moves=True))
     assert told.pauses == [5, 10, 20, 40, 80, 160, 300, 300]
