@@ -29,13 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
 _TRACKER_GRACE_S = 1.0
 _POLL_S = 0.05
 _NOT_FOUND = 127
-_ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
-"""What schedulers and terminals send to all processes of a job; a guard has to outlive its leader."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals that ask a command to end, which schedulers and terminals send to all processes of a job; a guard has to
+outlive its leader."""
 _RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 
 
@@ -47,6 +49,11 @@ class ProcessEntry:
     parent: int
     group: int
     start: str
+
+    @property
+    def identity(self) -> str:
+        """Pid and start, as `PID@START`."""
+        return f"{self.pid}@{self.start}"
 
 
 def process_table() -> list[ProcessEntry]:
@@ -98,7 +105,7 @@ def end_group(group: int, grace_s: float = _GRACE_S) -> None:
 def kill_processes(identities: list[str]) -> None:
     """Send SIGKILL to the processes given as `PID@START`."""
     for entry in process_table():
-        if f"{entry.pid}@{entry.start}" in identities:
+        if entry.identity in identities:
             _send(entry.pid, signal.SIGKILL)
 
 
@@ -123,7 +130,7 @@ def _marked(mark: bytes) -> list[int]:
 
 def tell_of_needed(leader: int, needed: list[str]) -> None:
     """Say which of the processes `PID@START=TITLE` has ended, too: a library may end the leader with it."""
-    alive = {f"{entry.pid}@{entry.start}" for entry in process_table()}
+    alive = {entry.identity for entry in process_table()}
     for each in needed:
         identity, _, title = each.partition("=")
         if identity not in alive:
@@ -142,15 +149,14 @@ def follow_and_end(leader: int, grace_s: float = _GRACE_S) -> None:
     environment tells nothing either: a process that gives itself a title writes over it.)
     """
     seen: dict[int, str] = {}
-    own = os.getpid()
     while os.getppid() == leader:
-        _note_descendants({leader}, own, seen)
+        _note_descendants({leader}, seen)
         seen.pop(leader, None)
         signal.sigtimedwait({signal.SIGTERM}, 2 * _POLL_S)
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline + grace_s:
-        _note_descendants(set(seen), own, seen)
-        left = [f"{entry.pid}@{entry.start}" for entry in process_table() if seen.get(entry.pid) == entry.start]
+        _note_descendants(set(seen), seen)
+        left = [entry.identity for entry in process_table() if seen.get(entry.pid) == entry.start]
         if not left:
             return
         if time.monotonic() > deadline:
@@ -158,13 +164,19 @@ def follow_and_end(leader: int, grace_s: float = _GRACE_S) -> None:
         time.sleep(2 * _POLL_S)
 
 
-def _note_descendants(found: set[int], own: int, seen: dict[int, str]) -> None:
+def _note_descendants(of: set[int], seen: dict[int, str]) -> None:
     table = process_table()
-    while more := {entry.pid for entry in table if entry.parent in found} - found - {own}:
-        found |= more
+    found = _with_descendants(of, table) - {os.getpid()}
     for entry in table:
         if entry.pid in found:
             seen.setdefault(entry.pid, entry.start)
+
+
+def _with_descendants(of: set[int], table: list[ProcessEntry]) -> set[int]:
+    found = set(of)
+    while more := {entry.pid for entry in table if entry.parent in found} - found:
+        found |= more
+    return found
 
 
 def _wait_for_end(leader: int) -> None:
@@ -217,7 +229,7 @@ class _Run:
         trackers_until = time.monotonic() + _TRACKER_GRACE_S
         while time.monotonic() < deadline:
             self.has_ended()
-            left = _descendants(os.getpid())
+            left = _with_descendants({os.getpid()}, process_table()) - {os.getpid()}
             if not left:
                 return
             spared = time.monotonic() < trackers_until
@@ -240,7 +252,7 @@ class _Run:
 def _begin(command: list[str], mask: set[int | signal.Signals], parent: int) -> NoReturn:
     """Become the command, in a session of its own that the kernel ends with the guard."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(_NOT_FOUND)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -251,22 +263,13 @@ def _begin(command: list[str], mask: set[int | signal.Signals], parent: int) -> 
     os._exit(_NOT_FOUND)
 
 
-def _descendants(pid: int) -> list[int]:
-    """Return the processes below `pid` that are alive."""
-    table = process_table()
-    found = {pid}
-    while more := {entry.pid for entry in table if entry.parent in found} - found:
-        found |= more
-    return list(found - {pid})
-
-
 def run(leader: int, command: list[str]) -> NoReturn:
     """Run a command for process `leader`, the parent of this one; see the module."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_ENDING, signal.SIGCHLD})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc = ctypes.CDLL(None, use_errno=True)
     _prctl(libc, _PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(libc, _PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    _prctl(libc, PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != leader:
         os._exit(0)
     started = _Run(command, mask)
@@ -288,8 +291,8 @@ def main(leader: int, targets: list[str]) -> None:
     """Wait until process `leader`, the parent of this one, has died, then end the targets."""
     if targets[:1] == ["run"]:
         run(leader, targets[1:])
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    _prctl(ctypes.CDLL(None, use_errno=True), _PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    _prctl(ctypes.CDLL(None, use_errno=True), PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if targets == ["descendants"]:
         follow_and_end(leader)
         return

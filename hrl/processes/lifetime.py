@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from hrl.processes import guard
 from hrl.processes.watch import NEEDED
 
-_PR_SET_PDEATHSIG = 1
 _MARK = "HRL_STARTED_BY"
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 
@@ -45,7 +44,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     """
     if _LIBC is None:
         return
-    if _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if _LIBC.prctl(guard.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     starter = multiprocessing.parent_process()
     if parent_pid is None and starter is not None:
@@ -94,28 +93,15 @@ def guarded_start() -> Iterator[None]:
     What is left gets some seconds first, in which guards of its own may end it in order. It costs a look at the table
     of processes ten times a second: `guarded_processes` is for longer.
     """
-    if _LIBC is None:
+    with _guarding("descendants"):
         yield
-        return
-    with _start_guard("descendants") as started:
-        try:
-            yield
-        finally:
-            started.kill()
 
 
 @contextmanager
 def guarded_processes(parent_pid: int) -> Iterator[None]:
     """Kill the present children of `parent_pid` if this process dies while the block runs. On Linux only."""
-    if _LIBC is None:
+    with _guarding(*(entry.identity for entry in guard.process_table() if entry.parent == parent_pid)):
         yield
-        return
-    children = [f"{entry.pid}@{entry.start}" for entry in guard.process_table() if entry.parent == parent_pid]
-    with _start_guard(*children) as started:
-        try:
-            yield
-        finally:
-            started.kill()
 
 
 @contextmanager
@@ -129,12 +115,11 @@ def guarded_environment() -> Iterator[dict[str, str]]:
         yield {}
         return
     mark = uuid.uuid4().hex
-    with _start_guard("marked", f"{_MARK}={mark}") as started:
-        try:
+    try:
+        with _guarding("marked", f"{_MARK}={mark}"):
             yield {_MARK: mark}
-        finally:
-            started.kill()
-            guard.end_marked(f"{_MARK}={mark}")
+    finally:
+        guard.end_marked(f"{_MARK}={mark}")
 
 
 @contextmanager
@@ -144,12 +129,18 @@ def telling_of(needed: Mapping[int, str]) -> Iterator[None]:
     Args:
         needed: Process ids, and what they are; their end may end this process before it can say so itself.
     """
+    present = [entry for entry in guard.process_table() if entry.pid in needed]
+    with _guarding("needs", *(f"{entry.identity}={needed[entry.pid]}" for entry in present)):
+        yield
+
+
+@contextmanager
+def _guarding(*targets: str) -> Iterator[None]:
+    """Have a guard with these targets while the block runs. On Linux only."""
     if _LIBC is None:
         yield
         return
-    present = [entry for entry in guard.process_table() if entry.pid in needed]
-    titles = [f"{entry.pid}@{entry.start}={needed[entry.pid]}" for entry in present]
-    with _start_guard("needs", *titles) as started:
+    with _start_guard(*targets) as started:
         try:
             yield
         finally:

@@ -21,7 +21,9 @@ from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+from hrl.processes import guard
+
+ENDING = guard.ENDING
 """Signals that ask a command to end."""
 
 #: Two signals within this time are one request: `timeout` sends to its child and then to the group that the child is
