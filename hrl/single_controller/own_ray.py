@@ -38,9 +38,9 @@ _VITAL = {
 LOOK_S = 1.0
 """Interval at which whoever waits for a call asks whether Ray is still there."""
 _NOTICE_S = 10.0
+"""How long this process may take to notice that its Ray is lost; between calls to Ray, as long as it likes."""
 _STUCK_LOOKS = 3
-"""How long this process may take to notice that its Ray is lost, and in how many looks it then has to be found within
-Ray: it waits in a call to a process that is stopped. Between calls it may take as long as it likes."""
+"""In how many looks running it has to be found within Ray after that: it waits there for a process that is stopped."""
 _LAST_RESORT_S = 40.0
 """How long a process may go on after its Ray is lost. Some of Ray's calls wait for a dead control service, whatever one
 does, and end the process from C++ after 60 s, with a message of theirs."""
@@ -60,7 +60,7 @@ class OwnRay:
         self._over = threading.Event()
         self._noticed = threading.Event()
         self._agents = {  # with which the raylet ends
-            entry.pid: (_title_of(entry.pid), entry.start) for entry in guard.process_table() if entry.parent == raylet
+            entry: _title_of(entry.pid) for entry in guard.process_table() if entry.parent == raylet
         }
 
     @property
@@ -70,9 +70,9 @@ class OwnRay:
 
     def lost(self) -> str | None:
         """Return the sentence about the first vital process that has ended; None while all are there."""
-        for pid, (title, _) in self._agents.items():
-            if is_gone(pid):
-                return self._obituary(f"Ray's {title}", pid, "has ended, and the raylet ends with it")
+        for agent, title in self._agents.items():
+            if is_gone(agent.pid):
+                return self._obituary(f"Ray's {title}", agent.pid, "has ended, and the raylet ends with it")
         for title, process in self._vital.items():
             code = process.poll()
             if code is not None or is_gone(process.pid):
@@ -131,7 +131,7 @@ class OwnRay:
         for process in self._vital.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        guard.kill_processes([f"{pid}@{start}" for pid, (_, start) in self._agents.items()])
+        guard.kill_processes([agent.identity for agent in self._agents])
 
     def watch(self) -> None:
         """Look after vital processes until `forget`: the end of a Ray, too, waits for them.

@@ -6,8 +6,8 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
@@ -99,32 +99,44 @@ def ray_cluster(
     inherited = {name: os.environ.get(name, value) for name, value in _WORKER_ENVIRONMENT.items()}
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     if address == "local":
-        # Silences a warning that the cluster is protected by a token, which is intended.
-        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
         settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
-    settings |= ray_kwargs
-    bare = _bare(with_dashboard=settings["include_dashboard"]) if address == "local" else nullcontext()
+        with _own_cluster(settings | ray_kwargs, inherited):
+            yield
+        return
+    with reaching(address), changed_environment(inherited), _own_handlers():
+        ray.init(address=address, **settings | ray_kwargs)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own_cluster(settings: Mapping[str, Any], inherited: Mapping[str, str]) -> Iterator[None]:
+    """Start a cluster of this machine alone, and end it with the block, or with this process.
+
+    Args:
+        settings: Arguments of `ray.init`.
+        inherited: Environment variables for the processes that it starts.
+    """
+    # Silences a warning that the cluster is protected by a token, which is intended.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # Everything that Ray starts ends with this process, except for the raylet's agents: after a SIGKILL they try for a
     # minute to reach a cluster that is gone. They are there before `ray.init` returns. The mark does not always find
     # them, because a process that gives itself a title may write over its environment.
-    nothing: dict[str, str] = {}
-    with guarded_environment() if address == "local" else nullcontext(nothing) as mark, ExitStack() as starting:
-        if address == "local":
-            starting.enter_context(guarded_start())
-        alone = kept_from_children() if address == "local" else nullcontext()
-        with reaching(address), bare, changed_environment(inherited | mark), alone, _own_handlers():
-            ray.init(address=address, **settings)
+    with guarded_environment() as mark, ExitStack() as starting:
+        starting.enter_context(guarded_start())
+        bare = _bare(with_dashboard=settings["include_dashboard"])
+        with reaching("local"), bare, changed_environment({**inherited, **mark}), kept_from_children(), _own_handlers():
+            ray.init(address="local", **settings)
         own: OwnRay | None = None
         try:
-            if address == "local":
-                own = OwnRay()
-                own.watch()
-                _end_by_force(own)
-                with guarded_processes(own.raylet_pid), telling_of(own.needed), own.supervised():
-                    starting.close()
-                    yield
-            else:
+            own = OwnRay()
+            own.watch()
+            _end_by_force(own)
+            with guarded_processes(own.raylet_pid), telling_of(own.needed), own.supervised():
+                starting.close()
                 yield
         finally:
             ray.shutdown()
