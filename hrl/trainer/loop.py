@@ -260,60 +260,28 @@ class TrainingLoop(ABC):
             self.run_state._advance(self.global_steps)
             metrics = StepMetrics()
             with self.reporter.step(self.global_steps):
-                if self.global_steps in self.config.trainer.profile:
-                    batch, profiles = self._profiled_step(batch, metrics)
-                else:
-                    profiles = None
-                    with self.phase("step"):
-                        batch = self.train_step(batch, metrics)
-                if self.is_due(self.config.trainer.test_freq, self.config.trainer.validates_last):
-                    metrics |= self._validate_in_time()
-                self.stop.step_is_over()  # what is made is not given up while it is written down
-                metrics.observe(*self.workers.peak_memory())
-                self.on_step_end(batch, metrics)
-            metrics |= self.describe(batch)
-            metrics |= self.data_metrics()
-            if self.uploads is not None:
-                metrics |= self.uploads.look()
-            if self.config.trainer.max_restarts > 0:
-                metrics["run/restarts"] = float(self.restarts)
-            if self.config.trainer.save_freq > 0:
-                metrics["checkpoint/failed_saves"] = float(self._failed_saves)
-            of_store, news = store.look(self.global_steps)
-            metrics |= of_store
-            if news is not None:
-                self.reporter.console.note(news)
-            self._tell_of_skipped_steps(metrics)
-            prompt_lens, response_lens = lengths_of(batch)
-            tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
-            metrics |= self.reporter.own_metrics(tokens)
-            metrics |= self._count_nonfinite(metrics)
-            metrics |= self.reporter.judge(self.global_steps, metrics)
-            self.reporter.step_done(self.global_steps, metrics)
-            if profiles is not None:
+                batch, profiles = self._timed_step(batch, metrics)
+            metrics |= self.describe(batch) | self.data_metrics() | self._metrics_of_run(store)
+            self._report_step(batch, metrics)
+            if profiles:
                 self.reporter.profile(self.global_steps, profiles, metrics)
-            failed = self._tell_callbacks(batch, metrics)
-            self._look_after_save()
-            if self.run_state.stop_reason is not None and not _is_validated(metrics):
-                metrics |= self._validate_the_end()
-            self._remember_whole(metrics)
-            # After the log, so that no checkpoint has a step that the log lacks.
-            saved = self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0) or (
-                failed is not None and self.config.trainer.save_freq > 0
-            )
-            if saved:
-                self.save(metrics)
-            ends = self.stop.is_asked  # now: what is asked for from here on comes after the next step
-            if ends and not saved and self.global_steps < self.total_training_steps:
-                self._save_to_continue(metrics)
-            if failed is not None:
-                raise failed
-            if self.run_state.stop_reason is not None and not _is_validated(metrics):  # when it was saved
-                self.finish_save()
-                self._set_score(self.validation_score(self._validate_the_end()))
-                self._send(self.global_steps)
-            if self._is_stopped() or ends:
+            if self._ends_after(batch, metrics):
                 return
+
+    def _timed_step(self, batch: DataProto, metrics: StepMetrics) -> tuple[DataProto, dict[str, list[Profile]]]:
+        """Train a step, and validate if that is due; return its batch, and the profiles of every pool if it has any."""
+        if self.global_steps in self.config.trainer.profile:
+            batch, profiles = self._profiled_step(batch, metrics)
+        else:
+            profiles = {}
+            with self.phase("step"):
+                batch = self.train_step(batch, metrics)
+        if self.is_due(self.config.trainer.test_freq, self.config.trainer.validates_last):
+            metrics |= self._validate_in_time()
+        self.stop.step_is_over()  # what is made is not given up while it is written down
+        metrics.observe(*self.workers.peak_memory())
+        self.on_step_end(batch, metrics)
+        return batch, profiles
 
     def _profiled_step(self, batch: DataProto, metrics: StepMetrics) -> tuple[DataProto, dict[str, list[Profile]]]:
         """Train a step while all processes are profiled; return its batch, and the profiles of every pool."""
@@ -323,6 +291,60 @@ class TrainingLoop(ABC):
             batch = self.train_step(batch, metrics)
         with self.phase("profile"):
             return batch, self.workers.stop_profile(self.global_steps)
+
+    def _metrics_of_run(self, store: StoreWatch) -> dict[str, float]:
+        """Return what a step's record has of the run as a whole: uploads, restarts, saves, Ray's object store.
+
+        Raises:
+            RemoteStoreError: A checkpoint can't be sent, and the run is to end then.
+        """
+        metrics = {} if self.uploads is None else self.uploads.look()
+        if self.config.trainer.max_restarts > 0:
+            metrics["run/restarts"] = float(self.restarts)
+        if self.config.trainer.save_freq > 0:
+            metrics["checkpoint/failed_saves"] = float(self._failed_saves)
+        of_store, news = store.look(self.global_steps)
+        if news is not None:
+            self.reporter.console.note(news)
+        return metrics | of_store
+
+    def _report_step(self, batch: DataProto, metrics: StepMetrics) -> None:
+        """Complete the metrics of a finished step, and log and show them."""
+        self._tell_of_skipped_steps(metrics)
+        prompt_lens, response_lens = lengths_of(batch)
+        tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
+        metrics |= self.reporter.own_metrics(tokens)
+        metrics |= self._count_nonfinite(metrics)
+        metrics |= self.reporter.judge(self.global_steps, metrics)
+        self.reporter.step_done(self.global_steps, metrics)
+
+    def _ends_after(self, batch: DataProto, metrics: StepMetrics) -> bool:
+        """Call the callbacks and save, as a logged step asks for; return whether the run ends with it.
+
+        Raises:
+            CallbackError: A callback failed; the step is saved first.
+        """
+        failed = self._tell_callbacks(batch, metrics)
+        self._look_after_save()
+        if self.run_state.stop_reason is not None and not _is_validated(metrics):
+            metrics |= self._validate_the_end()
+        self._remember_whole(metrics)
+        # After the log, so that no checkpoint has a step that the log lacks.
+        saved = self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0) or (
+            failed is not None and self.config.trainer.save_freq > 0
+        )
+        if saved:
+            self.save(metrics)
+        ends = self.stop.is_asked  # now: what is asked for from here on comes after the next step
+        if ends and not saved and self.global_steps < self.total_training_steps:
+            self._save_to_continue(metrics)
+        if failed is not None:
+            raise failed
+        if self.run_state.stop_reason is not None and not _is_validated(metrics):  # when it was saved
+            self.finish_save()
+            self._set_score(self.validation_score(self._validate_the_end()))
+            self._send(self.global_steps)
+        return self._is_stopped() or ends
 
     def _is_stopped(self) -> bool:
         """Return whether a callback asked for the end, and say so."""
@@ -441,9 +463,11 @@ class TrainingLoop(ABC):
 
     def _tell_of_signal(self, name: str) -> None:
         """Say at once what the run does about the first signal."""
-        step, seconds = self.global_steps, self.stop.left_s
-        within = "" if self.stop.grace_s is None else f" if it is done within {seconds:.0f} s (trainer.grace_s)"
-        self.reporter.console.note(f"{name}: stopping after step {step}{within}, saved; again to stop now")
+        within = ""
+        if self.stop.grace_s is not None:
+            within = f" if it is done within {self.stop.left_s:.0f} s (trainer.grace_s)"
+        note = f"{name}: stopping after step {self.global_steps}{within}, saved; again to stop now"
+        self.reporter.console.note(note)
 
     def _step_begins(self) -> None:
         self._step_began_at, self._is_learning = perf_counter(), False
@@ -608,7 +632,7 @@ class TrainingLoop(ABC):
             folder = self.checkpoints.begin(step)
         with worker_phase("save_checkpoint"):
             records = self.workers.save(folder, self.save_contents)
-        position = {
+        of_loop = {
             "step": step,
             "data_position": self.data_position.to_dict(),
             "data": self.train_dataset.fingerprint,
@@ -620,7 +644,7 @@ class TrainingLoop(ABC):
         if "hf_model" in self.save_contents:
             with writing_to(run_folder):  # at once, because a tokenizer serves one thread at a time
                 self.tokenizer.save_pretrained(folder / "hf")
-        state, score = position | self.state(), self.validation_score(metrics)
+        state, score = of_loop | self.state(), self.validation_score(metrics)
         deadline_s = self.config.trainer.timeouts.call_s
         return PendingCheckpoint(self.checkpoints, step, state, records, run_folder, score, deadline_s=deadline_s)
 
