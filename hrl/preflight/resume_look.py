@@ -6,12 +6,12 @@ may not: the steps that are left would belong to another run than those that wer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hrl.cluster.precision import with_dtypes
 from hrl.config.changes import Change, changes
-from hrl.config.outline import NamedModel, Outline, RunConfiguration
+from hrl.config.outline import Outline, RunConfiguration
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import FolderPlan
 from hrl.preflight.machine_look import gpus_here, joins_a_cluster
@@ -57,31 +57,58 @@ def look_at_changes(
         findings.problem(key, what, hint)
         return
     _look_at_learners(findings, outline, plan, key)
-    found = [each for each in changes(plan.state["config"], _resolved(config)) if each.new != "auto"]
-    if plan.continues:
-        for seed in [each for each in found if each.key == _SEED]:
-            _refuse(findings, plan, _SEED, f"is {seed.new}, and was {seed.old}", f"Set {_SEED}={seed.old}")
-            found.remove(seed)
-    others = _changed_models(outline, was, inputs)
-    for role, model in others.items():
-        if plan.continues and not (role in _FROZEN and outline.section != "model"):
-            what = f"is another model than the one that {plan.checkpoint} began with"
-            _refuse(findings, plan, model.key, what, "Name that one again")
-        else:
-            found.append(Change(f"weights of {model.key}", was["models"][role], inputs["models"][role]))
-    if was["tokenizer"] != inputs["tokenizer"]:
-        if plan.continues:
-            what = f"has another vocabulary than the tokenizer that {plan.checkpoint} was made with"
-            _refuse(findings, plan, f"{outline.section}.tokenizer_path", what, "Name that tokenizer again")
-        else:
-            found.append(Change("vocabulary of the tokenizer", was["tokenizer"], inputs["tokenizer"]))
-    code, now = was["code"], inputs["code"]
-    found += [
-        Change(f"code of {name}", code[name], now[name]) for name in now if code.get(name, now[name]) != now[name]
+    found = [
+        *_of_keys(findings, config, plan),
+        *_of_models(findings, outline, plan, inputs),
+        *_of_vocabulary(findings, outline, plan, inputs),
+        *_of_code(was["code"], inputs["code"]),
     ]
     findings.changes += map(str, found)
     since = f"step {plan.state['step']}" if plan.continues else f"{plan.checkpoint}"
     findings.changed = f"changed since {since} was saved"
+
+
+def _of_keys(findings: Findings, config: RunConfiguration, plan: FolderPlan) -> Iterator[Change]:
+    """Yield the keys with another value; a run that continues is refused another seed."""
+    for each in changes(plan.state["config"], _resolved(config)):
+        if each.key == _SEED and plan.continues:
+            _refuse(findings, plan, _SEED, f"is {each.new}, and was {each.old}", f"Set {_SEED}={each.old}")
+        elif each.new != "auto":
+            yield each
+
+
+def _of_models(findings: Findings, outline: Outline, plan: FolderPlan, inputs: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield the models with other weights, of roles that both runs have; a run that continues is refused most."""
+    saved, present = plan.state["inputs"]["models"], inputs["models"]
+    for role, model in outline.models.items():
+        if role not in saved or role not in present or saved[role] == present[role]:
+            continue
+        if plan.continues and not (role in _FROZEN and outline.section != "model"):
+            what = f"is another model than the one that {plan.checkpoint} began with"
+            _refuse(findings, plan, model.key, what, "Name that one again")
+        else:
+            yield Change(f"weights of {model.key}", saved[role], present[role])
+
+
+def _of_vocabulary(
+    findings: Findings, outline: Outline, plan: FolderPlan, inputs: Mapping[str, Any]
+) -> Iterator[Change]:
+    """Yield another vocabulary of the tokenizer; a run that continues is refused it."""
+    saved, present = plan.state["inputs"]["tokenizer"], inputs["tokenizer"]
+    if saved == present:
+        return
+    if plan.continues:
+        what = f"has another vocabulary than the tokenizer that {plan.checkpoint} was made with"
+        _refuse(findings, plan, f"{outline.section}.tokenizer_path", what, "Name that tokenizer again")
+    else:
+        yield Change("vocabulary of the tokenizer", saved, present)
+
+
+def _of_code(saved: Mapping[str, str], present: Mapping[str, str]) -> Iterator[Change]:
+    """Yield the Python files and objects with other code, of those that both runs have."""
+    for name in present:
+        if name in saved and saved[name] != present[name]:
+            yield Change(f"code of {name}", saved[name], present[name])
 
 
 def _refuse(findings: Findings, plan: FolderPlan, key: str, what: str, hint: str) -> None:
@@ -117,13 +144,3 @@ def _resolved(config: RunConfiguration) -> RunConfiguration:
             return config
         device = "cuda" if gpus_here() else "cpu"
     return with_dtypes(config, device)
-
-
-def _changed_models(outline: Outline, was: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, NamedModel]:
-    """Return the models that are other ones now; a role that one of the runs lacks is none."""
-    saved, present = was["models"], inputs["models"]
-    return {
-        role: model
-        for role, model in outline.models.items()
-        if role in saved and role in present and saved[role] != present[role]
-    }

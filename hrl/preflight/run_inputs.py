@@ -110,7 +110,7 @@ def _tensors(shard: Path) -> dict[str, dict[str, Any]]:
 
 def _files(config: RunConfiguration) -> Iterator[tuple[str, str]]:
     """Yield key and digest of every Python file that the configuration names, as `my.py` or `my.py:name`."""
-    for key, value in flatten(json.loads(json.dumps(config.model_dump(mode="json"))), type(config)):
+    for key, value in flatten(config.model_dump(mode="json"), type(config)):
         for text in _texts(value):
             file = Path(os.path.expanduser(text.partition(".py:")[0] + ".py" if ".py:" in text else text))
             if file.suffix == ".py" and file.is_file():
@@ -120,8 +120,10 @@ def _files(config: RunConfiguration) -> Iterator[tuple[str, str]]:
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from _texts([*value.values()])
+    elif isinstance(value, list):
+        for each in value:
             yield from _texts(each)
 
 
