@@ -61,7 +61,7 @@ TOGETHER := $(MAKE) --no-print-directory -j3 -O
 PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
 FAST := -m "not engine and not gpu and not cluster and not site"
 WITHOUT_ENGINES := -m "not engine and not gpu"
-ONE_HALF := $(addprefix tests/,workers single_controller runs reward)
+ONE_HALF := $(addprefix tests/,workers single_controller runs)
 
 test: lint type  ## everything CI runs
 	@echo 'tests run in three processes; each shows its output when it ends'

@@ -180,7 +180,7 @@ def _knock(address: str) -> None:
 
     Raises:
         AuthenticationError: It wants another token.
-        ConnectionError: Who answers there is no Ray.
+        ConnectionError: Who answers there is no Ray, or one that wants TLS with certificates of another authority.
     """
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     ensure_token_if_auth_enabled(create_token_if_missing=False)  # without one, Ray's core would abort
@@ -189,7 +189,11 @@ def _knock(address: str) -> None:
     except RpcError as error:
         if isinstance(error, AuthenticationError):
             raise
-        raise ConnectionError(str(error)) from error
+        # To who greets without TLS, or with a certificate of another authority, a server is silent.
+        raise ConnectionError(
+            f"somebody listens, and Ray got no answer ({str(error).rstrip('.')}). If it is a cluster with TLS, set "
+            "RAY_USE_TLS=1, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT here as on its machines"
+        ) from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A cluster of several nodes that lets in who has its token, and says at once whom it doesn't."""
+"""A cluster of several nodes that lets in who has its token and a certificate, and says at once whom it doesn't."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray._common.tls_utils import generate_self_signed_tls_certs
 
 from tests.processes.process_table import descendants, still_alive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 TOKEN, WRONG = "a" * 64, "b" * 64
+TLS = "tls"
 JOIN = """
 import sys, time, ray
 from hrl.errors import HrlError
@@ -47,25 +49,42 @@ except HrlError as error:
 """
 
 
-def environment(home: Path, token: str | None) -> dict[str, str]:
-    """This process's, with a token or without one."""
+def environment(home: Path, token: str | None, certificates: Path | None) -> dict[str, str]:
+    """This process's, with a token and a certificate or without."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
+    # Ray would wait 5 and 30 s for a server that is silent because it wants another certificate.
+    given = {"RAY_gcs_rpc_server_connect_timeout_s": "2", "RAY_py_gcs_connect_timeout_s": "5"}
+    if token:
+        given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    if certificates:
+        given |= {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_KEY": str(certificates / "key.pem")}
+        given |= dict.fromkeys(("RAY_TLS_SERVER_CERT", "RAY_TLS_CA_CERT"), str(certificates / "certificate.pem"))
     root = str(Path(__file__).parents[2])
     return {**kept, "HOME": str(home), "PYTHONPATH": root, "RAY_USAGE_STATS_ENABLED": "0", **given}
+
+
+def new_certificate(folder: Path) -> Path:
+    """Write a certificate that is its own authority, and its key."""
+    folder.mkdir()
+    certificate, key = generate_self_signed_tls_certs()
+    (folder / "certificate.pem").write_text(certificate)
+    (folder / "key.pem").write_text(key)
+    return folder
 
 
 def ray_start(home: Path, *arguments: str) -> subprocess.Popen[bytes]:
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "start", "--num-cpus=1", "--disable-usage-stats", "--block", *arguments]
     with (home / f"{len(list(home.iterdir()))}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment(home, TOKEN), stdout=log, stderr=log, start_new_session=True)
+        given = environment(home, TOKEN, home / TLS)
+        return subprocess.Popen(command, env=given, stdout=log, stderr=log, start_new_session=True)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Two nodes on this machine that share a token: their address, and the home of their user."""
+    """Two nodes on this machine that share a token and a certificate: their address, and the home of their user."""
     home = tmp_path_factory.mktemp("r")  # short: Ray's sockets lie below
+    new_certificate(home / TLS)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -98,10 +117,10 @@ def wait_for_port(port: int) -> None:
     pytest.fail("the first node does not answer")
 
 
-def join(cluster: tuple[str, Path], token: str | None, home: Path) -> str:
+def join(cluster: tuple[str, Path], token: str | None, home: Path, certificates: Path | None) -> str:
     done = subprocess.run(
         [sys.executable, "-c", JOIN, cluster[0]],
-        env=environment(home, token),
+        env=environment(home, token, certificates),
         capture_output=True,
         text=True,
         timeout=200,
@@ -110,17 +129,27 @@ def join(cluster: tuple[str, Path], token: str | None, home: Path) -> str:
     return done.stdout.strip() or done.stderr
 
 
-def test_who_has_the_token_works_on_both_nodes(cluster: tuple[str, Path]) -> None:
-    assert join(cluster, TOKEN, cluster[1]) == "joined 2"
+def test_who_has_the_token_and_the_certificate_works_on_both_nodes(cluster: tuple[str, Path]) -> None:
+    _, home = cluster
+    assert join(cluster, TOKEN, home, home / TLS) == "joined 2"
 
 
 @pytest.mark.parametrize("token", [WRONG, None], ids=["wrong", "none"])
 def test_a_wrong_token_and_none_are_refused_in_one_line(
     cluster: tuple[str, Path], token: str | None, tmp_path: Path
 ) -> None:
-    said = join(cluster, token, tmp_path)
+    said = join(cluster, token, tmp_path, cluster[1] / TLS)
     assert said.startswith(
         f"PlacementError: the Ray cluster at {cluster[0]} refuses this process: its token is missing"
     )
     assert "RAY_AUTH_TOKEN" in said and "\n" not in said
     assert token is None or token not in said
+
+
+@pytest.mark.parametrize("whose", ["another's", "none"])
+def test_a_certificate_of_another_authority_and_none_are_refused_in_one_line(
+    cluster: tuple[str, Path], whose: str, tmp_path: Path
+) -> None:
+    said = join(cluster, TOKEN, tmp_path, new_certificate(tmp_path / TLS) if whose == "another's" else None)
+    assert said.startswith(f"PlacementError: cannot reach the Ray cluster at {cluster[0]}: ")
+    assert "RAY_USE_TLS" in said and "\n" not in said
