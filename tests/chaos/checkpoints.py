@@ -26,12 +26,13 @@ import pytest
 
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore
 from hrl.cluster.manifest import MANIFEST, Manifest
-from tests.chaos.faults import Fault, Outcome
+from tests.chaos.faults import Fault, Outcome, not_tried
 from tests.chaos.same_run import differences
 from tests.chaos.small import runner
 
 LAST = 3
 _LARGE = 1 << 20
+NO_MOUNT = "this system lets nobody mount a disk"
 
 
 def arguments(folder: Path, *overrides: str) -> list[str]:
@@ -240,7 +241,7 @@ def empty(path: Path) -> None:
     path.mkdir()
 
 
-def emptied(path: Path) -> None:
+def empty_state(path: Path) -> None:
     change(path / STATE_FILE, lambda _: b"")
 
 
@@ -249,7 +250,7 @@ def pointer(path: Path) -> None:
     path.symlink_to("step_99")
 
 
-def older_hrl(path: Path) -> None:
+def without_manifest(path: Path) -> None:
     (path / MANIFEST).unlink()
 
 
@@ -286,7 +287,7 @@ def can_mount() -> bool:
 def no_room(folder: Path) -> Outcome:
     """The disk has no room for a single checkpoint: said before a step is made."""
     if not can_mount():
-        return Outcome(2, 0.0, "not tried: this system lets nobody mount a disk")
+        return not_tried(NO_MOUNT)
     mine = folder / "run"
     with small_disk(mine, 60):
         began = time.monotonic()
@@ -311,7 +312,7 @@ def full(megabytes: float, *overrides: str, goes_on: bool = False) -> Callable[[
 
     def inject(folder: Path) -> Outcome:
         if not can_mount():
-            return Outcome(2, 0.0, "not tried: this system lets nobody mount a disk")
+            return not_tried(NO_MOUNT)
         size = Manifest.read(straight() / "checkpoints" / "step_1").size / 1e6
         mine = folder / "run"
         store = CheckpointStore(mine / "checkpoints")
@@ -413,12 +414,10 @@ FAULTS = [
     Fault(FLIPPED, "the weights that eval and export read", evaluated),
     *(Fault(FLIPPED, f"in a run of {kind}", other_kind(kind)) for kind in ("sft", "dpo", "rm")),
     Fault(TORN, "a shard cut in half", falls_back(cut(SHARD), f"{SHARD} has ")),
-    Fault(
-        TORN, "an empty state", falls_back(lambda path: change(path / STATE_FILE, lambda _: b""), f"{STATE_FILE} has")
-    ),
+    Fault(TORN, "an empty state", falls_back(empty_state, f"{STATE_FILE} has")),
     Fault(TORN, "a folder without files", falls_back(empty, f"{MANIFEST} is missing")),
     Fault(TORN, "a link that leads nowhere", falls_back(pointer, f"{MANIFEST} is missing")),
-    Fault(TORN, "no manifest", falls_back(older_hrl, f"{MANIFEST} is missing")),
+    Fault(TORN, "no manifest", falls_back(without_manifest, f"{MANIFEST} is missing")),
     Fault(
         TORN,
         "another run's shard among the shards",

@@ -1,7 +1,8 @@
 """What a fault is, and how its outcome is scored.
 
 2 is what hrl promises: the run goes on, or ends in time with one message that names what happened and the way out. 1 is
-an end in time whose message is poor. 0 is a hang, a wrong result with exit status 0, or a traceback that says nothing.
+an end in time whose message is poor, or a fault that this system does not let anybody inject. 0 is a hang, a wrong
+result with exit status 0, or a traceback that says nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class Outcome:
     score: int
     seconds: float
     message: str
+
+
+def not_tried(why: str) -> Outcome:
+    """Return the outcome of a fault that can't be injected here."""
+    return Outcome(1, 0.0, f"not tried: {why}")
 
 
 class Fault(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.faults import Fault, Outcome
+from tests.chaos.faults import Fault, Outcome, not_tried
 from tests.chaos.small import runner
 from tests.processes.process_table import still_alive
 from tests.runs.own_network import in_own_network, report_of, why_not
@@ -39,7 +39,7 @@ def _enclosed(folder: Path, *overrides: str) -> Outcome:
     """A whole run in a network of its own, where the machine's name has an address of another interface."""
     began = time.monotonic()
     if (reason := why_not()) is not None:
-        return Outcome(1, 0.0, f"not tried: {reason}")
+        return not_tried(reason)
     arguments = runner().arguments(folder / "run", *_QUICK, "trainer.total_training_steps=2", *overrides)
     done = subprocess.run(
         in_own_network(folder / "network.json", [sys.executable, "-m", "hrl.trainer.main_ppo", *arguments]),
@@ -104,7 +104,8 @@ def _stray(folder: Path, end: str) -> Outcome:
         time.sleep(0.2)
     if not seen:
         process.kill()
-        return Outcome(0, 0.0, f"the fault did not come about: {process.communicate()[0][-300:]}")
+        said = process.communicate(timeout=_GONE_S)[0]
+        return Outcome(0, 0.0, f"the fault did not come about: {said[-300:]}")
     began = time.monotonic()
     if end == "SIGKILL of the driver":
         process.send_signal(signal.SIGKILL)

@@ -26,6 +26,7 @@ from hrl.workers.policy import Policy
 from tests.chaos import small
 from tests.chaos.faults import Fault, Outcome
 from tests.runs.in_process import in_process, run_configured
+from tests.runs.runner import TWO_ROWS
 
 NAN = math.nan
 STEPS = 4
@@ -34,25 +35,8 @@ Poison = Callable[[pytest.MonkeyPatch], None]
 
 def run(folder: Path, poison: Poison, *overrides: str) -> tuple[int, str]:
     """Return the exit status of a poisoned run, and what standard error has."""
-    runner = small.runner()
-    config = compose_cli(
-        [
-            "quickstart=ppo",
-            f"trainer.default_local_dir={folder / 'run'}",
-            f"actor_rollout_ref.model.path={runner.model}",
-            f"reward.custom_reward_function.path={runner.reward}",
-            "data.train_batch_size=2",
-            "data.max_response_length=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "actor_rollout_ref.rollout.n=2",
-            "actor_rollout_ref.rollout.name=hf",
-            f"trainer.total_training_steps={STEPS}",
-            "trainer.val_before_train=false",
-            "trainer.test_freq=-1",
-            "trainer.device=cpu",
-            *overrides,
-        ]
-    )
+    here = ("actor_rollout_ref.rollout.name=hf", "trainer.device=cpu", f"trainer.total_training_steps={STEPS}")
+    config = compose_cli(small.runner().arguments(folder / "run", *TWO_ROWS, *here, *overrides))
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, in_process(), contextlib.redirect_stderr(said):
         poison(patch)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from hrl.report.run_folder import read_metrics
-from tests.chaos.checkpoints import LAST, arguments, can_mount, copy, judged, run, small_disk, straight
-from tests.chaos.faults import Fault, Outcome
+from tests.chaos.checkpoints import LAST, NO_MOUNT, arguments, can_mount, copy, judged, run, small_disk, straight
+from tests.chaos.faults import Fault, Outcome, not_tried
 from tests.chaos.small import runner
 from tests.runs.runner import ROOT
 
@@ -123,7 +123,7 @@ def command(given: list[str], *before: str) -> tuple[int, str]:
 def no_shared_memory(folder: Path) -> Outcome:
     """`/dev/shm` of the run has 1 MiB: told before it starts, and the run is made."""
     if not can_mount():
-        return Outcome(2, 0.0, "not tried: this system lets nobody mount a disk")
+        return not_tried(NO_MOUNT)
     small = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" "$@"'
     began = time.monotonic()
     status, said = command(
@@ -178,7 +178,7 @@ def scored_by(source: str, words: tuple[str, ...], *overrides: str, goes_on: boo
 
     def inject(folder: Path) -> Outcome:
         if "{disk}" in source and not can_mount():
-            return Outcome(2, 0.0, "not tried: this system lets nobody mount a disk")
+            return not_tried(NO_MOUNT)
         with pytest.MonkeyPatch.context() as patch:
             if "{disk}" not in source:
                 return scored(folder, source, patch)

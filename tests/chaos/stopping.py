@@ -107,7 +107,7 @@ class OnTerminal:
             self.look()
             if time.monotonic() > deadline:
                 os.killpg(self.popen.pid, signal.SIGKILL)
-                self.popen.wait()
+                self.popen.wait(GONE_S)
                 return f"it did not end within {patience_s:g} s"
             time.sleep(0.1)
         left = psutil.wait_procs(list(self.family.values()), timeout=GONE_S)[1]
@@ -119,8 +119,14 @@ class OnTerminal:
             os.close(self.master)
 
 
-def arguments(folder: Path, *overrides: str, kind: str = "ppo") -> list[str]:
-    return ["-m", f"hrl.trainer.main_{kind}", *small.runner().arguments(folder, *COMMON, *overrides)]
+def arguments(folder: Path, *overrides: str) -> list[str]:
+    return ["-m", "hrl.trainer.main_ppo", *small.runner().arguments(folder, *COMMON, *overrides)]
+
+
+def to_its_end(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run the command without a terminal."""
+    command = [sys.executable, *arguments(folder, *overrides)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
 
 
 @functools.cache
@@ -128,9 +134,7 @@ def straight(overrides: tuple[str, ...]) -> Path:
     """The run that nobody stops."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-stopping-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    done = subprocess.run(
-        [sys.executable, *arguments(folder / "run", *overrides)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = to_its_end(folder / "run", *overrides)
     if done.returncode != 0:
         raise AssertionError(f"the run that nobody stops ended with {done.returncode}: {done.stderr[-500:]}")
     return folder / "run"
@@ -185,9 +189,7 @@ def stopped(
             return Outcome(0, seconds, wrong or f"status {run.popen.returncode}: {run.text[-300:]!r}")
         if says not in run.text:
             return Outcome(1, seconds, f"it does not say {says!r}: {run.text[-200:]!r}")
-        again = subprocess.run(
-            [sys.executable, *arguments(at, *overrides)], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        again = to_its_end(at, *overrides)
         found = differences(whole, at) if again.returncode == 0 else [f"the same command ended with {again.returncode}"]
         last = run.text.strip().splitlines()[-1] if run.text.strip() else ""
         return Outcome(0 if found else 2, seconds, "; ".join(found[:2]) or last)

@@ -23,17 +23,14 @@ from tests.chaos import small
 from tests.chaos.faults import Fault, Outcome
 from tests.chaos.same_run import differences
 from tests.cluster.s3_server import S3Server, s3_server
+from tests.runs.runner import TWO_ROWS
 
 ADDRESS = "s3://runs/one"
 _OVERRIDES = (
     "actor_rollout_ref.rollout.name=hf",
     "trainer.device=cpu",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
     "trainer.save_freq=1",
-    "data.train_batch_size=2",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.rollout.n=2",
+    *TWO_ROWS,
 )
 #: What a run in a process that is warm may take, and the attempts at a store that is gone beside.
 _IN_TIME_S = 120.0

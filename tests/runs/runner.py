@@ -24,6 +24,15 @@ from tests.runs.own_network import in_own_network, report_of
 
 RUN_TIMEOUT_S = 400.0
 ROOT = Path(__file__).resolve().parents[2]
+#: The least that a step can learn from, and no validation.
+TWO_ROWS = (
+    "data.train_batch_size=2",
+    "data.max_response_length=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from hrl.workers.engine.nonfinite import NonFiniteStepError, NonFiniteWeightsErr
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
 from tests.runs.in_process import in_process, run_in_process
-from tests.runs.runner import Runner
+from tests.runs.runner import TWO_ROWS, Runner
 
 pytestmark = [pytest.mark.engine]
 
@@ -26,18 +26,7 @@ NAN, INF = math.nan, math.inf
 
 
 def overrides(runner: Runner, folder: Path, steps: int) -> list[str]:
-    return [
-        f"trainer.default_local_dir={folder}",
-        f"actor_rollout_ref.model.path={runner.model}",
-        f"reward.custom_reward_function.path={runner.reward}",
-        "data.train_batch_size=2",
-        "data.max_response_length=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.rollout.n=2",
-        f"trainer.total_training_steps={steps}",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-    ]
+    return runner.arguments(folder, *TWO_ROWS, f"trainer.total_training_steps={steps}")
 
 
 class Poison:

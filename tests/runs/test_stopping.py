@@ -63,6 +63,12 @@ def twice() -> None:
     terminate()
 
 
+def for_ever() -> None:
+    """Has a signal come in what would take longer than any grace."""
+    terminate()
+    time.sleep(60)
+
+
 def log(folder: Path) -> list[dict[str, Any]]:
     """The metrics without times and rates, which no two runs have in common."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -120,10 +126,6 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up_for_the_one_before(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def for_ever() -> None:
-        terminate()
-        time.sleep(60)
-
     at(3, "compute_advantage", for_ever)
     assert main(runner.arguments(tmp_path, *SMALL, "trainer.grace_s=1")) == 75
     said = capsys.readouterr()
@@ -140,10 +142,6 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up_for_the_one_before(
 def test_a_step_that_has_begun_to_learn_is_lost_and_said_to_be(
     runner: Runner, at: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def for_ever() -> None:
-        terminate()
-        time.sleep(60)
-
     at(3, "update_actor", for_ever)
     assert main(runner.arguments(tmp_path, *SMALL, "trainer.grace_s=1", "trainer.save_freq=1")) == 75
     said = capsys.readouterr()
