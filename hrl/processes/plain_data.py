@@ -13,8 +13,13 @@ _TUPLE = "__tuple__"
 _INTEGER = "__int__"
 _DICT = "__dict__"
 _TAGS = ({_TUPLE}, {_INTEGER}, {_DICT})
-_LARGEST_PLAIN_BITS = 10_000  # Python reads and writes integers of up to 4300 digits in decimal
+_LARGEST_BITS = 10_000
 _DEEPEST = 100
+
+
+def is_huge(value: Any) -> bool:
+    """Return whether a value is an integer that Python may not write in decimal: it does so for up to 4300 digits."""
+    return isinstance(value, int) and value.bit_length() > _LARGEST_BITS
 
 
 def to_plain(value: Any, where: str = "value") -> Any:
@@ -34,7 +39,7 @@ def _to_plain(value: Any, where: str, depth: int) -> Any:
     if value is None or isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
-        return value if value.bit_length() <= _LARGEST_PLAIN_BITS else {_INTEGER: hex(value)}
+        return {_INTEGER: hex(value)} if is_huge(value) else value
     if depth >= _DEEPEST:
         raise ValueError(f"{where[:200]}… is nested more than {_DEEPEST} levels deep")
     if isinstance(value, tuple):

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 import yaml
 
 from hrl.errors import HrlError, RefusedError, system_error
+from hrl.processes.plain_data import is_huge
 from hrl.report.environment import describe_environment
 from hrl.workers.engine.background import make_durable
 
@@ -368,8 +369,6 @@ def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
     return text
 
 
-_MOST_BITS = 10_000
-"""Python writes integers of up to 4300 digits in decimal."""
 _REWRITE = "Put back what the run wrote there, or look at the run's other files."
 _WAY_OUT = "Remove the line, or move the file away; the other files of the run do not need it."
 
@@ -487,7 +486,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+    if is_huge(value):
         return hex(value)
     if value is None or isinstance(value, str | int):
         return value

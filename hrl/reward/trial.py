@@ -13,6 +13,7 @@ from hrl.data.chat import as_messages, text_of
 from hrl.data.dataset import PromptRow
 from hrl.data.sources import show_value
 from hrl.errors import RefusedError
+from hrl.processes.plain_data import is_huge
 from hrl.reward.parts import numeric_parts
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
 from hrl.reward.spec import RewardSpec
@@ -25,7 +26,6 @@ PROBED_ROWS = 4
 """How many rows the probes are made of."""
 _RESPONSE_KEYS = ("response", "completion", "solution_str", "output", "text")
 _LONGEST_TRUTH = 40
-_MOST_BITS = 10_000
 _TRIAL_S = 600.0
 """How long all calls together may take beyond their deadlines one after the other."""
 _LAZY: dict[Kind, str] = {
@@ -196,7 +196,7 @@ def _truth(row: PromptRow) -> str | None:
 
 def _writable(value: Any) -> Any:
     """Return a value; an integer of more digits than Python writes in decimal as text."""
-    return hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
+    return hex(value) if is_huge(value) else value
 
 
 def _shortened(value: Any) -> str:
