@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128_hexdigest
 
 from hrl import __version__
+from hrl.cluster.threads import in_threads
 from hrl.errors import HrlError
 from hrl.workers.engine.background import give_way, make_durable
 from hrl.workers.engine.digest import FileDigest
@@ -197,9 +197,14 @@ def damages(folder: Path, *parts: str, from_disk: bool = False, gives_way: bool 
     listed = {name: digest for name, digest in manifest.files.items() if _is_in(name, parts)}
     there = {name for name, _ in _files_below(folder) if _is_in(name, parts)}
     foreign = [Damage(name, "is not in the manifest", is_foreign=True) for name in there - listed.keys()]
-    with ThreadPoolExecutor(_READERS, "verifying", initializer=give_way if gives_way else None) as readers:
-        compared = readers.map(lambda item: _compare(folder, *item, from_disk=from_disk), listed.items())
-        return sorted([*foreign, *(damage for damage in compared if damage is not None)])
+    compared = in_threads(
+        lambda item: _compare(folder, *item, from_disk=from_disk),
+        listed.items(),
+        _READERS,
+        "verifying",
+        begin=give_way if gives_way else None,
+    )
+    return sorted([*foreign, *(damage for damage in compared if damage is not None)])
 
 
 def describe(found: Iterable[Damage]) -> str:

@@ -19,8 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +33,7 @@ from xxhash import xxh3_128
 
 from hrl.cluster.checkpoints import folder_name, step_of
 from hrl.cluster.manifest import MANIFEST, Manifest, ManifestError
+from hrl.cluster.threads import in_threads
 from hrl.errors import HrlError
 from hrl.workers.engine.digest import FileDigest
 
@@ -221,11 +221,13 @@ class RemoteStore:
     def _owner(self) -> dict[str, Any] | None:
         try:
             with self._told("read"):
-                found = json.loads(self._fs.cat_file(f"{self._root}/{OWNER}"))
+                content = self._fs.cat_file(f"{self._root}/{OWNER}")
         except RemoteStoreError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             raise
+        try:
+            found = json.loads(content)
         except ValueError as error:
             raise RemoteStoreError(
                 f"{self.address}/{OWNER} is damaged: {error}. Remove it, if the store is this run's"
@@ -261,7 +263,7 @@ class RemoteStore:
             self._send(folder / name, self._path(step, name), manifest.files[name])
 
         self._require(run)
-        self._for_each(missing, send)
+        in_threads(send, missing, _PARALLEL, "checkpoint-store")
         for name, file in beside.items():
             if file.is_file():
                 self._send(file, f"{self._root}/{RUN}/{name}", None)
@@ -287,7 +289,7 @@ class RemoteStore:
             target.parent.mkdir(parents=True, exist_ok=True)
             self._receive(self._path(step, name), target, manifest.files[name])
 
-        self._for_each(manifest.files, fetched)
+        in_threads(fetched, manifest.files, _PARALLEL, "checkpoint-store")
         self._receive(self._path(step, MANIFEST), folder / MANIFEST, None)
 
     def fetch_beside(self, names: Iterable[str], folder: Path) -> list[str]:
@@ -305,23 +307,6 @@ class RemoteStore:
             self._delete(self._path(step, MANIFEST))
         with self._told("cleaned up"):
             self._fs.rm(f"{self._root}/{CHECKPOINTS}/{folder_name(step)}", recursive=True)
-
-    def _for_each(self, names: Collection[str], work: Callable[[str], None]) -> None:
-        """Work on several files at a time; raise the first error once all have ended, the others being given up."""
-        failed = threading.Event()
-
-        def one(name: str) -> None:
-            if failed.is_set():
-                return
-            try:
-                work(name)
-            except BaseException:
-                failed.set()
-                raise
-
-        with ThreadPoolExecutor(_PARALLEL, "checkpoint-store") as pool:
-            for done in [pool.submit(one, name) for name in names]:
-                done.result()
 
     def _send(self, file: Path, path: str, expected: FileDigest | None) -> None:
         def attempt() -> None:

@@ -154,6 +154,13 @@ def test_a_run_that_finds_another_owner_sends_nothing_more(in_memory: RemoteStor
         in_memory.require_owner("first")
 
 
+def test_a_damaged_owner_is_named_with_the_way_out(in_memory: RemoteStore) -> None:
+    in_memory.claim("first")
+    in_memory._fs.pipe_file(f"{in_memory._root}/owner.json", b"{")
+    with pytest.raises(RemoteStoreError, match=r"owner\.json is damaged: .* Remove it, if the store is this run's"):
+        in_memory.claim("second")
+
+
 def test_a_transfer_is_tried_again_and_counted(
     in_memory: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
