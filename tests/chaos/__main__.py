@@ -41,6 +41,7 @@ def main(words: list[str]) -> int:
             outcome = fault.inject(Path(folder))
         outcomes.append((fault, outcome))
         told = f"{number}/{len(chosen)} {fault.kind}: {fault.variant}: {outcome.score} in {outcome.seconds:.1f} s"
+        told += f": {one_line(outcome.message)}" if outcome.score < 2 else ""
         console.print(told, markup=False, highlight=False)
     console.print(table(outcomes))
     kinds: dict[str, int] = {}
