@@ -69,9 +69,13 @@ _IN_ADDRESS = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRETS = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
-_ASSIGNED = re.compile(
-    r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]{0,200})(?P<between>['\"]?\s?[=:]\s?)(?P<quote>['\"]?)(?P<value>[^\s'\",;&}\])]+)"
+_NAMED = re.compile(r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]{0,200})\\?['\"]?\s?[=:]\s?")
+_VALUE = re.compile(
+    r"(?P<quote>\\?['\"])(?P<quoted>(?:(?!(?P=quote))[^\n])+)"
+    r"|(?P<word>(?:(?:Bearer|Basic|Token|ApiKey)\s+)?[^\s'\",;&}\])]+)",
+    re.IGNORECASE,
 )
+"""What stands behind a name: in quotes to their end, else a word, or two where the first is a scheme of HTTP."""
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _SHORTEST = 8
 """A shorter text than this is not replaced wherever it stands: it would be found in words that say something else."""
@@ -235,14 +239,28 @@ def remember_arguments(arguments: Iterable[str]) -> None:
     for argument in arguments:
         key, _, value = argument.partition("=")
         _masked(value, (key.rpartition(".")[2].lstrip("+"),), ())
-        for found in _ASSIGNED.finditer(value):
-            if _names_a_secret(found["name"].rpartition(".")[2]) and not found["value"].startswith(_VARIABLE_NAMED):
-                remember(found["value"])
+        remember(*(value[begin:end] for begin, end in _assigned_secrets(value)))
+
+
+def _assigned_secrets(text: str) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of every value in a text that stands behind the name of a secret."""
+    at = 0
+    while named := _NAMED.search(text, at):
+        at = named.end()
+        found = _VALUE.match(text, at) if _names_a_secret(named["name"].rpartition(".")[2]) else None
+        if found is not None:
+            begin, at = found.span("word" if found["quoted"] is None else "quoted")
+            if not text.startswith((_VARIABLE_NAMED, MASK), begin):
+                yield begin, at
 
 
 def masked_text(text: str) -> str:
     """Return a text with `MASK` in place of what looks like a secret, or is remembered as one."""
-    return _ASSIGNED.sub(_masked_assignment, _without_known_forms(text))
+    text, parts, done = _without_known_forms(text), [], 0
+    for begin, end in _assigned_secrets(text):
+        parts += [text[done:begin], MASK]
+        done = end
+    return "".join([*parts, text[done:]])
 
 
 def _without_known_forms(text: str) -> str:
@@ -258,10 +276,3 @@ def _without_keys_of_addresses(text: str) -> str:
 @functools.cache
 def _pattern() -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(_remembered, key=len, reverse=True))))
-
-
-def _masked_assignment(found: re.Match[str]) -> str:
-    name, value = found["name"].rpartition(".")[2], found["value"]
-    if value.startswith((_VARIABLE_NAMED, MASK)) or not _names_a_secret(name):
-        return found[0]
-    return f"{found['name']}{found['between']}{found['quote']}{MASK}"

@@ -239,6 +239,14 @@ def test_secrets_of_the_environment_and_of_a_command_line_are_masked():
         ("a.api_key=abc is refused", f"a.api_key={MASK} is refused"),
         ("{'hf_token': 'abc', 'max_tokens': 5}", f"{{'hf_token': '{MASK}', 'max_tokens': 5}}"),
         ('{"password":"abc"}', f'{{"password":"{MASK}"}}'),
+        ("Authorization: Bearer abc def", f"Authorization: {MASK} def"),
+        ("-H 'authorization: Basic YTpi' x", f"-H 'authorization: {MASK}' x"),
+        ("{'Authorization': 'Bearer abc', 'n': 5}", f"{{'Authorization': '{MASK}', 'n': 5}}"),
+        ('passphrase="it\'s a, b" c', f'passphrase="{MASK}" c'),
+        (r'"{\"password\": \"abc d\", \"n\": 5}"', rf'"{{\"password\": \"{MASK}\", \"n\": 5}}"'),
+        ("password='' is empty", "password='' is empty"),
+        ("env=API_KEY=abc", f"env=API_KEY={MASK}"),
+        ("reason='refused: api_key=abc'", f"reason='refused: api_key={MASK}'"),
         ("write api_key: env:ITS_NAME", "write api_key: env:ITS_NAME"),
         ("pad_token=0 max_tokens=8 tokens: 3", "pad_token=0 max_tokens=8 tokens: 3"),
         ("Incorrect API key provided: sk-abcdefghijklmnop12", f"Incorrect API key provided: {MASK}"),
@@ -257,7 +265,24 @@ def test_a_short_text_is_not_replaced_in_others():
 
 
 @pytest.mark.parametrize(
-    "piece", ["a", "a.", "a=", "-----BEGIN ", "://a", "eyJ", "sk-", "?key", ";", "api_key=", "'", "é", "\x00"]
+    "piece",
+    [
+        "a",
+        "a.",
+        "a=",
+        "-----BEGIN ",
+        "://a",
+        "eyJ",
+        "sk-",
+        "?key",
+        ";",
+        "api_key=",
+        "api_key='",
+        "a='b",
+        "'",
+        "é",
+        "\x00",
+    ],
 )
 def test_a_long_text_takes_no_longer_than_its_length_asks(piece):
     begun = time.process_time()
