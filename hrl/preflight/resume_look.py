@@ -62,6 +62,7 @@ def look_at_changes(
         *_of_models(findings, outline, plan, inputs),
         *_of_vocabulary(findings, outline, plan, inputs),
         *_of_code(was["code"], inputs["code"]),
+        *_of_versions(was.get("versions", {}), inputs["versions"]),  # older checkpoints have none
     ]
     findings.changes += map(str, found)
     since = f"step {plan.state['step']}" if plan.continues else f"{plan.checkpoint}"
@@ -109,6 +110,13 @@ def _of_code(saved: Mapping[str, str], present: Mapping[str, str]) -> Iterator[C
     for name in present:
         if name in saved and saved[name] != present[name]:
             yield Change(f"code of {name}", saved[name], present[name])
+
+
+def _of_versions(saved: Mapping[str, str], present: Mapping[str, str]) -> Iterator[Change]:
+    """Yield the packages of other versions, those that only one of the runs has too; none if nothing was saved."""
+    for name in [*present, *(name for name in saved if name not in present)] if saved else []:
+        if saved.get(name) != present.get(name):
+            yield Change(f"version of {name}", saved.get(name), present.get(name))
 
 
 def _refuse(findings: Findings, plan: FolderPlan, key: str, what: str, hint: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run depends on beside its configuration and its rows, as digests: models, tokenizer, code of the user's own.
+"""What a run depends on beside its configuration and its rows: models, tokenizer, code of the user's own, versions.
 
 A checkpoint carries them, so that a run that resumes can say what is another one now.
 """
@@ -17,6 +17,7 @@ from hrl.config.outline import RunConfiguration
 from hrl.config.run_kind import KINDS
 from hrl.config.section import flatten
 from hrl.preflight.given import Given
+from hrl.report.environment import versions
 from hrl.reward.function import RewardFunctionError, unwrapped
 from hrl.reward.weighted import entries_of
 
@@ -44,13 +45,15 @@ def run_inputs(
 
     Returns:
         `kind` of the run; `models`, a digest for each role; `tokenizer`, a digest of its vocabulary; `code`, a digest
-        for each Python file that a key names and each reward given as an object whose source is known.
+        for each Python file that a key names and each reward given as an object whose source is known; `versions` of
+        hrl, Python and packages.
     """
     return {
         "kind": kind_of(config),
         "models": {role: _of_model(Path(folder)) for role, folder in folders.items()},
         "tokenizer": _digest(json.dumps(_vocabulary(tokenizer), sort_keys=True)),
         "code": dict([*_files(config), *_objects(given)]),
+        "versions": versions(),
     }
 
 

@@ -61,6 +61,11 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of what computes a run's numbers or reads its data: Python, hrl and packages."""
+    return {"python": platform.python_version(), "hrl": hrl.__version__, **_versions()}
+
+
 def _versions() -> dict[str, str]:
     """Return the versions of the packages that are installed; some are optional."""
     installed = {}

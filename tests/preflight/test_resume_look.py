@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+import hrl
 from hrl.cluster.precision import with_dtypes
 from hrl.config import compose_cli
 from hrl.config.compose import compose_kind
@@ -21,7 +23,13 @@ from hrl.preflight.resume_look import look_at_changes
 from hrl.preflight.run_inputs import run_inputs
 from tests.models.tiny import save_llama
 
-INPUTS = {"kind": "ppo", "models": {"actor": "a1", "critic": "c1", "rm": "r1"}, "tokenizer": "t1", "code": {}}
+INPUTS: dict[str, Any] = {
+    "kind": "ppo",
+    "models": {"actor": "a1", "critic": "c1", "rm": "r1"},
+    "tokenizer": "t1",
+    "code": {},
+    "versions": {"hrl": "0.1.0", "torch": "2.11"},
+}
 CPU = "trainer.device=cpu"
 
 
@@ -99,6 +107,15 @@ def test_another_run_s_checkpoint_may_have_another_seed_and_model_which_are_told
     assert found.changed == "changed since /run/checkpoints/step_7 was saved"
 
 
+def test_other_versions_are_told_also_of_a_package_that_only_one_of_the_runs_had() -> None:
+    found = looked(state(), versions={"hrl": "0.1.0", "torch": "2.12", "flash-attn": "2.8"})
+    assert found.changes == ['version of torch: "2.11" → "2.12"', 'version of flash-attn: null → "2.8"']
+    found = looked(state(), versions={"hrl": "0.1.0"})
+    assert found.changes == ['version of torch: "2.11" → null']
+    older = {name: value for name, value in INPUTS.items() if name != "versions"}
+    assert not looked(state(inputs=older)).changes
+
+
 def test_a_checkpoint_of_an_older_version_is_continued_and_says_what_is_not_known() -> None:
     found = looked({"step": 7})
     assert not found.problems and not found.changes and "older version of hrl" in found.notes[0]
@@ -158,6 +175,12 @@ def test_code_of_the_user_is_known_by_its_content(model: Path, tmp_path: Path) -
     assert name == "reward (one)" and inputs_of(model, one)["code"] != inputs_of(model, other)["code"]
 
 
+def test_the_versions_are_those_of_this_environment(model: Path) -> None:
+    found = inputs_of(model)["versions"]
+    assert (found["hrl"], found["torch"]) == (hrl.__version__, metadata.version("torch"))
+    assert {"python", "transformers", "numpy"} <= found.keys()
+
+
 def test_a_tokenizer_is_known_by_its_vocabulary(model: Path) -> None:
     assert inputs_of(model)["tokenizer"] == inputs_of(model)["tokenizer"]
     assert inputs_of(model, tokens=("b", "a"))["tokenizer"] != inputs_of(model)["tokenizer"]
@@ -167,7 +190,7 @@ def test_a_tokenizer_is_known_by_its_vocabulary(model: Path) -> None:
 def test_runs_from_a_data_set_are_compared_too(kind: str) -> None:
     before = with_dtypes(compose_kind(OFFLINE_KINDS[kind], [f"quickstart={kind}", CPU]), "cpu")
     after = compose_kind(OFFLINE_KINDS[kind], [f"quickstart={kind}", CPU, "optim.lr=0.5"])
-    inputs, role = {"kind": kind, "models": {}, "tokenizer": "t", "code": {}}, "rm" if kind == "rm" else "actor"
+    inputs, role = INPUTS | {"kind": kind, "models": {}}, "rm" if kind == "rm" else "actor"
     saved = {"step": 1, "config": before.model_dump(mode="json"), "inputs": inputs, "ranks": {role: 1}}
     findings, plan = Findings(), FolderPlan(Path("/run"), Path("/run/checkpoints/step_1"), True, saved)
     look_at_changes(findings, after, outline_of(after), plan, inputs)
