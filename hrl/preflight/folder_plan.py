@@ -136,8 +136,9 @@ def look_at_store(findings: Findings, trainer: RunConfig, plan: FolderPlan | Non
     with findings.about("trainer.default_remote_dir"):
         store = RemoteStore(trainer.default_remote_dir)
         findings.facts.append(Fact("remote store", store.probe()))
-        begins_anew = trainer.resume_mode != "auto" and plan is not None and not plan.continues
-        if begins_anew and store.steps():
+        # Without a plan, the run begins with a checkpoint of a store, or its folder can't be used, which was told.
+        begins_anew = is_in_store(trainer.resume_from_path) if plan is None else not plan.continues
+        if trainer.resume_mode != "auto" and begins_anew and store.steps():
             raise RemoteStoreError(
                 f"{store.address} holds checkpoints of an earlier run; continue it with trainer.resume_mode=auto, or "
                 "give this run its own trainer.default_remote_dir"

@@ -1,7 +1,7 @@
 """Inject every known fault and print what came of it: `python -m tests.chaos [WORD …]`, with words those that name one.
 
-The table is also written to `build/chaos.md`. The exit status is 1 if an outcome is not what hrl promises. `--list`
-prints `kind: variant` of the faults instead, one a line, and injects nothing.
+The table is also written to `build/chaos.md`. The exit status is 1 if an outcome is not what hrl promises, and 2 if no
+fault was named. `--list` prints `kind: variant` of the faults instead, one a line, and injects nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def main(words: list[str]) -> int:
     chosen = [
         fault for fault in faults() if not words or any(word in f"{fault.kind} {fault.variant}" for word in words)
     ]
+    if not chosen:
+        sys.stderr.write(f"no fault has {' or '.join(words)} in its name; `python -m tests.chaos {LIST}` shows all\n")
+        return 2
     if only_list:
         sys.stdout.writelines(f"{fault.kind}: {fault.variant}\n" for fault in chosen)
         return 0
@@ -37,8 +40,7 @@ def main(words: list[str]) -> int:
     console = terminal if terminal.is_terminal else Console(width=_WIDTH_IN_FILES)
     began, outcomes = time.monotonic(), []
     for number, fault in enumerate(chosen, start=1):
-        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            outcome = fault.inject(Path(folder))
+        outcome = injected(fault)
         outcomes.append((fault, outcome))
         told = f"{number}/{len(chosen)} {fault.kind}: {fault.variant}: {outcome.score} in {outcome.seconds:.1f} s"
         told += f": {one_line(outcome.message)}" if outcome.score < 2 else ""
@@ -54,6 +56,16 @@ def main(words: list[str]) -> int:
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(outcomes, summary))
     return 0 if whole == len(kinds) else 1
+
+
+def injected(fault: Fault) -> Outcome:
+    """Inject a fault into a run in a folder of its own; one that breaks down is no reason not to try the others."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        try:
+            return fault.inject(Path(folder))
+        except Exception as error:  # noqa: BLE001  of the fault's own code, or of a run that never came so far
+            return Outcome(0, time.monotonic() - began, f"it could not be judged: {type(error).__name__}: {error}")
 
 
 def rows(outcomes: list[tuple[Fault, Outcome]]) -> list[tuple[str, ...]]:

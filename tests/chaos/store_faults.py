@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -208,9 +207,8 @@ def _other_runs_checkpoints(made: World) -> Outcome:
 
 @in_a_world
 def _login(made: World) -> Outcome:
-    os.environ.pop("AWS_SECRET_ACCESS_KEY", None)
     ended = made.run("run", 1, "trainer.default_remote_dir=s3://me:canary@runs/one")
-    return judged(ended, 1, "holds a login", "canary" not in ended.said.split("overrides", 1)[0])
+    return judged(ended, 1, "holds a login", "canary" not in ended.said)
 
 
 FAULTS = [

@@ -1,6 +1,7 @@
 """Try many hostile cases: `python -m tests.fuzz [CASES] [SEED] [WORD …]`, with words that name targets.
 
-CASES is the number of all together. The exit status is 1 if one ended in another way than promised.
+CASES is the number of all together. The exit status is 1 if one ended in another way than promised, and 2 if no target
+was named.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ def main(arguments: list[str]) -> int:
     words = [word for word in arguments if not word.isdigit()]
     cases, random_seed = [*numbers, *[10_000, 0][len(numbers) :]][:2]
     chosen = [target for target in targets() if not words or any(word in target.name for word in words)]
+    if not chosen:
+        sys.stderr.write(
+            f"no target has {' or '.join(words)} in its name: {', '.join(each.name for each in targets())}\n"
+        )
+        return 2
     console, total, findings = Console(highlight=False), 0, 0
     for target in chosen:
         began = time.monotonic()

@@ -14,11 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
+from hrl.cluster.remote_store import RemoteStore
 from hrl.config import compose_cli
 from hrl.config.load import validate_kind
 from hrl.config.run_kind import PPO
 from hrl.data.streamed import FIRST_ROWS
-from hrl.preflight.findings import PreflightError
+from hrl.preflight.findings import Findings, PreflightError
+from hrl.preflight.folder_plan import FolderPlan, look_at_store
 from hrl.preflight.preflight import inspect_run, preflight
 from tests.preflight.small_run import PROMPT, ROW, SCORE, save_model, small_run, write_rows
 
@@ -406,6 +408,27 @@ def test_the_run_folder_is_looked_at_before_anything_starts(run, tmp_path):
         run, **{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "gone")}
     )
     assert missing.startswith("trainer.resume_from_path can't be used") and "is no whole checkpoint" in missing
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        {"resume_mode": "disable"},
+        {"resume_mode": "resume_path", "resume_from_path": "memory://other/checkpoints/step_1"},
+    ],
+    ids=["from scratch", "with another run's"],
+)
+def test_a_run_that_begins_anew_is_refused_a_store_that_has_checkpoints(tmp_path, begin):
+    address = f"memory://store-{tmp_path.name}"
+    trainer = compose_cli(small_run(tmp_path)).trainer.model_copy(update={"default_remote_dir": address, **begin})
+    plan = FolderPlan(tmp_path) if begin["resume_mode"] == "disable" else None  # which has to be fetched first
+    look_at_store(empty := Findings(), trainer, plan)
+    assert not empty.problems
+    store = RemoteStore(address)
+    store._fs.pipe_file(store._path(2, "manifest.json"), b"{}")
+    look_at_store(found := Findings(), trainer, plan)
+    (problem,) = map(str, found.problems)
+    assert "holds checkpoints of an earlier run" in problem
 
 
 @pytest.mark.parametrize(
