@@ -27,10 +27,20 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, damage_by_size, damages, describe, is_whole
+from hrl.cluster.manifest import (
+    MANIFEST,
+    TENSORS,
+    Damage,
+    Manifest,
+    ManifestError,
+    damage_by_size,
+    damages,
+    describe,
+    is_whole,
+)
 from hrl.data.order import differences
 from hrl.errors import HrlError
 from hrl.report.run_folder import DamagedFileError, make_folder, next_numbered, read_object
@@ -408,7 +418,7 @@ def require_undamaged(path: Path, part: str) -> None:
     """
     if not (path / MANIFEST).exists() and not _says_that_it_has_a_manifest(path):
         return
-    found = [damage for damage in damages(path, part, STATE_FILE) if not damage.is_foreign or _is_weights(damage.file)]
+    found = [damage for damage in damages(path, part, STATE_FILE) if not damage.is_foreign or _is_loaded(damage.file)]
     if found:
         raise CheckpointError(
             f"{path} is damaged: {describe(found)}. Put a copy of the file in its place, or name another checkpoint"
@@ -432,7 +442,7 @@ def _damages(path: Path) -> Iterable[Damage]:
     harmless = [damage for damage in found if damage.is_foreign and not _is_among_shards(damage.file)]
     if harmless:
         logger.warning("%s: %s; nothing reads it", path, describe(harmless))
-    return [damage for damage in found if damage not in harmless]
+    return [_with_way_out(damage) for damage in found if damage not in harmless]
 
 
 def _look_of(path: Path) -> _Look:
@@ -441,12 +451,19 @@ def _look_of(path: Path) -> _Look:
     return tuple((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in looks)
 
 
+def _with_way_out(damage: Damage) -> Damage:
+    return damage._replace(what=f"{damage.what}: remove it") if damage.is_foreign else damage
+
+
 def _is_among_shards(name: str) -> bool:
     return "/" in name and not name.startswith("hf/")
 
 
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", ".pt", ".pth"))
+def _is_loaded(name: str) -> bool:
+    """Return whether a file that the manifest does not list would be loaded with those that it does."""
+    if _is_among_shards(name):
+        return name.endswith(TENSORS)
+    return name.endswith((TENSORS, ".bin", ".pt", ".pth")) and not PurePosixPath(name).name.startswith(".")
 
 
 def _seems_whole(path: Path) -> bool:

@@ -26,6 +26,8 @@ from hrl.workers.engine.digest import FileDigest
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+#: How the names of files end that torch takes for shards, whatever they begin with.
+TENSORS = ".safetensors"
 _SELF = "xxh3_128"
 #: Files that are read at a time: one thread hashes faster than a disk delivers, and network disks deliver several files
 #: faster than one.
@@ -247,12 +249,15 @@ def _other_size(found: int, written: int) -> str:
 
 
 def _files_below(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield every file below a folder but the manifest; what begins with a dot belongs to the system, not to hrl."""
+    """Yield every file below a folder but the manifest.
+
+    What begins with a dot belongs to the system, not to hrl; but for tensors, since torch reads every file of theirs.
+    """
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
-            if not name.startswith(".") and path != folder / MANIFEST:
+            if (not name.startswith(".") or name.endswith(TENSORS)) and path != folder / MANIFEST:
                 yield path.relative_to(folder).as_posix(), path
 
 

@@ -146,6 +146,21 @@ def test_a_file_of_the_users_own_beside_the_shards_does_no_harm_and_is_named(tmp
         require_undamaged(path, "hf")
 
 
+def test_hidden_tensors_among_the_shards_count_because_torch_would_load_them(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = save_with_record(store, 1)
+    (path / "hf").mkdir()
+    (path / "hf" / "._model.safetensors").write_text("of a Mac's copy, which nothing reads")
+    (path / "actor" / ".nfs01").touch()
+    assert store.choose("auto", None) == Choice(path)
+    require_undamaged(path, "hf")
+    (path / "actor" / "._shard-1.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"actor/\._shard-1\.safetensors is not in the manifest: remove it"):
+        store.choose("auto", None)
+    with pytest.raises(CheckpointError, match=r"actor/\._shard-1\.safetensors is not in the manifest"):
+        require_undamaged(path, "actor")
+
+
 def test_a_damaged_part_does_not_keep_another_from_being_used(tmp_path: Path) -> None:
     path = save_with_record(CheckpointStore(tmp_path), 1)
     (path / "actor" / "shard-1.safetensors").write_bytes(b"Shard")
