@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -38,6 +38,7 @@ class Uploads:
         keep: How many stay there, the newest, and the one with the best validation beside them; None keeps all.
         tell: Is told what was sent, and what was not where the run goes on without it.
         stops: Whether the run ends if a checkpoint can't be sent.
+        passed_over: Steps there which the run makes again. They count until it has saved beyond where it begins.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Uploads:
         tell: Callable[[str], None],
         *,
         stops: bool,
+        passed_over: Iterable[int] = (),
     ) -> None:
         self._store, self._run, self._checkpoints, self._keep = store, run, checkpoints, keep
         self._tell, self._stops = tell, stops
+        self._begins, self._passed_over = max(checkpoints.steps(), default=0), sorted(passed_over)
         self._beside = {name: checkpoints.folder.parent / name for name in BESIDE}
         self._change = threading.Condition()
         self._waiting: dict[int, int] = {}
@@ -157,6 +160,7 @@ class Uploads:
         """
         began = time.perf_counter()
         try:
+            self._supersede_passed_over(step)
             self._store.upload(self._checkpoints.path(step), step, self._beside, self._run)
             self._rotate(step)
         except GivenUpError:
@@ -177,6 +181,17 @@ class Uploads:
         self._change.wait_for(lambda: len(self._waiting) > 1 or self._is_over, _AGAIN_S)
         return len(self._waiting) == 1 and not self._is_over
 
+    def _supersede_passed_over(self, saved: int) -> None:
+        """Let checkpoints that the run has passed over count no longer, once it has saved one of its own.
+
+        That is before the upload, which sends no file again that a whole checkpoint of the same step has.
+        """
+        if self._passed_over and saved > self._begins:
+            self._store.require_owner(self._run)
+            self._store.supersede(self._passed_over)
+            self._news.put(superseded_in_words(self._store, self._passed_over))
+            self._passed_over = []
+
     def _rotate(self, sent: int) -> None:
         """Remove what interrupted uploads and earlier branches left, and checkpoints that are no longer needed."""
         for step in (*self._store.torn(), *(step for step in self._store.superseded() if step < sent)):
@@ -189,6 +204,13 @@ class Uploads:
         for step in steps[: max(0, len(steps) - self._keep)]:
             if step not in (best, sent):
                 self._store.remove(step)
+
+
+def superseded_in_words(store: RemoteStore, steps: Iterable[int]) -> str:
+    """Return what is said of checkpoints that a run makes again."""
+    return (
+        f"checkpoints of steps {', '.join(map(str, steps))} in {store.address}, which are made again, count no longer"
+    )
 
 
 def fetch_newer(

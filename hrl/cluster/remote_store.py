@@ -60,7 +60,7 @@ class RemoteStoreError(HrlError, RuntimeError):
 
 
 class DamagedObjectError(RemoteStoreError):
-    """A checkpoint in a store is not what its manifest says; asking again is no use."""
+    """A checkpoint in a store is not what its manifest says, however often it is fetched."""
 
 
 class UnsendableError(RemoteStoreError):
@@ -158,12 +158,17 @@ class RemoteStore:
             DamagedObjectError: It is damaged.
             RemoteStoreError: It can't be read.
         """
-        with self._told("read"):
-            content = self._fs.cat_file(self._path(step, MANIFEST))
-        try:
-            return Manifest.parse(content.decode(errors="replace"), f"{self.address_of(step)}/{MANIFEST}")
-        except ManifestError as error:
-            raise DamagedObjectError(str(error)) from error
+        file = f"{self.address_of(step)}/{MANIFEST}"
+
+        def attempt() -> Manifest:
+            with self._told("read"):
+                content = self._fs.cat_file(self._path(step, MANIFEST))
+            try:
+                return Manifest.parse(content.decode(errors="replace"), file)
+            except ManifestError as error:
+                raise DamagedObjectError(str(error)) from error
+
+        return self._retried(attempt, f"reading {file}")
 
     def address_of(self, step: int) -> str:
         """Return the address of a checkpoint."""
@@ -206,17 +211,16 @@ class RemoteStore:
                 f"each run a {KEY} of its own"
             )
 
-    def supersede(self, after: int) -> list[int]:
-        """Let the checkpoints of the steps beyond `after` count no longer, because these steps are made again.
+    def supersede(self, steps: Iterable[int]) -> None:
+        """Let checkpoints count no longer, because their steps are made again; their files stay for now.
 
-        Their files stay until the step is sent again; return the steps.
+        Args:
+            steps: Whose; what does not count anyway is left as it is.
         """
-        later = [step for step in self.steps() if step > after]
-        for step in later:
+        for step in sorted({*steps} & {*self.steps()}):
             with self._told("written to"):
                 self._fs.pipe_file(self._path(step, _SUPERSEDED), self._fs.cat_file(self._path(step, MANIFEST)))
             self._delete(self._path(step, MANIFEST))
-        return later
 
     def _owner(self) -> dict[str, Any] | None:
         try:
@@ -277,6 +281,8 @@ class RemoteStore:
     def fetch(self, step: int, folder: Path) -> None:
         """Fetch a checkpoint into an empty folder, and check every file against its manifest.
 
+        A file that arrives with other bytes is fetched again: a connection that ends early looks like damage once.
+
         Raises:
             DamagedObjectError: A file is not what the manifest says.
             RemoteStoreError: A file could not be fetched.
@@ -290,7 +296,7 @@ class RemoteStore:
             self._receive(self._path(step, name), target, manifest.files[name])
 
         in_threads(fetched, manifest.files, _PARALLEL, "checkpoint-store")
-        self._receive(self._path(step, MANIFEST), folder / MANIFEST, None)
+        manifest.write(folder)
 
     def fetch_beside(self, names: Iterable[str], folder: Path) -> list[str]:
         """Fetch files of the run that lie beside its checkpoints; return the names of those that were there."""
@@ -319,9 +325,7 @@ class RemoteStore:
                 raise UnsendableError(
                     f"{file} has changed since it was saved: {_difference(expected, found)}; it is not uploaded"
                 )
-            with self._told("read"):
-                size = self._fs.info(path)["size"]
-            if size != found.size:
+            if (size := self._size(path)) != found.size:
                 raise RemoteStoreError(f"{path} has {size:,} bytes in the store, where {found.size:,} were sent")
             self.transfers.nbytes += found.size
 
@@ -336,9 +340,15 @@ class RemoteStore:
                 os.fsync(target.fileno())
             if expected is not None and found != expected:
                 raise DamagedObjectError(f"{path} in {self.address} is damaged: {_difference(expected, found)}")
+            if expected is None and (size := self._size(path)) != found.size:
+                raise RemoteStoreError(f"{path} has {size:,} bytes in the store, of which {found.size:,} arrived")
             self.transfers.nbytes += found.size
 
         self._retried(attempt, f"fetching {path} from {self.address}")
+
+    def _size(self, path: str) -> int:
+        with self._told("read"):
+            return int(self._fs.info(path)["size"])
 
     @contextmanager
     def _opened(self, path: str, mode: str) -> Iterator[IO[bytes]]:
@@ -385,7 +395,7 @@ class RemoteStore:
         for pause_s in self._pauses_s:
             try:
                 return attempt()
-            except (GivenUpError, DamagedObjectError, UnsendableError):
+            except (GivenUpError, UnsendableError):
                 raise
             except RemoteStoreError as error:
                 logger.warning("%s failed, and is tried again in %g s: %s", what, pause_s, error)

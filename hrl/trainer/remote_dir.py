@@ -11,9 +11,9 @@ from typing import TypeVar, cast
 
 from xxhash import xxh3_64_hexdigest
 
-from hrl.cluster.checkpoints import CheckpointStore, damages_of_checkpoint
+from hrl.cluster.checkpoints import CheckpointStore, damages_of_checkpoint, step_of
 from hrl.cluster.manifest import Manifest
-from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer
+from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer, superseded_in_words
 from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, split_checkpoint
 from hrl.config.outline import RunConfiguration
 from hrl.config.trainer import RunConfig
@@ -100,12 +100,14 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
     checkpoints = CheckpointStore(folder.checkpoints)
     with display.stage(f"claiming {store.address}"):
         before = store.claim(run)
-        superseded = store.supersede(after=max(checkpoints.steps(), default=0))
+        later = [step for step in store.steps() if step > _begins_after(trainer, checkpoints)]
+        goes_back = trainer.resume_mode == "resume_path" and bool(checkpoints.steps())
+        if goes_back:
+            store.supersede(later)
     if before is not None:
         display.note(f"{store.address} was the store of {before}; if that still runs, it sends nothing more")
-    if superseded:
-        steps = ", ".join(map(str, superseded))
-        display.note(f"checkpoints of steps {steps} in {store.address}, which are made again, count no longer")
+    if later and goes_back:
+        display.note(superseded_in_words(store, later))
     uploads = Uploads(
         store,
         run,
@@ -113,6 +115,8 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
         trainer.max_ckpt_to_keep,
         display.note,
         stops=trainer.on_save_error == "stop",
+        # Nobody asked to go back before these: they seemed damaged, and the next start may find that they are not.
+        passed_over=() if goes_back else later,
     )
     for step in sorted(set(checkpoints.steps()) - set(store.steps())):  # what an earlier start could not send
         uploads.send(step)
@@ -131,6 +135,12 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
             f"{store.address} lacks the newest checkpoint, which is whole in {checkpoints.path(newest)}: "
             f"{missing[newest]}"
         )
+
+
+def _begins_after(trainer: RunConfig, checkpoints: CheckpointStore) -> int:
+    """Return the step of the checkpoint that a run begins with, 0 without one."""
+    named = step_of(Path(trainer.resume_from_path).name) if trainer.resume_from_path else None
+    return max(checkpoints.steps(), default=named or 0)
 
 
 def _finish(uploads: Uploads, display: Display, store: RemoteStore, patience_s: float) -> dict[int, str]:

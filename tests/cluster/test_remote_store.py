@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import IO
 
 import fsspec
 import pytest
@@ -132,6 +134,49 @@ def test_a_damaged_manifest_is_named(in_memory: RemoteStore, tmp_path: Path) -> 
     in_memory._fs.pipe_file(in_memory._path(7, MANIFEST), b'{"format": 1}')
     with pytest.raises(RemoteStoreError, match=r"step_7/manifest\.json is damaged"):
         in_memory.fetch(7, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["actor/shard.safetensors", MANIFEST])
+def test_a_connection_that_ends_early_is_no_damage(
+    in_memory: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    sent = checkpoint(tmp_path / "there", 7)
+    in_memory.upload(sent, 7, {})
+    end_early(in_memory, name, monkeypatch)
+    (back := tmp_path / "back").mkdir()
+    in_memory.fetch(7, back)
+    assert contents(back) == contents(sent)
+    assert in_memory.transfers.retries == 1
+
+
+def test_a_log_that_arrives_cut_is_fetched_again(
+    in_memory: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 7}\n')
+    in_memory.upload(checkpoint(tmp_path, 7), 7, {log.name: log})
+    end_early(in_memory, log.name, monkeypatch)
+    (back := tmp_path / "back").mkdir()
+    in_memory.fetch_beside([log.name], back)
+    assert contents(back) == {log.name: b'{"step": 7}\n'}
+
+
+def end_early(store: RemoteStore, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next reading of an object end half way, without an error."""
+    opened, read, early = store._fs.open, store._fs.cat_file, iter([True])
+
+    def open_early(path: str, mode: str) -> IO[bytes]:
+        if mode == "rb" and path.endswith(name) and next(early, False):
+            whole = read(path)
+            return io.BytesIO(whole[: len(whole) // 2])
+        return opened(path, mode)
+
+    def read_early(path: str) -> bytes:
+        whole = read(path)
+        return whole[: len(whole) // 2] if path.endswith(name) and next(early, False) else whole
+
+    monkeypatch.setattr(store._fs, "open", open_early)
+    monkeypatch.setattr(store._fs, "cat_file", read_early)
 
 
 def test_only_what_changed_is_sent_again(in_memory: RemoteStore, tmp_path: Path) -> None:
@@ -261,11 +306,18 @@ def test_a_missing_bucket_is_named(server: S3Server, monkeypatch: pytest.MonkeyP
 class Sending:
     """Uploads of checkpoints that lie in a folder, and what they tell."""
 
-    def __init__(self, store: RemoteStore, folder: Path, keep: int | None = None, stops: bool = True) -> None:
+    def __init__(
+        self,
+        store: RemoteStore,
+        folder: Path,
+        keep: int | None = None,
+        stops: bool = True,
+        passed_over: Iterable[int] = (),
+    ) -> None:
         store.claim("run")
         self.folder, self.told = folder / "checkpoints", list[str]()
         checkpoints = CheckpointStore(self.folder)
-        self.uploads = Uploads(store, "run", checkpoints, keep, self.told.append, stops=stops)
+        self.uploads = Uploads(store, "run", checkpoints, keep, self.told.append, stops=stops, passed_over=passed_over)
 
     def send(self, step: int, score: float | None = None) -> Path:
         made = checkpoint(self.folder, step, score=score)
@@ -473,7 +525,7 @@ def test_a_step_that_a_store_has_not_is_named_with_those_it_has(in_memory: Remot
 def test_steps_that_are_made_again_count_no_longer(in_memory: RemoteStore, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         in_memory.upload(checkpoint(tmp_path, step), step, {})
-    assert in_memory.supersede(after=1) == [2, 3]
+    in_memory.supersede([2, 3, 9])
     assert in_memory.steps() == [1] and in_memory.torn() == []
     assert "actor/shard.safetensors" in objects(in_memory, 3)  # nothing is lost
     in_memory.upload(tmp_path / "step_2", 2, {})
@@ -482,6 +534,26 @@ def test_steps_that_are_made_again_count_no_longer(in_memory: RemoteStore, tmp_p
     sending.send(4)
     assert sending.uploads.close(patience_s=20) == {}
     assert in_memory.steps() == [1, 2, 4] and objects(in_memory, 3) == []  # of another branch, and by now older
+
+
+def test_checkpoints_that_were_passed_over_count_until_the_run_has_saved_anew(
+    in_memory: RemoteStore, tmp_path: Path
+) -> None:
+    for step in (2, 3, 4):
+        in_memory.upload(checkpoint(tmp_path / "there", step), step, {})
+    in_memory._fs.pipe_file(in_memory._path(3, "state.json"), b"flipped")
+    first = checkpoint(tmp_path / "here" / "checkpoints", 1)  # the run goes on from there, and makes 3 first
+    sending = Sending(in_memory, tmp_path / "here", passed_over=(2, 3, 4))
+    sending.uploads.send(1)
+    until(lambda: not sending.uploads.steps())
+    assert in_memory.steps() == [1, 2, 3, 4]
+    made = sending.send(3)  # with the very manifest that the damaged one has
+    assert sending.uploads.close(patience_s=20) == {}
+    assert in_memory.steps() == [1, 3] and in_memory.superseded() == [4]
+    (back := tmp_path / "back").mkdir()
+    RemoteStore(in_memory.address).fetch(3, back)
+    assert contents(back) == contents(made) and first.is_dir()
+    assert any("checkpoints of steps 2, 3, 4" in line and "count no longer" in line for line in sending.told)
 
 
 def test_a_disk_without_room_is_not_the_store_s_fault(

@@ -1,0 +1,85 @@
+"""Which checkpoints of a remote store count while a run makes their steps again."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hrl.cluster.checkpoints import CheckpointStore, state_text
+from hrl.cluster.remote_store import RemoteStore
+from hrl.config import compose_cli
+from hrl.report.console import RunConsole
+from hrl.report.run_folder import RunFolder
+from hrl.trainer.remote_dir import sending
+
+_NUMBERS = itertools.count()
+
+
+class Going:
+    """A run that goes on from step 1, whose store has steps 1 to 3 of it."""
+
+    def __init__(self, path: Path, *overrides: str) -> None:
+        self.store = RemoteStore(f"memory://going-on-{next(_NUMBERS)}")
+        self.there, self.shown = CheckpointStore(path / "there"), io.StringIO()
+        for step in (1, 2, 3):
+            self.store.upload(save(self.there, step), step, {})
+        config = compose_cli(
+            [
+                f"trainer.default_local_dir={path / 'run'}",
+                f"trainer.default_remote_dir={self.store.address}",
+                *overrides,
+            ]
+        )
+        self.trainer = config.trainer
+        self.folder = RunFolder(path / "run", resume=True)
+        self.here = CheckpointStore(self.folder.checkpoints)
+
+    def begin(self, *saves: int) -> str:
+        """Let the run begin, save these steps and end; return what it says."""
+        console = RunConsole(Console(file=self.shown, width=400, color_system=None))
+        with sending(self.trainer, self.folder, console) as uploads:
+            for step in saves:
+                save(self.here, step)
+                uploads.send(step)
+        self.folder.close()
+        return self.shown.getvalue()
+
+
+def save(checkpoints: CheckpointStore, step: int) -> Path:
+    checkpoints.begin(step)
+    return checkpoints.commit(step, state_text({"step": step}))
+
+
+def test_what_seemed_damaged_at_the_start_counts_until_the_run_has_saved_again(tmp_path: Path) -> None:
+    run = Going(tmp_path)
+    save(run.here, 1)
+    assert "no longer" not in run.begin()
+    assert run.store.steps() == [1, 2, 3]
+    assert "checkpoints of steps 2, 3 in memory://" in run.begin(2)
+    assert run.store.steps() == [1, 2] and run.store.superseded() == [3]
+
+
+def test_where_the_user_goes_back_in_a_run_the_later_ones_count_no_longer(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step_1"
+    run = Going(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}")
+    save(run.here, 1)
+    assert "checkpoints of steps 2, 3 in memory://" in run.begin()
+    assert run.store.steps() == [1] and run.store.superseded() == [2, 3]
+
+
+def test_a_checkpoint_that_was_fetched_by_name_counts_until_the_run_has_one_of_its_own(tmp_path: Path) -> None:
+    named = tmp_path / "there" / "step_2"
+    run = Going(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}")
+    run.begin()
+    assert run.store.steps() == [1, 2, 3], "the same command has to find it again"
+    assert "checkpoints of steps 3 in memory://" in run.begin(3)
+    assert run.store.steps() == [2, 3], "of which the disk keeps two"
+
+
+@pytest.fixture(autouse=True)
+def _few_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hrl.cluster.remote_store._PAUSES_S", (0.0,))
