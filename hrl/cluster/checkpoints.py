@@ -525,16 +525,18 @@ def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:
             f"and no run continues from it. Start a run with {path / 'hf'} as its model path, in a "
             "trainer.default_local_dir of its own"
         )
-    missing = sorted(set(parts) - state.keys())
+    missing = sorted(set(parts) - state.keys() - _OF_OLDER.keys())
     if missing:
         raise CheckpointError(
             f"{path / STATE_FILE} has no {' and no '.join(missing)}: it was saved by another trainer or another "
             "version of hrl. Continue it with that one, or start anew from the model in its hf folder, in a "
             "trainer.default_local_dir of its own"
         )
-    return state
+    return {part: _OF_OLDER[part] for part in parts if part in _OF_OLDER} | state
 
 
+#: Parts that older checkpoints lack, each with what it was in the runs that made them.
+_OF_OLDER = {"nonfinite_in_a_row": 0}
 #: What every checkpoint has of the driver, beside the state of the trainer. `score` is in older checkpoints; those
 #: that are older still lack the configuration.
 PARTS = ("step", "data_position", "data", "contents", "score", "config", "inputs", "ranks")

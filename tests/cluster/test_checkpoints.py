@@ -360,6 +360,14 @@ def test_a_checkpoint_with_only_a_model_to_use_is_not_trained_on_from(tmp_path: 
     assert load_state(path, ())["step"] == 2
 
 
+def test_a_part_that_older_checkpoints_lack_is_what_it_was_in_them_and_any_other_is_missed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert load_state(save(store, 1), ["nonfinite_in_a_row"])["nonfinite_in_a_row"] == 0
+    with pytest.raises(CheckpointError, match="has no kl_coef: it was saved by another trainer"):
+        load_state(store.path(1), ["nonfinite_in_a_row", "kl_coef"])
+    assert load_state(save(store, 2, nonfinite_in_a_row=2), ["nonfinite_in_a_row"])["nonfinite_in_a_row"] == 2
+
+
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)

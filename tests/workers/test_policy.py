@@ -337,6 +337,21 @@ def test_non_finite_steps_are_not_applied_and_stop_after_three(llama):
         policy.learn(batch, plan)
 
 
+def test_non_finite_steps_before_and_after_a_resume_are_counted_together(llama, tmp_path):
+    batch = make_batch()
+    batch.batch["advantages"][5, 0] = float("nan")
+    for kill in range(2):
+        policy = policy_of(llama)
+        if kill:
+            policy.engine.load(tmp_path)
+        policy.learn(batch, one_plan(batch, 2))
+        policy.engine.save(tmp_path)
+    resumed = policy_of(llama)
+    resumed.engine.load(tmp_path)
+    with pytest.raises(NonFiniteStepError, match="3 optimizer steps in a row"):
+        resumed.learn(batch, one_plan(batch, 2))
+
+
 def test_moments_come_with_the_optimizer_and_the_schedule_with_the_extras(llama, tmp_path):
     batch = make_batch()
     saved = policy_of(llama)

@@ -87,12 +87,13 @@ class FiniteColumns:
 
     Attributes:
         left_out: Whether the present step's batch teaches nothing.
+        in_a_row: How many batches taught nothing since the last one that did; a run that resumes counts on.
     """
 
     def __init__(self, run_folder: Path, note: Callable[[str], None]) -> None:
         self._folder = run_folder / FOLDER
         self._note = note
-        self._in_a_row = 0
+        self.in_a_row = 0
         self._seen: dict[str, Tensor] = {}
         self.left_out = False
 
@@ -125,7 +126,7 @@ class FiniteColumns:
 
     def learnt(self, metrics: StepMetrics) -> None:
         """Note that a batch without a broken column was learnt from."""
-        self._in_a_row = 0
+        self.in_a_row = 0
         metrics.observe({"nonfinite/batches": Metric.total(0)})
 
     def leave_out(self, left_out: LeftOutError, step: int, metrics: StepMetrics) -> DataProto:
@@ -135,20 +136,20 @@ class FiniteColumns:
             NonFiniteBatchError: It is the last of `MAX_IN_A_ROW`.
         """
         batch, broken = left_out.batch, left_out.broken
-        self._in_a_row += 1
+        self.in_a_row += 1
         self.left_out = True
         metrics.observe({"nonfinite/batches": Metric.total(1), "nonfinite/numbers": Metric.total(broken.count)})
         kept = self._keep(batch, broken, step)
         where = "" if kept is None else f". Its rows are in {kept}"
         told = f"after phase {broken.phase}, {broken.told(batch)}"
-        if self._in_a_row >= MAX_IN_A_ROW:
+        if self.in_a_row >= MAX_IN_A_ROW:
             self._end(f"{told}; {broken.count} number(s) of this column are not finite{where}")
-        self._note(f"step {step}: nothing is learnt from this batch ({self._in_a_row} in a row): {told}{where}")
+        self._note(f"step {step}: nothing is learnt from this batch ({self.in_a_row} in a row): {told}{where}")
         return batch
 
     def _end(self, what: str) -> NoReturn:
         raise NonFiniteBatchError(
-            f"{self._in_a_row} steps in a row had a batch with numbers that are not finite: {what}. A column of "
+            f"{self.in_a_row} steps in a row had a batch with numbers that are not finite: {what}. A column of "
             "log-probs or values points to the weights of that model, or to its dtype; rewards to the KL penalty's size"
         )
 

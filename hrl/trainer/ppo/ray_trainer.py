@@ -629,11 +629,12 @@ class RayPPOTrainer(TrainingLoop):
         return self.config.actor_rollout_ref.actor.checkpoint.save_contents
 
     def state(self) -> dict[str, Any]:
-        """Return the KL coefficient, the drift gate's position and the statistics that shape rewards."""
+        """Return KL coefficient, position of the drift gate, statistics that shape rewards, bad batches in a row."""
         return {
             "kl_coef": self.kl_ctrl.value,
             "drift_gate_closed": self.drift_gate.is_closed,
             "reward_shaping": self.rewards.shaping.state_dict(),
+            "nonfinite_in_a_row": self.finite.in_a_row,
             **({} if self.sampler is None else {SAMPLER: self.sampler.state_dict()}),
         }
 
@@ -642,6 +643,7 @@ class RayPPOTrainer(TrainingLoop):
         self._restore_kl_coef(state["kl_coef"])
         self.drift_gate.is_closed = state["drift_gate_closed"]
         self.rewards.shaping.load_state_dict(state["reward_shaping"])
+        self.finite.in_a_row = state["nonfinite_in_a_row"]
         if self.sampler is not None and self.data_position != Position():  # of the same data
             self.sampler.load_state_dict(state[SAMPLER])
 

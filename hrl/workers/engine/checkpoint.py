@@ -57,7 +57,8 @@ class StateToSave:
         module: The sharded module.
         optimizer: Of its parameters.
         contents: Any of `model`, `optimizer` (moments and their step counts), `extra` (position in the learning rate's
-            schedule, the global generators of Python, numpy and torch); other names are ignored.
+            schedule, how many steps in a row were skipped, the global generators of Python, numpy and torch); other
+            names are ignored.
         kept: Host memory for `Snapshot`.
         checksum: Of the weights of the whole model, see `hrl.workers.engine.checksum`.
     """
@@ -80,6 +81,7 @@ class StateToSave:
             "contents": [c for c in CONTENTS if c in contents],
             "world_size": dist.get_world_size(),
             "schedule_steps": optimizer.steps_taken,
+            "skipped_in_a_row": optimizer.skipped_in_a_row,
             "moment_steps": optimizer.moment_steps,
             "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
             "weights_checksum": checksum,
@@ -226,6 +228,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
         optimizer.set_moment_steps(_moment_steps(folder, state, optimizer))
     if "extra" in wanted:
         optimizer.steps_taken = state["schedule_steps"]
+        optimizer.skipped_in_a_row = state.get("skipped_in_a_row", 0)  # older checkpoints do not say
         if state["world_size"] == dist.get_world_size():
             _set_rng_state(load_file(_rng_file(folder, dist.get_rank())))
         else:

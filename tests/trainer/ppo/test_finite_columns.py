@@ -146,6 +146,27 @@ def test_three_in_a_row_end_the_run_and_name_the_number(tmp_path: Path, monkeypa
         step(driver)
 
 
+def test_a_run_that_was_killed_between_them_ends_at_the_same_step_as_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def driver(name: str) -> Driver:
+        made = driver_with("values", NAN, tmp_path / name, monkeypatch, "trainer.save_freq=1")
+        made.trainer.total_training_steps = 9
+        return made
+
+    straight = driver("straight")
+    with pytest.raises(NonFiniteBatchError):
+        straight.fit()
+    for steps in (1, 2):
+        killed = driver("killed")
+        killed.trainer.total_training_steps = steps
+        killed.fit()
+    resumed = driver("killed")
+    with pytest.raises(NonFiniteBatchError, match="3 steps in a row"):
+        resumed.fit()
+    assert resumed.trainer.global_steps == straight.trainer.global_steps == 3
+
+
 def test_a_broken_token_is_seen_before_a_correction_rejects_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = (
         "algorithm.rollout_correction.rollout_rs=token_k2",
