@@ -43,8 +43,8 @@ from hrl.cluster.manifest import (
 )
 from hrl.data.order import differences
 from hrl.errors import HrlError
+from hrl.files import make_durable
 from hrl.report.run_folder import DamagedFileError, make_folder, next_numbered, read_object
-from hrl.workers.engine.background import make_durable
 from hrl.workers.engine.digest import FileDigest
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from xxhash import xxh3_128_hexdigest
 from hrl import __version__
 from hrl.cluster.threads import in_threads
 from hrl.errors import HrlError
-from hrl.workers.engine.background import give_way, make_durable
+from hrl.files import make_durable, write_whole
+from hrl.workers.engine.background import give_way
 from hrl.workers.engine.digest import FileDigest
 
 MANIFEST = "manifest.json"
@@ -166,12 +167,9 @@ class Manifest:
 
     def write(self, folder: Path) -> Path:
         """Write it to the folder, durably and all at once, and return the file."""
-        partial = folder / f".{MANIFEST}.partial"
-        partial.write_text(self.text, encoding="utf-8")
-        make_durable(partial)
-        partial.replace(folder / MANIFEST)
+        file = write_whole(folder / MANIFEST, self.text, durable=True)
         make_durable(folder)
-        return folder / MANIFEST
+        return file
 
 
 def is_whole(folder: Path) -> bool:

@@ -17,9 +17,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Write the page and say where it is."""
+    from hrl.files import write_whole
     from hrl.report.compare import compare_page
     from hrl.report.html_report import render, run_page
-    from hrl.report.run_folder import METRICS, RunFolderError, checked_run_folder, write_text
+    from hrl.report.run_folder import METRICS, RunFolderError, checked_run_folder
 
     folders = [checked_run_folder(folder) for folder in options.folders]
     if len(folders) == 1:
@@ -30,7 +31,7 @@ def run(options: Namespace) -> int:
     if out.is_dir():
         out = out / default.name
     try:
-        write_text(out, render(page))
+        write_whole(out, render(page))
     except OSError as error:
         raise RunFolderError(f"{out} can't be written: {error.strerror}; name another file with --out") from error
     sys.stdout.write(f"{out}\n")

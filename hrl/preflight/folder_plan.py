@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,14 +15,15 @@ from hrl.cluster.remote_checkpoints import require_step
 from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, split_checkpoint
 from hrl.config.arithmetic import Fact
 from hrl.config.trainer import RunConfig
+from hrl.files import open_itself
 from hrl.preflight.findings import Findings
 from hrl.report.run_folder import (
     LOCK_NAME,
     RunFolder,
     RunFolderError,
     check_holds_no_checkpoints,
-    in_use,
     outputs_in,
+    take_lock,
     writing_to,
 )
 
@@ -95,13 +97,10 @@ def check_writable(path: Path) -> None:
     with writing_to(path), tempfile.TemporaryFile(dir=there):
         pass  # only a write shows missing rights, a read-only disk or a full one; the file has no name
     lock = path / LOCK_NAME
-    if not lock.is_file():
+    if not lock.is_file() and not lock.is_symlink():
         return
-    with lock.open(encoding="utf-8") as opened:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released with the file, at the end of the block
-        except BlockingIOError:
-            raise in_use(path, opened) from None
+    with writing_to(path), open(open_itself(lock, os.O_RDONLY), encoding="utf-8") as opened:
+        take_lock(path, opened, fcntl.LOCK_SH)  # released with the file, at the end of the block
 
 
 def has_checkpoints(trainer: RunConfig) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from hrl.files import write_whole
 from hrl.processes.child_environment import child_environment
 from hrl.report.phases import phase_groups
 from hrl.report.samples import readable
@@ -628,10 +629,8 @@ def write_picture(records: Records, folder: Path, picture: Picture, title: str =
         text = text.replace(_var(name), light)
     path = folder / picture.file_name
     if path.suffix == ".svg":
-        path.write_text(vl_convert.vegalite_to_svg(text), encoding="utf-8")
-    else:
-        path.write_bytes(vl_convert.vegalite_to_png(text, scale=1.5))
-    return path
+        return write_whole(path, vl_convert.vegalite_to_svg(text))
+    return write_whole(path, vl_convert.vegalite_to_png(text, scale=1.5))
 
 
 def _picture_part(drawn: Drawn, columns: Mapping[str, Any], place: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from hrl.config.alarms import ALARMS
 from hrl.config.sources import source_title
+from hrl.files import write_whole
 from hrl.metrics import source_and_metric
 from hrl.report.answers import Series, describe, that_differ, training_series, validation_series
 from hrl.report.charts import (
@@ -48,7 +49,6 @@ from hrl.report.run_folder import (
     read_object,
     require_kinds,
     rollouts_steps,
-    write_text,
 )
 from hrl.report.samples import (
     ALL_SOURCES,
@@ -105,7 +105,7 @@ def write_html_report(folder: Path) -> Path:
         OSError: A file can't be read or written.
         ValueError: A file of the run is damaged; names file and line.
     """
-    return write_text(folder / "report.html", render(run_page(folder)))
+    return write_whole(folder / "report.html", render(run_page(folder)))
 
 
 def run_page(folder: Path) -> Page:

@@ -10,8 +10,9 @@ from typing import Literal, Self
 
 import psutil
 
+from hrl.files import write_whole
 from hrl.masking import masked_text
-from hrl.report.run_folder import LOCK_NAME, TEXT, WHOLE, DamagedFileError, read_object, require_kinds, write_text
+from hrl.report.run_folder import LOCK_NAME, TEXT, WHOLE, DamagedFileError, read_object, require_kinds
 
 FILE = "outcome.json"
 Status = Literal["running", "finished", "interrupted", "failed", "ended without a word"]
@@ -42,7 +43,7 @@ class Outcome:
 
     def write(self, folder: Path) -> Path:
         """Write it into a run folder."""
-        return write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+        return write_whole(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_outcome(folder: Path) -> Outcome:

@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from hrl.files import write_whole
 from hrl.profiling.operators import CLASSES, PRODUCTS, Phase, Profile, Spent
 from hrl.report.phases import TITLES
-from hrl.report.run_folder import PROFILE, DamagedFileError, read_object, write_text
+from hrl.report.run_folder import PROFILE, DamagedFileError, read_object
 
 TIMER = "timing_s/"
 _SHOWN_IN_LINE = 4
@@ -129,8 +130,8 @@ def write_profile(folder: Path, record: Mapping[str, Any]) -> Path:
     """Write `profile/step_<n>.json` and `.txt` into a run folder; return the text's path."""
     place = folder / PROFILE
     place.mkdir(parents=True, exist_ok=True)
-    write_text(place / f"step_{record['step']}.json", json.dumps(record, indent=1) + "\n")
-    return write_text(place / f"step_{record['step']}.txt", profile_text(record))
+    write_whole(place / f"step_{record['step']}.json", json.dumps(record, indent=1) + "\n")
+    return write_whole(place / f"step_{record['step']}.txt", profile_text(record))
 
 
 def read_profiles(folder: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,9 +18,9 @@ from typing import IO, Any, Literal
 import yaml
 
 from hrl.errors import HrlError, RefusedError, system_error
+from hrl.files import make_durable, open_itself, write_whole
 from hrl.processes.plain_data import is_huge
 from hrl.report.environment import describe_environment
-from hrl.workers.engine.background import make_durable
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,10 @@ EARLIER = "earlier"
 PROFILE = "profile"
 """The folder of the profiles of steps, in the folder of a run."""
 RolloutKind = Literal["train", "val"]
+
+_ROLLOUTS = re.compile(r"(?:val_)?step_([0-9]+)\.jsonl")
+_PROFILES = re.compile(r"step_([0-9]+)(?:_\w+)?\.(?:json|txt|json\.gz)")
+_ADD = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
 _OUTPUTS = (
@@ -122,18 +127,18 @@ class RunFolder:
         """Write the resolved configuration to `config.yaml`."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         with writing_to(self.path):
-            return write_text(self.path / CONFIG, text)
+            return write_whole(self.path / CONFIG, text)
 
     def write_environment(self) -> Path:
         """Write versions, machine and git revision to `environment.json`. Environment variables are left out."""
         text = json.dumps(describe_environment(), indent=2) + "\n"
         with writing_to(self.path):
-            return write_text(self.path / "environment.json", text)
+            return write_whole(self.path / "environment.json", text)
 
     def write_first_look(self, look: Mapping[str, Any]) -> Path:
         """Write what the first samples say to `first_look.json`."""
         with writing_to(self.path):
-            return write_text(self.path / "first_look.json", json_line(look))
+            return write_whole(self.path / "first_look.json", json_line(look))
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step to `metrics.jsonl`; an existing record of the step is updated.
@@ -152,9 +157,9 @@ class RunFolder:
             if step == self._last_step:
                 records = read_jsonl(self.metrics_file)
                 records[-1] |= metrics
-                write_text(self.metrics_file, "".join(map(json_line, records)))
+                write_whole(self.metrics_file, "".join(map(json_line, records)))
             else:
-                with open(self.metrics_file, "a", encoding="utf-8") as file:
+                with open(open_itself(self.metrics_file, _ADD), "a", encoding="utf-8") as file:
                     file.write(json_line({"step": step, **metrics}))
         self._last_step = step
 
@@ -165,7 +170,7 @@ class RunFolder:
 
     def write_alarm(self, record: Mapping[str, Any]) -> None:
         """Add an alarm to `alarms.jsonl`."""
-        with writing_to(self.path), open(self.alarms_file, "a", encoding="utf-8") as file:
+        with writing_to(self.path), open(open_itself(self.alarms_file, _ADD), "a", encoding="utf-8") as file:
             file.write(json_line(record))
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> Path:
@@ -173,7 +178,7 @@ class RunFolder:
         text = "".join(json_line(record) for record in records)
         with writing_to(self.path):
             self.rollouts.mkdir(parents=True, exist_ok=True)
-            return write_text(rollouts_file(self.rollouts, step, kind), text)
+            return write_whole(rollouts_file(self.rollouts, step, kind), text)
 
     def rewind(self, step: int, aside: Path) -> bool:
         """Move metrics, alarms, samples and profiles of the steps after `step` aside: a resumed run repeats them.
@@ -188,16 +193,14 @@ class RunFolder:
             Whether anything was moved.
         """
         with writing_to(self.path):
-            files = [file for file in self.rollouts.glob("*step_*.jsonl") if _step_of(file) > step]
-            for file in files:
-                (aside / "rollouts").mkdir(parents=True, exist_ok=True)
-                file.rename(aside / "rollouts" / file.name)
-            for file in (self.path / PROFILE).glob("step_*"):
-                if int(file.name.split("_")[1].partition(".")[0]) > step:
-                    (aside / PROFILE).mkdir(parents=True, exist_ok=True)
-                    files.append(file.rename(aside / PROFILE / file.name))
             moved = [_rewind(file, step, aside) for file in (self.metrics_file, self.alarms_file)]
-            return any(moved) or bool(files)
+            for folder, names in ((self.rollouts, _ROLLOUTS), (self.path / PROFILE, _PROFILES)):
+                for file, made in _of_steps(folder, names):
+                    if made > step:
+                        (aside / folder.name).mkdir(parents=True, exist_ok=True)
+                        file.rename(aside / folder.name / file.name)
+                        moved.append(True)
+            return any(moved)
 
     def _move_earlier_run_aside(self) -> None:
         check_holds_no_checkpoints(self.path)
@@ -213,16 +216,13 @@ def lock_folder(path: Path) -> IO[str]:
     """Lock a run folder for this process, until the returned file is closed.
 
     Raises:
-        RunFolderError: Another live process has locked it.
+        RunFolderError: Another live process has locked it, or its file system has no locks.
         OSError: The folder can't be written to.
     """
-    lock = open(path / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the lock is held)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        refusal = in_use(path, lock)
-        lock.close()
-        raise refusal from None
+    with ExitStack() as failed:
+        lock = failed.enter_context(open(open_itself(path / LOCK_NAME, os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8"))
+        take_lock(path, lock)
+        failed.pop_all()
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
@@ -233,21 +233,24 @@ def _rewind(file: Path, step: int, aside: Path) -> bool:
     """Move the lines after a step, and an unfinished last one; return whether there were any."""
     if not file.exists():
         return False
-    steps = [record["step"] for record in read_jsonl(file)]
+    records = read_jsonl(file)
+    for number, record in enumerate(records, start=1):
+        require_kinds(f"{file}, line {number},", record, {"step": WHOLE}, needed=["step"])
+    steps = [record["step"] for record in records]
     *lines, unfinished = file.read_text(encoding="utf-8").split("\n")
     later = [f"{line}\n" for line, made in zip(lines, steps, strict=True) if made > step] + [unfinished]
     if not any(later):
         return False
     aside.mkdir(parents=True, exist_ok=True)
-    write_text(aside / file.name, "".join(later))
+    write_whole(aside / file.name, "".join(later))
     kept = (f"{line}\n" for line, made in zip(lines, steps, strict=True) if made <= step)
-    write_text(file, "".join(kept))
+    write_whole(file, "".join(kept))
     return True
 
 
 def outputs_in(folder: Path) -> list[Path]:
     """Return the outputs of an earlier run in a run folder, except checkpoints."""
-    return [folder / name for name in _OUTPUTS if (folder / name).exists()]
+    return [folder / name for name in _OUTPUTS if os.path.lexists(folder / name)]
 
 
 def check_holds_no_checkpoints(folder: Path) -> None:
@@ -263,13 +266,31 @@ def check_holds_no_checkpoints(folder: Path) -> None:
         )
 
 
-def in_use(folder: Path, lock: IO[str]) -> RunFolderError:
-    """Return the error for a folder whose lock file, open here, is locked by another process."""
-    lock.seek(0)
-    owner = lock.read().strip() or "another process"
-    return RunFolderError(
-        f"{folder} is in use by {owner}; wait for it, or give this run its own trainer.default_local_dir"
-    )
+def take_lock(folder: Path, lock: IO[str], kind: int = fcntl.LOCK_EX) -> None:
+    """Lock the lock file of a run folder, until it is closed.
+
+    Args:
+        folder: The run folder.
+        lock: The file, open.
+        kind: `fcntl.LOCK_EX`, or `fcntl.LOCK_SH` to look whether a run has it.
+
+    Raises:
+        RunFolderError: Another live process has locked it, or its file system has no locks.
+    """
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        raise RunFolderError(
+            f"{folder} is in use by {owner}; wait for it, or give this run its own trainer.default_local_dir"
+        ) from None
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder} lies on a file system that locks no files (flock: {error.strerror}), and two runs could write "
+            "there at once. Mount it with locks (Lustre: with the option flock; NFS: with a lock daemon), or name a "
+            "folder on another file system with trainer.default_local_dir"
+        ) from error
 
 
 @contextmanager
@@ -291,7 +312,10 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def _unwritable(folder: Path, error: OSError) -> RunFolderError:
-    advice = "make room there, or" if is_full(error) else "make it writable, or"
+    if error.errno == errno.ELOOP:
+        error, advice = OSError(error.errno, f"{error.filename}: {error.strerror}"), "remove the link, or"
+    else:
+        advice = "make room there, or" if is_full(error) else "make it writable, or"
     return RunFolderError(
         f"the run folder {folder} can't be written: {error.strerror or error}; {advice} name a folder in another "
         "place with trainer.default_local_dir"
@@ -339,7 +363,7 @@ def checked_run_folder(folder: Path) -> Path:
 
 def next_numbered(parent: Path) -> Path:
     """Return the next of the folders `1`, `2`, … below `parent`; it is not created."""
-    taken = [int(entry.name) for entry in parent.glob("*") if entry.name.isdigit()]
+    taken = [int(entry.name) for entry in parent.glob("*") if entry.name.isdecimal()]
     return parent / str(max(taken, default=0) + 1)
 
 
@@ -350,12 +374,13 @@ def rollouts_file(rollouts: Path, step: int, kind: RolloutKind = "train") -> Pat
 
 def rollouts_steps(rollouts: Path, kind: RolloutKind = "train") -> list[int]:
     """Return the steps that have samples in the folder `rollouts`, in order."""
-    found = (_step_of(file) for file in rollouts.glob("*step_*.jsonl"))
-    return sorted(step for step in set(found) if rollouts_file(rollouts, step, kind).exists())
+    return sorted(step for file, step in _of_steps(rollouts, _ROLLOUTS) if file == rollouts_file(rollouts, step, kind))
 
 
-def _step_of(rollouts_file: Path) -> int:
-    return int(rollouts_file.stem.rsplit("_", 1)[1])
+def _of_steps(folder: Path, names: re.Pattern[str]) -> list[tuple[Path, int]]:
+    """Return the files in a folder that a run named after a step, with the step; other files are somebody else's."""
+    matched = ((file, names.fullmatch(file.name)) for file in folder.glob("*"))
+    return [(file, int(match[1])) for file, match in matched if match is not None]
 
 
 def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
@@ -493,11 +518,3 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return plain(value.tolist())
     return str(value)
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write a file atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from hrl.config.trainer import WITHOUT_TRACKER
+from hrl.files import write_whole
 from hrl.nearest import nearest
-from hrl.report.run_folder import read_object, write_text
+from hrl.report.run_folder import read_object
 from hrl.report.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ def _mlflow(run: RunInfo) -> Tracker:
     mlflow.set_experiment(run.project)
     known = read_object(run.folder / KNOWN_AS)
     started = mlflow.start_run(run_id=known.get("mlflow"), run_name=None if "mlflow" in known else run.name)
-    write_text(run.folder / KNOWN_AS, json.dumps(known | {"mlflow": started.info.run_id}))  # MLflow makes its own
+    write_whole(run.folder / KNOWN_AS, json.dumps(known | {"mlflow": started.info.run_id}))  # MLflow makes its own
     mlflow.log_dict(run.config, "config.json")
 
     def log(metrics: dict[str, float], step: int) -> None:
@@ -291,7 +292,7 @@ class Tracking:
         file = Path(run_dir) / KNOWN_AS
         known = read_object(file)
         if wanted and not known:
-            write_text(file, json.dumps({"id": uuid.uuid4().hex[:_ID_LENGTH]}))
+            write_whole(file, json.dumps({"id": uuid.uuid4().hex[:_ID_LENGTH]}))
         name = read_object(file).get("id", "")
         run = RunInfo(project_name, experiment_name, dict(config or {}), Path(run_dir), name, bool(known))
         self._threads = [_TrackerThread(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]

@@ -21,6 +21,7 @@ from hrl.config.run_kind import PPO
 from hrl.config.saved import masked_keys
 from hrl.config.section import flatten
 from hrl.errors import HrlError, RefusedError
+from hrl.files import write_whole
 from hrl.models.source import no_folder
 from hrl.report.run_folder import CONFIG, read_jsonl, rollouts_file
 from hrl.trained.folders import Trained, find_trained, require_loadable
@@ -218,7 +219,7 @@ def evaluate(
         raise NoScoresError(f"the reward function gave none of the {left_out} samples a score")
     scores = score_table(samples, n, sizes)
     plain = {source: asdict(found) for source, found in scores.items()}
-    (folder / SCORES).write_text(json.dumps(plain | {"left_out": left_out}, indent=1) + "\n")
+    write_whole(folder / SCORES, json.dumps(plain | {"left_out": left_out}, indent=1) + "\n")
     return Evaluation(scores, folder / SAMPLES, left_out)
 
 

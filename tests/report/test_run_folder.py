@@ -3,13 +3,22 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
 import yaml
 
 from hrl.report.html_report import run_page
-from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, json_line, read_jsonl
+from hrl.report.run_folder import (
+    DamagedFileError,
+    RunFolder,
+    RunFolderError,
+    json_line,
+    next_numbered,
+    read_jsonl,
+    rollouts_steps,
+)
 from tests.report.runs import finished_run
 
 HOLD_THE_LOCK = """
@@ -120,6 +129,70 @@ def test_rewinding_to_the_last_step_changes_nothing(tmp_path):
     folder.close()
 
 
+def test_rewinding_leaves_files_of_other_names_alone(tmp_path):
+    folder, aside = RunFolder(tmp_path), tmp_path / "aside"
+    stray = ["rollouts/step_5.old.jsonl", "rollouts/step_.jsonl", "rollouts/my_step_7.jsonl", "profile/step_notes.md"]
+    for name in (*stray, "rollouts/step_5.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "earlier" / "²").mkdir(parents=True)  # a digit that is no number
+    assert folder.rewind(3, aside)
+    assert [file.name for file in aside.rglob("*.*")] == ["step_5.jsonl"]
+    assert all((tmp_path / name).exists() for name in stray)
+    assert rollouts_steps(folder.rollouts) == [] and next_numbered(tmp_path / "earlier").name == "1"
+    folder.close()
+
+
+def test_rewinding_a_log_with_a_line_of_no_step_moves_nothing(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics_file.write_text('{"step": 1}\n{"loss": 2}\n')
+    folder.write_rollouts(5, [])
+    with pytest.raises(DamagedFileError, match=r"metrics.jsonl, line 2, is damaged: there is no step"):
+        folder.rewind(3, tmp_path / "aside")
+    assert not (tmp_path / "aside").exists()
+    folder.close()
+
+
+# ---------------------------------------------------------------------------------------------- a stranger's folder
+
+
+def test_no_file_of_a_run_is_written_through_a_link(tmp_path):
+    own = tmp_path / "authorized_keys"
+    own.write_text('{"step": 0}\n')
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (".lock", "metrics.jsonl", "alarms.jsonl"):
+        (run / name).symlink_to(own)
+        with pytest.raises(RunFolderError, match=f"{run}/{name}: it is a link, which hrl does not write.*remove the l"):
+            folder = RunFolder(run, resume=True)
+            with closing(folder):
+                folder.write_metrics(1, {}) if name == "metrics.jsonl" else folder.write_alarm({})
+        (run / name).unlink()
+    for name in ("config.yaml", ".config.yaml.partial", "environment.json", "rollouts/step_1.jsonl"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).symlink_to(own)
+    with closing(RunFolder(run, resume=True)) as folder:
+        folder.write_config({})
+        folder.write_environment()
+        folder.write_rollouts(1, [])
+    assert own.read_text() == '{"step": 0}\n'
+
+
+def test_a_link_that_leads_nowhere_moves_aside_with_the_outputs_of_an_earlier_run(tmp_path):
+    (tmp_path / "samples.jsonl").symlink_to(tmp_path / "not yet there")
+    RunFolder(tmp_path).close()
+    assert (tmp_path / "earlier/1/samples.jsonl").is_symlink() and not os.path.lexists(tmp_path / "samples.jsonl")
+
+
+def test_a_file_system_without_locks_is_told_by_the_call_that_it_lacks(tmp_path, monkeypatch):
+    def absent(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", absent)
+    with pytest.raises(RunFolderError, match=r"locks no files \(flock: Function not implemented\).*Lustre: with"):
+        RunFolder(tmp_path)
+
+
 def test_a_broken_line_inside_of_a_file_is_named(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
@@ -162,7 +235,7 @@ def test_a_full_disk_is_told_apart(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("hrl.report.run_folder.write_text", full)
+    monkeypatch.setattr("hrl.report.run_folder.write_whole", full)
     for write in (lambda: folder.write_config({}), lambda: folder.write_rollouts(1, [])):
         with pytest.raises(RunFolderError, match=f"{tmp_path} can't be written: No space left.*make room there"):
             write()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +56,22 @@ def test_the_newest_checkpoint_continues_the_log(tmp_path: Path) -> None:
     run = opened(tmp_path)
     assert run.log == [1, 2, 3]
     assert run.shown == ""
+
+
+def test_a_lock_is_looked_at_before_the_start_and_by_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(RunFolder(tmp_path)), pytest.raises(RunFolderError, match=f"in use by process {os.getpid()}"):
+        planned(tmp_path)
+
+    def absent(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patch, pytest.raises(RunFolderError, match="locks no files"):
+        patch.setattr("fcntl.flock", absent)
+        planned(tmp_path)
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").symlink_to(tmp_path / "not there")
+    with pytest.raises(RunFolderError, match=r"\.lock: it is a link.*remove the link"):
+        planned(tmp_path)
 
 
 def test_an_older_checkpoint_of_the_folder_takes_log_and_checkpoints_back(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
-from hrl.workers.engine.digest import FileDigest, Written, naming
+from hrl.files import make_durable, write_whole
+from hrl.workers.engine.digest import FileDigest, Written
 
 _LOWEST_PRIORITY = 19
 
@@ -77,10 +78,7 @@ def write_record(record: Path, files: Iterable[Written]) -> None:
         files: Below the record's folder.
     """
     said = {str(file.path.relative_to(record.parent)): file.digest.to_plain() for file in files}
-    partial = record.with_name(f".{record.name}.partial")
-    partial.write_text(json.dumps({"files": said}, indent=1, sort_keys=True) + "\n")
-    make_durable(partial)
-    partial.replace(record)
+    write_whole(record, json.dumps({"files": said}, indent=1, sort_keys=True) + "\n", durable=True)
 
 
 def is_written(record: Path) -> bool:
@@ -102,14 +100,3 @@ def is_hashed(record: Path) -> bool:
     if not record.is_file():
         return False
     return not any(isinstance(digest, int) for digest in json.loads(record.read_text())["files"].values())
-
-
-def make_durable(path: Path) -> None:
-    """Have a file, or the names in a folder, outlive a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        raise naming(error, path) from error
-    finally:
-        os.close(handle)

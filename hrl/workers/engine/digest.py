@@ -13,6 +13,8 @@ from typing import IO, Any, NamedTuple, Self
 
 from xxhash import xxh3_128
 
+from hrl.files import naming
+
 #: What is read at once: large enough that the hash is taken without the interpreter's lock.
 _CHUNK_BYTES = 4 << 20
 
@@ -105,11 +107,6 @@ class DigestingFile:
     def digest(self) -> FileDigest:
         """Of everything written so far."""
         return FileDigest(self._size, self._xxh3.hexdigest())
-
-
-def naming(error: OSError, path: Path) -> OSError:
-    """Return the same error with the name of the file, which the system leaves out where a file is open already."""
-    return OSError(error.errno, error.strerror, error.filename or str(path))
 
 
 class Written(NamedTuple):

@@ -12,7 +12,6 @@ and `prompt_lengths` and `response_lengths` say where rows end. `micro_batch` sa
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from hrl.batching.plan import MiniBatchPlan
 from hrl.errors import NonFiniteError
+from hrl.files import write_whole
 from hrl.workers.engine.checksum import of_all_ranks
 from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.optim import MOMENTS, Optimizer, StepReport, names_of_nonfinite
@@ -206,8 +206,8 @@ def write_dump(folder: Path, name: str, columns: Mapping[str, Tensor], described
     text = to_json(described, indent=1, inf_nan_mode="strings", fallback=_fields_or_text)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"{name}.safetensors", save(dict(columns)))
-        _write(folder / f"{name}.json", text + b"\n")
+        write_whole(folder / f"{name}.safetensors", save(dict(columns)))
+        write_whole(folder / f"{name}.json", text + b"\n")
     except OSError as error:
         logger.warning("%s could not be written to %s: %s", name, folder, error)
         return None
@@ -272,12 +272,6 @@ def unpadded(batch: DataProto, micro_batches: Sequence[tuple[int, ...]]) -> dict
         valid = prompt if name == "prompts" else response
         columns[name] = (picked[valid] if picked.shape[:2] == valid.shape else picked).contiguous()
     return columns
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"tmp.{path.name}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
 
 
 def _fields_or_text(value: Any) -> Any:

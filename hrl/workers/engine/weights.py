@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from hrl.errors import system_error
+from hrl.files import naming
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
-from hrl.workers.engine.digest import Written, naming
+from hrl.workers.engine.digest import Written
 from hrl.workers.engine.host_memory import local
 
 #: The wrapper's attribute that holds the transformers model.

@@ -1,0 +1,68 @@
+"""How a file of a run is written: whole or not at all, and never through a link that somebody left in the folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> Path:
+    """Write a file so that whoever reads it sees the old one or all of the new one.
+
+    A link of this name is replaced, and what it leads to stays as it is.
+
+    Args:
+        path: Of the file.
+        content: Of the file.
+        durable: Whether the content outlives a crash of the machine; its name does when the folder is made durable.
+
+    Raises:
+        OSError: The disk refuses; names the file. The old one is still there, and no part of the new one.
+    """
+    # A name that nobody can guess, and a file that is new: a link that waits under it is not written through.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    data = content.encode() if isinstance(content, str) else content
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(handle)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise naming(error, path) from error
+    return path
+
+
+def open_itself(path: Path, flags: int) -> int:
+    """Open a file of this name, created if that is among the flags, but not what a link of this name leads to.
+
+    Raises:
+        OSError: It can't be opened, or it is a link; names the file.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "it is a link, which hrl does not write through", str(path)) from error
+        raise
+
+
+def make_durable(path: Path) -> None:
+    """Have a file, or the names in a folder, outlive a crash of the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        raise naming(error, path) from error
+    finally:
+        os.close(handle)
+
+
+def naming(error: OSError, path: Path) -> OSError:
+    """Return the same error with the name of the file, which the system leaves out where a file is open already."""
+    return OSError(error.errno, error.strerror, error.filename or str(path))

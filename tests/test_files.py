@@ -1,0 +1,68 @@
+"""What a reader, a crash or a link in the folder finds of a file while it is written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hrl.files import make_durable, open_itself, write_whole
+
+
+def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    assert write_whole(file, "old").read_text() == "old"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{file}'"):
+        write_whole(file, "new", durable=True)
+    assert file.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert write_whole(file, b"new").read_text() == "new"
+
+
+def test_text_that_has_no_bytes_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "file", "half a pair: \ud800")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_has_the_rights_that_the_process_gives(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert write_whole(tmp_path / "file", "").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
+def test_what_waits_under_the_name_of_the_unfinished_file_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.write_text("precious")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
+    (tmp_path / ".file.guessed.partial").symlink_to(own)
+    with pytest.raises(FileExistsError):
+        write_whole(tmp_path / "file", "new")
+    assert own.read_text() == "precious" and (tmp_path / ".file.guessed.partial").is_symlink()
+
+
+def test_a_link_is_replaced_and_not_opened(tmp_path: Path) -> None:
+    own, link = tmp_path / "own", tmp_path / "link"
+    own.write_text("precious")
+    link.symlink_to(own)
+    with pytest.raises(OSError, match=f"it is a link, which hrl does not write through: '{link}'"):
+        open_itself(link, os.O_RDWR)
+    write_whole(link, "new")
+    assert not link.is_symlink() and own.read_text() == "precious"
+
+
+def test_a_sync_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_durable(tmp_path)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'"):
+        make_durable(tmp_path)
