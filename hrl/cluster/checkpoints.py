@@ -26,6 +26,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from hrl.cluster.manifest import (
     describe,
     is_whole,
 )
+from hrl.cluster.patience import UnreadableError, patiently
 from hrl.data.order import differences
 from hrl.errors import HrlError
 from hrl.files import make_durable
@@ -145,7 +147,11 @@ class CheckpointStore:
                 score = Manifest.read(folder).score
             else:  # of an older version of hrl, which had no manifest
                 score = read_object(folder / STATE_FILE).get("score")
-        except (ManifestError, DamagedFileError) as error:  # of an older checkpoint than one about to be published
+        except (
+            ManifestError,
+            UnreadableError,
+            DamagedFileError,
+        ) as error:  # of an older checkpoint than one about to be published
             logger.warning("step %d counts as one without a validation: %s", step, error)
             return None
         return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
@@ -251,7 +257,8 @@ class CheckpointStore:
                 "under that name alone, with all of its files: a save can't be trusted there. Name a folder on another "
                 "file system with trainer.default_local_dir"
             )
-        found = damages(final, from_disk=True, gives_way=True)
+        with _not_judged_unread(final):
+            found = damages(final, from_disk=True, gives_way=True)
         if found:
             aside = self.set_aside(final)
             raise CheckpointError(
@@ -403,10 +410,14 @@ def damages_of_checkpoint(path: Path) -> tuple[Damage, ...]:
     """Return what keeps a run from resuming from a checkpoint; every file of it is read, the first time.
 
     A file that the manifest does not list does no harm where no rank looks for shards; it is logged.
+
+    Raises:
+        CheckpointError: Something of it can't be read, so nobody can tell.
     """
-    look = _look_of(path)
-    if path not in _FOUND or _FOUND[path][0] != look:
-        _FOUND[path] = look, tuple(_damages(path))
+    with _not_judged_unread(path):
+        look = patiently(lambda: _look_of(path), path)
+        if path not in _FOUND or _FOUND[path][0] != look:
+            _FOUND[path] = look, tuple(_damages(path))
     return _FOUND[path][1]
 
 
@@ -416,13 +427,31 @@ def require_undamaged(path: Path, part: str) -> None:
     Raises:
         CheckpointError: Naming the file, and what is wrong with it.
     """
-    if not (path / MANIFEST).exists() and not _says_that_it_has_a_manifest(path):
-        return
-    found = [damage for damage in damages(path, part, STATE_FILE) if not damage.is_foreign or _is_loaded(damage.file)]
+    with _not_judged_unread(path):
+        if _is_older_than_manifests(path):
+            return
+        found = damages(path, part, STATE_FILE)
+    found = [damage for damage in found if not damage.is_foreign or _is_loaded(damage.file)]
     if found:
         raise CheckpointError(
             f"{path} is damaged: {describe(found)}. Put a copy of the file in its place, or name another checkpoint"
         )
+
+
+@contextmanager
+def _not_judged_unread(path: Path) -> Iterator[None]:
+    """Say of a checkpoint of which something can't be read what that means, and what to do.
+
+    Raises:
+        CheckpointError: An `UnreadableError` was raised in the block.
+    """
+    try:
+        yield
+    except UnreadableError as error:
+        raise CheckpointError(
+            f"{error}. {path} may be whole, so it stays, and no other checkpoint takes its place. Start again once the "
+            f"file can be read; if it is lost, move {path} away, and the one before it is continued"
+        ) from error
 
 
 def _remember_undamaged(path: Path) -> None:
@@ -431,7 +460,7 @@ def _remember_undamaged(path: Path) -> None:
 
 
 def _damages(path: Path) -> Iterable[Damage]:
-    if not (path / MANIFEST).exists() and (path / STATE_FILE).is_file() and not _says_that_it_has_a_manifest(path):
+    if _is_older_than_manifests(path):
         logger.warning(
             "%s was saved by a version of hrl before there were manifests: the sizes of its files were compared, and "
             "what is in them can't be",
@@ -467,9 +496,21 @@ def _is_loaded(name: str) -> bool:
 
 
 def _seems_whole(path: Path) -> bool:
-    if (path / MANIFEST).exists():
-        return is_whole(path)
-    return (path / STATE_FILE).is_file() and not _says_that_it_has_a_manifest(path)
+    try:
+        return is_whole(path) or _is_older_than_manifests(path)
+    except UnreadableError:
+        return False
+
+
+def _is_older_than_manifests(path: Path) -> bool:
+    """Return whether a checkpoint is of a version of hrl that wrote no manifests.
+
+    Raises:
+        UnreadableError: The file system does not say.
+    """
+    if patiently((path / MANIFEST).exists, path / MANIFEST):
+        return False
+    return patiently((path / STATE_FILE).is_file, path / STATE_FILE) and not _says_that_it_has_a_manifest(path)
 
 
 def _says_that_it_has_a_manifest(path: Path) -> bool:

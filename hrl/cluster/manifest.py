@@ -5,12 +5,14 @@ was, and the version of hrl; and it has a hash of itself. So a folder with a man
 `damages` finds whatever has happened to it since: a file that is gone, cut, changed or added, the manifest itself too.
 
 `is_whole` is cheap (names and sizes), `damages` reads everything. Names of files are relative to the folder, with `/`.
+What can't be read is no damage, see `hrl.cluster.patience`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128_hexdigest
 
 from hrl import __version__
+from hrl.cluster.patience import UnreadableError, patiently
 from hrl.cluster.threads import in_threads
 from hrl.errors import HrlError
 from hrl.files import make_durable, write_whole
@@ -96,14 +99,15 @@ class Manifest:
 
         Raises:
             ManifestError: There is none, or it is not, to the byte, what `write` wrote.
+            UnreadableError: It can't be read.
         """
         file = folder / MANIFEST
         try:
-            text = file.read_text(encoding="utf-8")
+            text = patiently(lambda: file.read_text(encoding="utf-8"), file)
         except FileNotFoundError as error:
             raise ManifestError(f"{file} is missing") from error
         except OSError as error:
-            raise ManifestError(f"{file} can't be read: {error.strerror or error}") from error
+            raise ManifestError(f"{file} is no file: {error.strerror or error}") from error
         except ValueError as error:
             raise ManifestError(f"{file} is damaged: {error}") from error
         return cls.parse(text, str(file))
@@ -175,10 +179,10 @@ class Manifest:
 def is_whole(folder: Path) -> bool:
     """Return whether a folder has a manifest, and every file that it lists with its size. No content is read."""
     try:
-        manifest = Manifest.read(folder)
-    except ManifestError:
+        files = Manifest.read(folder).files
+        return not any(damage_by_size(folder, name, digest.size) for name, digest in files.items())
+    except (ManifestError, UnreadableError):
         return False
-    return not any(damage_by_size(folder, name, digest.size) for name, digest in manifest.files.items())
 
 
 def damages(folder: Path, *parts: str, from_disk: bool = False, gives_way: bool = False) -> list[Damage]:
@@ -189,13 +193,16 @@ def damages(folder: Path, *parts: str, from_disk: bool = False, gives_way: bool 
         *parts: Folders and files in it, such as `hf`, to look at alone; without one, everything.
         from_disk: Whether to read from the disk what the system still has in memory, see `FileDigest.of`.
         gives_way: Whether the threads have the lowest priority.
+
+    Raises:
+        UnreadableError: A file can't be read, so nobody can tell whether it is right.
     """
     try:
         manifest = Manifest.read(folder)
     except ManifestError as error:
         return [Damage(MANIFEST, str(error).removeprefix(f"{folder / MANIFEST} "))]
     listed = {name: digest for name, digest in manifest.files.items() if _is_in(name, parts)}
-    there = {name for name, _ in _files_below(folder) if _is_in(name, parts)}
+    there = {name for name, _ in patiently(lambda: list(_files_below(folder)), folder) if _is_in(name, parts)}
     foreign = [Damage(name, "is not in the manifest", is_foreign=True) for name in there - listed.keys()]
     compared = in_threads(
         lambda item: _compare(folder, *item, from_disk=from_disk),
@@ -217,10 +224,8 @@ def _compare(folder: Path, name: str, digest: FileDigest, *, from_disk: bool) ->
     damage = damage_by_size(folder, name, digest.size)
     if damage is not None:
         return damage
-    try:
-        found = FileDigest.of(folder / name, from_disk=from_disk)
-    except OSError as error:
-        return Damage(name, f"can't be read: {error.strerror or error}")
+    path = folder / name
+    found = patiently(lambda: FileDigest.of(path, from_disk=from_disk), path)
     if found.size != digest.size:
         return Damage(name, _other_size(found.size, digest.size))
     if found.xxh3_128 != digest.xxh3_128:
@@ -229,17 +234,19 @@ def _compare(folder: Path, name: str, digest: FileDigest, *, from_disk: bool) ->
 
 
 def damage_by_size(folder: Path, name: str, written: int) -> Damage | None:
-    """Compare the size of a file with what was written, in bytes; its content is not read."""
+    """Compare the size of a file with what was written, in bytes; its content is not read.
+
+    Raises:
+        UnreadableError: The file system does not say.
+    """
     path = folder / name
     try:
-        size = path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
+        found = patiently(path.stat, path)
+    except OSError:
         return Damage(name, "is missing")
-    except OSError as error:
-        return Damage(name, f"can't be read: {error.strerror or error}")
-    if not path.is_file():
+    if not stat.S_ISREG(found.st_mode):
         return Damage(name, "is no file")
-    return None if size == written else Damage(name, _other_size(size, written))
+    return None if found.st_size == written else Damage(name, _other_size(found.st_size, written))
 
 
 def _other_size(found: int, written: int) -> str:
@@ -251,12 +258,17 @@ def _files_below(folder: Path) -> Iterator[tuple[str, Path]]:
 
     What begins with a dot belongs to the system, not to hrl; but for tensors, since torch reads every file of theirs.
     """
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
             if (not name.startswith(".") or name.endswith(TENSORS)) and path != folder / MANIFEST:
                 yield path.relative_to(folder).as_posix(), path
+
+
+def _refuse(error: OSError) -> None:
+    """Let a walk end at a folder that can't be read; by itself it would leave the folder out without a word."""
+    raise error
 
 
 def _is_in(name: str, parts: Collection[str]) -> bool:

@@ -23,6 +23,7 @@ from hrl.cluster.checkpoints import (
     state_text,
 )
 from hrl.cluster.manifest import MANIFEST
+from hrl.errors import may_pass
 from hrl.workers.engine.background import write_record
 from hrl.workers.engine.digest import FileDigest, Written
 
@@ -189,6 +190,28 @@ def test_one_of_an_older_version_without_a_manifest_is_taken_with_a_warning_unle
         with pytest.raises(CheckpointError, match=said):
             store.choose("auto", None)
         (path / file).write_text(whole)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_neither_set_aside_nor_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        save_with_record(store, step)
+    os.utime(store.path(2) / "weights.bin")  # else it is known from the save
+
+    def stale(path: Path, **given: object) -> FileDigest:
+        raise OSError(116, "Stale file handle", str(path))
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr("hrl.cluster.patience.PAUSES_S", ())
+        refusing.setattr(FileDigest, "of", stale)
+        with pytest.raises(
+            CheckpointError, match=r"can't be read: Stale .*step_2 may be whole, so it stays"
+        ) as refused:
+            store.choose("auto", None)
+    assert may_pass(refused.value), "starting again may help"
+    assert store.choose("auto", None) == Choice(store.path(2))
 
 
 def test_a_checkpoint_is_read_once_as_long_as_its_files_look_the_same(

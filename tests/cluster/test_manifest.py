@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, damages, describe, is_whole
+from hrl.cluster.patience import PAUSES_S, UnreadableError
 from hrl.workers.engine.digest import DigestingFile, FileDigest
 
 FILES = {"actor/shard-1": b"weights" * 1000, "actor/empty": b"", "hf/config.json": b"{}", "state.json": b'{"step": 3}'}
@@ -85,12 +87,49 @@ def test_a_file_that_is_added_is_told_from_one_that_is_damaged(folder: Path) -> 
     assert damages(folder) == [Damage("notes.txt", "is not in the manifest", is_foreign=True)]
 
 
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def worn_out(path: Path, *, from_disk: bool = False) -> FileDigest:
-        raise OSError(5, "Input/output error", str(path))
+class FlakyFiles:
+    """A file system that refuses the first attempts to read, of those files alone that `named` is in."""
 
-    monkeypatch.setattr("hrl.cluster.manifest.FileDigest.of", worn_out)
-    assert Damage("state.json", "can't be read: Input/output error") in damages(folder)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refusals: int, named: str = "") -> None:
+        self.refusals, self.named, self.pauses = refusals, named, list[float]()
+        digest = FileDigest.of
+        monkeypatch.setattr(FileDigest, "of", lambda path, **given: self.refuse(path) or digest(path, **given))
+        monkeypatch.setattr("hrl.cluster.patience.time.sleep", self.pauses.append)
+
+    def refuse(self, path: Path) -> None:
+        if self.named in str(path) and self.refusals > 0:
+            self.refusals -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")  # as a read does: without the file's name
+
+
+def test_a_file_that_can_be_read_at_a_later_attempt_is_not_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = FlakyFiles(monkeypatch, len(PAUSES_S), "shard-1")
+    assert damages(folder) == []
+    assert files.pauses == [*PAUSES_S]
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FlakyFiles(monkeypatch, 1 + len(PAUSES_S), "shard-1")
+    with pytest.raises(
+        UnreadableError, match=r"actor/shard-1 can't be read: Stale file handle \(4 attempts within 3 s"
+    ):
+        damages(folder)
+
+
+@pytest.mark.parametrize("call", ["pathlib.Path.stat", "pathlib.Path.read_text", "os.scandir"])
+def test_nor_is_a_folder_whose_file_system_says_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*given: object, **more: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("hrl.cluster.patience.PAUSES_S", ())
+    monkeypatch.setattr(call, refuse)
+    with pytest.raises(UnreadableError, match="can't be read: Input/output error"):
+        damages(folder)
+    assert call == "os.scandir" or not is_whole(folder)
 
 
 @pytest.mark.parametrize(
