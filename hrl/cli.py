@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from hrl.commands.table import COMMANDS, Command
 from hrl.errors import HrlError, RefusedError
-from hrl.masking import masked_text, remember_arguments, remember_environment
+from hrl.masking import begin_masking, masked_text
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _without_command(arguments, commands)
     command = commands[arguments[0]]
     options = read_arguments(command, arguments[1:])
-    remember_environment()
-    remember_arguments(arguments)
+    begin_masking(arguments)
     try:
         return command.load().run(options)
     except HrlError as error:

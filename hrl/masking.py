@@ -10,8 +10,12 @@ import functools
 import json
 import os
 import re
+import sys
+import threading
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
+from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
@@ -252,6 +256,31 @@ def _assigned_secrets(text: str) -> Iterator[tuple[int, int]]:
             begin, at = found.span("word" if found["quoted"] is None else "quoted")
             if not text.startswith((_VARIABLE_NAMED, MASK), begin):
                 yield begin, at
+
+
+def begin_masking(arguments: Iterable[str]) -> None:
+    """Know the secrets of this process's environment and command line, and mask them in tracebacks that end it.
+
+    Args:
+        arguments: Of the command line.
+    """
+    remember_environment()
+    remember_arguments(arguments)
+    if sys.excepthook is sys.__excepthook__:  # Ray's calls the one that it finds
+        sys.excepthook = _show_masked
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _show_masked_of_thread
+
+
+def _show_masked(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    sys.stderr.write(masked_text("".join(traceback.format_exception(kind, error, where))))
+
+
+def _show_masked_of_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_type is not SystemExit and ended.exc_value is not None:
+        name = ended.thread.name if ended.thread else ended.exc_type.__name__
+        sys.stderr.write(f"Exception in thread {name}:\n")
+        _show_masked(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
 
 def masked_text(text: str) -> str:

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -257,6 +260,32 @@ def test_secrets_of_the_environment_and_of_a_command_line_are_masked():
 )
 def test_a_text_shows_no_secret_and_everything_else(text, shown):
     assert masked_text(text) == shown
+
+
+TRACEBACKS = """
+import sys, threading
+from hrl.masking import begin_masking
+
+def refused(key):
+    raise RuntimeError(f"the judge refused {key!r} of https://me:canary-login@host")
+
+begin_masking(["a.api_key=canary-key"])
+thread = threading.Thread(target=refused, args=["canary-key"], name="asking")
+thread.start()
+thread.join()
+refused("canary-2")
+"""
+
+
+def test_a_traceback_that_ends_a_process_or_a_thread_shows_no_secret():
+    environment = {**os.environ, "MY_TOKEN": "canary-2"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACEBACKS], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "canary" not in done.stderr
+    refused = f"RuntimeError: the judge refused '{MASK}' of https://{MASK}@host"
+    assert done.stderr.count(refused) == 2 and "Exception in thread asking:" in done.stderr
+    assert 'File "<string>", line 6, in refused' in done.stderr
 
 
 def test_a_short_text_is_not_replaced_in_others():

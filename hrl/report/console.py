@@ -127,7 +127,7 @@ class RunConsole:
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
         """Show a summary of the run that is about to start."""
         facts = {label: masked_text(fact) for label, fact in facts.items()}
-        self._words(Text(readable(title), style="bold"))
+        self._words(Text(readable(masked_text(title)), style="bold"))
         label_width = max((len(label) for label in facts), default=0)
         if not self._console.is_terminal:
             for label, fact in facts.items():
@@ -158,10 +158,11 @@ class RunConsole:
         Returns:
             Takes what it is at, for stages that can tell.
         """
+        title = masked_text(title)
         stage = Stage(title, self._clock())
 
         def tell(now: str) -> None:
-            stage.now = now
+            stage.now = masked_text(now)
 
         if not self._console.is_interactive:
             self._line(Text(f"[{self._clock() - self._began_at:5.1f} s] {title}"))
@@ -315,7 +316,8 @@ class JsonConsole:
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
         """Write a summary of the run that is about to start."""
-        self._write("banner", title=title, facts={label: masked_text(fact) for label, fact in facts.items()})
+        facts = {label: masked_text(fact) for label, fact in facts.items()}
+        self._write("banner", title=masked_text(title), facts=facts)
 
     def note(self, text: str) -> None:
         """Write a remark about the run."""
@@ -329,8 +331,9 @@ class JsonConsole:
     def stage(self, title: str) -> Iterator[Callable[[str], None]]:
         """Write that something begins, and its seconds when it has ended."""
         began = time.perf_counter()
+        title = masked_text(title)
         self._write("stage", title=title)
-        yield lambda now: self._write("stage", title=title, now=now)
+        yield lambda now: self._write("stage", title=title, now=masked_text(now))
         self._write("stage", title=title, seconds=round(time.perf_counter() - began, 3))
 
     def run_bar(self, step: int) -> AbstractContextManager[None]:

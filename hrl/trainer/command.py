@@ -11,7 +11,7 @@ from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, load_state
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError, NonFiniteError
-from hrl.masking import masked_text, remember_arguments, remember_environment
+from hrl.masking import begin_masking, masked_text
 from hrl.processes.imports import quick_imports
 from hrl.processes.signals import RunStoppedError, StopRequest
 from hrl.report.display import display_of
@@ -45,8 +45,7 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
         The exit status: 2 for a configuration that can't be composed, otherwise that of `exit_status`.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    remember_environment()
-    remember_arguments(arguments)
+    begin_masking(arguments)
     try:
         config = compose_kind(KINDS[kind], arguments)
     except ConfigError as error:

@@ -151,6 +151,18 @@ def test_programs_are_told_when_a_stage_begins_and_ends() -> None:
     assert ended.seconds >= 0
 
 
+def test_what_a_stage_says_shows_no_secret() -> None:
+    (in_file, file), (moving, foot), said = in_a_file(), terminal(), io.StringIO()
+    for console in (in_file, moving, JsonConsole(said)):
+        with console.stage("fetching sftp://me:canary@host/x") as tell:
+            tell("at step_5 of https://host/x?sig=canary")
+            time.sleep(0.3 if console is moving else 0)
+        console.banner("as password=canary", {})
+    assert all(
+        "<masked>" in shown and "canary" not in shown for shown in (each.getvalue() for each in (file, foot, said))
+    )
+
+
 class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
