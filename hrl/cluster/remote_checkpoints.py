@@ -167,8 +167,8 @@ class Uploads:
             raise
         except RemoteStoreError as error:
             return error
-        except Exception as error:  # noqa: BLE001  of the disk, or of a store's client; without this the thread would die
-            return UnsendableError(f"{self._checkpoints.path(step)} can't be sent: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  such as of the disk; without this the thread would die
+            return RemoteStoreError(f"{self._checkpoints.path(step)} can't be sent: {type(error).__name__}: {error}")
         self._failed.pop(step, None)
         self._news.put(f"sent {self._store.address_of(step)} in {time.perf_counter() - began:.1f} s")
         return None

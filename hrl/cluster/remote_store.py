@@ -442,10 +442,11 @@ class RemoteStore:
             yield
         except ImportError as error:
             raise RemoteStoreError(f"{self.address} needs a package that is not installed: {error}") from error
-        except (OSError, ValueError) as error:
-            if isinstance(error, HrlError):
-                raise
-            said = " ".join(str(error).split()) or type(error).__name__
+        except HrlError:
+            raise
+        except Exception as error:  # each of fsspec's clients has classes of its own, without a base
+            kind, words = type(error).__name__, " ".join(str(error).split())
+            said = words if words and isinstance(error, OSError | ValueError) else f"{kind}: {words}".removesuffix(": ")
             raise RemoteStoreError(f"the store {self.address} can't be {what}: {said}; {_WAY_OUT}") from error
 
 

@@ -222,6 +222,35 @@ def test_a_transfer_is_tried_again_and_counted(
     assert in_memory.transfers.retries == 2
 
 
+class OfAClientError(Exception):
+    """What a store's client raises that is no error of Python's own."""
+
+
+def test_whatever_a_client_raises_is_told_as_the_store_s_and_tried_again(
+    in_memory: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, opened, failures = (
+        checkpoint(tmp_path, 3),
+        in_memory._fs.open,
+        iter([OfAClientError("503"), KeyError("ETag")]),
+    )
+
+    def open_or_fail(path: str, mode: str, **options: object) -> IO[bytes]:
+        if error := next(failures, None):
+            raise error
+        return opened(path, mode, **options)
+
+    def denied(path: str) -> bytes:
+        raise OfAClientError("403\ndenied")
+
+    monkeypatch.setattr(in_memory._fs, "open", open_or_fail)
+    in_memory.upload(sent, 3, {})
+    assert in_memory.steps() == [3] and in_memory.transfers.retries == 2
+    monkeypatch.setattr(in_memory._fs, "cat_file", denied)
+    with pytest.raises(RemoteStoreError, match=r"memory://.* can't be read: OfAClientError: 403 denied; look at the"):
+        in_memory.claim("run")
+
+
 def test_giving_up_ends_a_transfer_without_another_attempt(in_memory: RemoteStore, tmp_path: Path) -> None:
     in_memory.give_up.set()
     with pytest.raises(GivenUpError, match="the run ended before"):
@@ -283,6 +312,14 @@ def test_a_store_that_refuses_is_named_with_the_way_out(status: int, monkeypatch
             monkeypatch.setenv(name, value)
         with pytest.raises(RemoteStoreError, match=r"s3://bucket/a can't be written to: .*credentials in the env"):
             RemoteStore("s3://bucket/a").probe()
+        server.shutdown()
+
+
+def test_what_a_web_server_refuses_is_named_with_the_way_out() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(RemoteStoreError, match=r"can't be read: ClientResponseError: 403.*credentials in the env"):
+            RemoteStore(f"http://127.0.0.1:{server.server_address[1]}/a").claim("run")
         server.shutdown()
 
 
@@ -442,6 +479,29 @@ def test_an_outage_shorter_than_the_time_between_two_saves_costs_nothing(
     assert sending.uploads.close(patience_s=20) == {}
     sending.uploads.look()  # which raises if the run is to end
     assert any("reset by peer" in line and "sent again" in line for line in sending.told)
+
+
+def test_a_checkpoint_that_the_disk_can_not_read_for_a_moment_is_sent_again(
+    in_memory: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sending, read, failures = (
+        Sending(in_memory, tmp_path),
+        Manifest.read,
+        iter([OSError(errno.EIO, "Input/output error")]),
+    )
+
+    def read_or_fail(folder: Path) -> Manifest:
+        if error := next(failures, None):
+            raise error
+        return read(folder)
+
+    monkeypatch.setattr(Manifest, "read", read_or_fail)
+    monkeypatch.setattr(remote_checkpoints, "_AGAIN_S", 0.01)
+    sending.send(1)
+    until(lambda: in_memory.steps() == [1])
+    assert sending.uploads.close(patience_s=20) == {}
+    sending.uploads.look()  # which raises if the run is to end
+    assert any("OSError: [Errno 5]" in line and "sent again" in line for line in sending.told)
 
 
 def test_what_no_store_can_know_of_ends_no_thread(in_memory: RemoteStore, tmp_path: Path) -> None:
