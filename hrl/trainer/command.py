@@ -63,19 +63,12 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     display = display_of(config.trainer)
     stop = StopRequest(config.trainer.grace_s)
     stop.install()  # before the display, which hides the cursor of a terminal
-    # Only now: a wrong key is reported before torch and ray are imported, and who waits for them is told so.
-    try:
-        with display.stage("importing PyTorch"), quick_imports():
-            from hrl.trainer.run import run
-    except KeyboardInterrupt:
-        return _interrupted(config)
-    except HrlError as error:
-        attempt.failed(error)
-        sys.stderr.write(masked_text(f"{error}\n"))
-        return EXIT_FAILURE
     restarts = attempt.restarts
 
     def whole() -> None:
+        # Only now: a wrong key is reported before torch and ray are imported, and who waits for them is told so.
+        with display.stage("importing PyTorch"), quick_imports():
+            from hrl.trainer.run import run
         run(kind, resuming, trainer_cls=trainer_cls, display=display, stop=stop, restarts=restarts)
 
     return exit_status(config, whole, attempt)  # as it was given: what the same command does is told of that
@@ -122,7 +115,14 @@ def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: At
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[PresentStandardError()]
     )
     try:
-        _told(run, attempt or Attempt())
+        return _status_of(config, run, attempt or Attempt())
+    except KeyboardInterrupt:  # a signal while it is said how the run ended
+        return EXIT_INTERRUPTED
+
+
+def _status_of(config: RunConfiguration, run: Callable[[], object], attempt: Attempt) -> int:
+    try:
+        _told(run, attempt)
     except ConfigError as error:
         sys.stderr.write(masked_text(f"{error}\n"))
         return EXIT_CONFIG
@@ -134,7 +134,7 @@ def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: At
     except RunStoppedError as stopped:
         return _ended(config, f"stopped after step {stopped.step}", in_order=True)
     except KeyboardInterrupt:
-        return _interrupted(config)
+        return _ended(config, "interrupted", in_order=False)
     return 0
 
 
@@ -144,10 +144,6 @@ def _told(run: Callable[[], object], attempt: Attempt) -> None:
     except Exception as error:
         attempt.failed(error)
         raise
-
-
-def _interrupted(config: RunConfiguration) -> int:
-    return _ended(config, "interrupted", in_order=False)
 
 
 def _ended(config: RunConfiguration, what: str, *, in_order: bool) -> int:
@@ -161,13 +157,16 @@ def _ended(config: RunConfiguration, what: str, *, in_order: bool) -> int:
 
 
 def _resume_hint(config: RunConfiguration) -> str:
-    """Return what continues the run; nothing where no checkpoint of it does."""
+    """Return what continues the run; nothing where no checkpoint of it does.
+
+    Names and sizes tell: to read what may be terabytes is for the next start, which has the time.
+    """
     store = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir))
+    steps = store.steps()
+    if not steps:
+        return ""
     try:
-        newest = store.choose("auto", None).path
-        if newest is None:
-            return ""
-        step = load_state(newest, ())["step"]
+        step = load_state(store.path(steps[-1]), ())["step"]
     except CheckpointError as error:
         return f"this run can't go on: {error}\n"
     how = _SAME_COMMAND if config.trainer.resume_mode == "auto" else "trainer.resume_mode=auto"

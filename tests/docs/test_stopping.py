@@ -1,4 +1,4 @@
-"""The batch script of docs/stopping.md, with stand-ins for the run and for Slurm."""
+"""The examples of docs/stopping.md: the batch script, with stand-ins for run and Slurm, and the Kubernetes job."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+
+from hrl.trainer.command import EXIT_CONFIG, EXIT_NONFINITE, EXIT_STOPPED
 
 PAGE = Path(__file__).parents[2] / "docs" / "stopping.md"
 
@@ -33,3 +36,18 @@ def test_the_batch_script_passes_the_signal_on_waits_and_asks_for_another_start_
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGUSR1)
         assert process.communicate(timeout=30)[0] == requeued
+
+
+def test_the_kubernetes_job_starts_a_stopped_run_again_and_nothing_that_would_fail_again() -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    job = yaml.safe_load(text)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    by_status = {
+        status: rule["action"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        for status in rule.get("onExitCodes", {"values": ()})["values"]
+    }
+    assert by_status == {EXIT_CONFIG: "FailJob", EXIT_NONFINITE: "FailJob", EXIT_STOPPED: "Ignore"}
+    assert pod["restartPolicy"] == "Never", "a podFailurePolicy is refused with any other"
+    assert f"trainer.grace_s={pod['terminationGracePeriodSeconds']}" in container["command"]

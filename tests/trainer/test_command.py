@@ -105,7 +105,7 @@ def saved_step_4(folder, contents):
         ("disable", ["model"], False, 130, "stopped after step 4\ntrainer.resume_mode=auto continues after step 4\n"),
         ("resume_path", ["model"], False, 130, "trainer.resume_mode=auto continues after step 4\n"),
         ("auto", ["hf_model"], False, 130, "it holds a model to use, and no run continues from it"),
-        ("auto", ["model"], True, 130, "this run can't go on: "),
+        ("auto", ["model"], True, 130, "stopped after step 4\n"),
     ],
     ids=["auto", "anew", "from another run", "only a model", "damaged"],
 )
@@ -124,6 +124,34 @@ def test_a_stopped_run_has_the_status_to_be_started_again_only_where_the_same_co
     err = capsys.readouterr().err
     assert said in err
     assert ("the same command continues after step 4\n" in err) == (status == 75)
+
+
+def test_what_continues_a_run_is_said_without_reading_its_checkpoints(monkeypatch, capsys, tmp_path) -> None:
+    """They may be terabytes, and whoever asked twice waits."""
+    saved_step_4(tmp_path, ["model"])
+
+    def read(*_: object) -> None:
+        raise AssertionError("files are read")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hrl.cluster.checkpoints.damages", read)
+    monkeypatch.setattr("hrl.cluster.checkpoints._FOUND", {})  # as in a process that did not write it
+    config = SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(tmp_path), resume_mode="auto"))
+    assert exit_status(config, interrupted) == 130
+    assert capsys.readouterr().err == "\ninterrupted\nthe same command continues after step 4\n"
+
+
+def test_a_signal_while_it_is_said_what_continues_a_run_ends_the_command_without_a_traceback(
+    monkeypatch, config
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CheckpointStore, "steps", interrupted)
+    assert exit_status(config, interrupted) == 130
+    assert exit_status(config, lambda: fail(None)) == 130
 
 
 @pytest.mark.parametrize(
