@@ -161,10 +161,6 @@ class Manifest:
         """Bytes of all files, the manifest left out."""
         return sum(digest.size for digest in self.files.values())
 
-    def size_below(self, part: str) -> int:
-        """Return the bytes of the files in a folder of the checkpoint, such as `hf`."""
-        return sum(digest.size for name, digest in self.files.items() if name.startswith(f"{part}/"))
-
     def with_score(self, score: float | None) -> Manifest:
         """Return the manifest of the same files with another score."""
         return replace(self, score=score)
