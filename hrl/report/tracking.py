@@ -119,6 +119,7 @@ def _tensorboard(run: RunInfo) -> Tracker:
 
 
 def _wandb(run: RunInfo) -> Tracker:
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its own errors, to its makers
     import wandb
 
     # It would keep the command line, with whatever secret that has, and the address of a git remote, with its login.
@@ -141,6 +142,7 @@ def _wandb(run: RunInfo) -> Tracker:
 
 
 def _mlflow(run: RunInfo) -> Tracker:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read as it is imported
     import mlflow
 
     if not mlflow.is_tracking_uri_set():
@@ -191,7 +193,10 @@ def _swanlab(run: RunInfo) -> Tracker:
 
 def _trackio(run: RunInfo) -> Tracker:
     import trackio
+    from huggingface_hub import constants
 
+    # With a Space, its client would tell the hub that it was used. The hub's own variable has been read long ago.
+    constants.HF_HUB_DISABLE_TELEMETRY = True
     resume = "allow" if run.continues else "never"  # it knows runs by their names
     opened = trackio.init(project=run.project, name=run.name, config=run.config, embed=False, resume=resume)
 
