@@ -46,7 +46,7 @@ from hrl.cluster.patience import UnreadableError, patiently
 from hrl.data.order import differences
 from hrl.errors import HrlError
 from hrl.files import make_durable
-from hrl.report.run_folder import DamagedFileError, make_folder, next_numbered, read_object
+from hrl.report.run_folder import DamagedFileError, folders_in, make_folder, next_numbered, read_object
 from hrl.workers.engine.digest import FileDigest
 
 logger = logging.getLogger(__name__)
@@ -129,10 +129,7 @@ class CheckpointStore:
 
     def _saved(self) -> list[int]:
         """Return steps with a folder of the final name, whatever it holds, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        named = ((step_of(path.name), path) for path in self.folder.iterdir())
-        return sorted(step for step, path in named if step is not None and (path.is_dir() or path.is_symlink()))
+        return sorted(step for name in folders_in(self.folder) if (step := step_of(name)) is not None)
 
     def best(self) -> int | None:
         """Return the step with the highest `score`, the newest of several; None if none has a score."""
@@ -355,7 +352,9 @@ class CheckpointStore:
             resume_from: The folder for `resume_path`.
 
         Raises:
-            CheckpointError: The named folder is no checkpoint, or is damaged; or `auto` finds only damaged ones.
+            CheckpointError: The named folder is no checkpoint, or is damaged; or `auto` finds only damaged ones, or one
+                that can't be read.
+            RunFolderError: Nobody can tell which checkpoints there are.
         """
         if mode == "disable":
             return Choice(None)

@@ -19,7 +19,7 @@ from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.section import Section, flatten
 from hrl.config.trainer import RunConfig
 from hrl.preflight.preflight import Preflight
-from hrl.report.run_folder import EARLIER, MODEL, RunFolder, read_config
+from hrl.report.run_folder import EARLIER, MODEL, RunFolder, RunFolderError, read_config
 
 RunC = TypeVar("RunC", bound=RunConfiguration)
 SectionT = TypeVar("SectionT", bound=Section)
@@ -72,7 +72,7 @@ def with_models_of_before(config: RunC) -> RunC:
 def _continues(trainer: RunConfig, folder: Path) -> bool:
     """Return whether a run continues the one in its folder."""
     store = CheckpointStore(RunFolder.checkpoints_in(folder))
-    with suppress(CheckpointError):  # told with all other problems when the run folder is looked at
+    with suppress(CheckpointError, RunFolderError):  # told with all other problems when the run folder is looked at
         checkpoint = store.choose(trainer.resume_mode, trainer.resume_from_path).path
         return checkpoint is not None and store.holds(checkpoint)
     return False

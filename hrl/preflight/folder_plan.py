@@ -19,10 +19,13 @@ from hrl.files import open_itself
 from hrl.preflight.findings import Findings
 from hrl.report.run_folder import (
     LOCK_NAME,
+    DamagedFileError,
     RunFolder,
     RunFolderError,
     check_holds_no_checkpoints,
     outputs_in,
+    read_config,
+    read_metrics,
     take_lock,
     writing_to,
 )
@@ -75,6 +78,8 @@ def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
     checkpoint = choice.path
     if checkpoint is None:
         check_holds_no_checkpoints(path)
+        if trainer.resume_mode == "auto":
+            _check_lost_no_checkpoints(path)
         return FolderPlan(path)
     continues, state = store.holds(checkpoint), load_state(checkpoint, ("data",))
     if not continues:
@@ -82,6 +87,31 @@ def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
     elif train_dataset is not None:
         check_data(checkpoint, state["data"], train_dataset.fingerprint)
     return FolderPlan(path, checkpoint, continues, state, choice.damaged)
+
+
+def _check_lost_no_checkpoints(path: Path) -> None:
+    """Refuse to begin anew where an earlier run has saved, and the folder of its checkpoints is empty.
+
+    That is how the place of a disk looks that is not mounted. Whoever wants to begin anew removes the folder as well.
+
+    Raises:
+        RunFolderError: Two saves of the run were due, so that the first had been published, and nothing is there.
+    """
+    checkpoints = RunFolder.checkpoints_in(path)
+    if not checkpoints.is_dir() or any(checkpoints.iterdir()):
+        return
+    try:
+        before, records = read_config(path).get("trainer"), read_metrics(path)
+    except (OSError, DamagedFileError):  # nobody can tell
+        return
+    if not records or not isinstance(before, dict) or before.get("on_save_error") != "stop":
+        return
+    save_freq, step = before.get("save_freq"), records[-1]["step"]
+    if isinstance(save_freq, int) and 0 < 2 * save_freq <= step:
+        raise RunFolderError(
+            f"{checkpoints} is empty, and the run there has made {step} steps, with a checkpoint every {save_freq}. "
+            f"If they lie on a disk, mount it; to begin from scratch, remove {checkpoints}"
+        )
 
 
 def check_writable(path: Path) -> None:

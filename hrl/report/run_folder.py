@@ -257,13 +257,33 @@ def check_holds_no_checkpoints(folder: Path) -> None:
     """Refuse to start a new run in a folder that holds checkpoints.
 
     Raises:
-        RunFolderError: The folder holds checkpoints.
+        RunFolderError: The folder holds checkpoints, or nobody can tell.
     """
-    if any(RunFolder.checkpoints_in(folder).glob("step_*")):
+    if any(name.startswith("step_") for name in folders_in(RunFolder.checkpoints_in(folder))):
         raise RunFolderError(
             f"{folder} holds checkpoints of an earlier run; continue it with trainer.resume_mode=auto, "
             "or give this run its own trainer.default_local_dir"
         )
+
+
+def folders_in(checkpoints: Path) -> list[str]:
+    """Return the names of folders in a run's folder `checkpoints`, and of links there; none if it is not there.
+
+    Raises:
+        RunFolderError: What is there can't be seen, so it is not known whether the run has checkpoints.
+    """
+    try:
+        with os.scandir(checkpoints) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False) or entry.is_symlink()]
+    except OSError as error:
+        link = f"it is a link to {checkpoints.readlink()}: " if checkpoints.is_symlink() else ""
+        if isinstance(error, FileNotFoundError) and not link:
+            return []
+        raise RunFolderError(
+            f"{checkpoints} can't be read: {link}{error.strerror or error}. Checkpoints may lie there, so no run "
+            "begins before that is known: mount what is missing, make it readable, remove it, or name another folder "
+            "with trainer.default_local_dir"
+        ) from error
 
 
 def take_lock(folder: Path, lock: IO[str], kind: int = fcntl.LOCK_EX) -> None:

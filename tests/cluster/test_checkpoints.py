@@ -24,6 +24,7 @@ from hrl.cluster.checkpoints import (
 )
 from hrl.cluster.manifest import MANIFEST
 from hrl.errors import may_pass
+from hrl.report.run_folder import RunFolderError
 from hrl.workers.engine.background import write_record
 from hrl.workers.engine.digest import FileDigest, Written
 
@@ -296,6 +297,12 @@ def test_disable_starts_afresh_and_an_empty_folder_too(tmp_path: Path) -> None:
     assert store.choose("auto", None).path is None
     save(store, 1)
     assert store.choose("disable", None).path is None
+
+
+def test_a_link_that_leads_nowhere_is_no_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to("/not/mounted")
+    with pytest.raises(RunFolderError, match="it is a link to /not/mounted: No such file"):
+        CheckpointStore(tmp_path / "checkpoints").choose("auto", None)
 
 
 def test_resume_path_must_be_a_whole_checkpoint(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hrl.report.run_folder import (
     DamagedFileError,
     RunFolder,
     RunFolderError,
+    check_holds_no_checkpoints,
     json_line,
     next_numbered,
     read_jsonl,
@@ -82,6 +83,26 @@ def test_a_folder_with_checkpoints_is_not_started_over(tmp_path):
     with pytest.raises(RunFolderError, match="resume_mode=auto"):
         RunFolder(tmp_path)
     RunFolder(tmp_path, resume=True).close()  # and the refusal let go of the lock
+
+
+def test_a_folder_is_not_started_over_if_nobody_can_tell_whether_it_has_checkpoints(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints").symlink_to("/not/mounted")
+    with pytest.raises(
+        RunFolderError, match="it is a link to /not/mounted: No such file or directory. Checkpoints may"
+    ):
+        RunFolder(tmp_path)
+    (tmp_path / "checkpoints").unlink()
+    check_holds_no_checkpoints(tmp_path)
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(RunFolderError, match="checkpoints can't be read: Not a directory. Checkpoints may"):
+        RunFolder(tmp_path)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(RunFolderError, match="checkpoints can't be read: Permission denied. Checkpoints may"):
+        check_holds_no_checkpoints(tmp_path)
 
 
 def test_rewinding_moves_later_steps_and_a_torn_line_aside(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +74,29 @@ def test_a_lock_is_looked_at_before_the_start_and_by_no_link(tmp_path: Path, mon
     (tmp_path / ".lock").symlink_to(tmp_path / "not there")
     with pytest.raises(RunFolderError, match=r"\.lock: it is a link.*remove the link"):
         planned(tmp_path)
+
+
+def test_an_empty_folder_of_checkpoints_is_no_fresh_start_if_the_log_says_that_there_were_some(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path, steps=4)
+    shutil.rmtree(store.folder)
+    store.folder.mkdir()  # as if a disk were not mounted
+
+    def has_configured(save_freq: int, on_save_error: str = "stop") -> None:
+        about = {"save_freq": save_freq, "on_save_error": on_save_error}
+        (tmp_path / "config.yaml").write_text(json.dumps({"trainer": about}))
+
+    for spared in (
+        (3, "stop"),
+        (-1, "stop"),
+        (2, "continue"),
+    ):  # the first save was under way, none was due, all failed
+        has_configured(*spared)
+        assert planned(tmp_path).checkpoint is None
+    has_configured(2)
+    with pytest.raises(RunFolderError, match=r"checkpoints is empty, and the run there has made 4 steps.* every 2\."):
+        planned(tmp_path)
+    store.folder.rmdir()
+    assert planned(tmp_path).checkpoint is None
 
 
 def test_an_older_checkpoint_of_the_folder_takes_log_and_checkpoints_back(tmp_path: Path) -> None:
