@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ SLURM_JOB_ID=17
 """
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    (caught,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), flags=re.MULTILINE)
+    return bool(int(caught, 16) >> number - 1 & 1)
+
+
 @pytest.mark.parametrize(("status", "requeued"), [(75, "requeue 17\n"), (1, "")])
 def test_the_batch_script_passes_the_signal_on_waits_and_asks_for_another_start_where_it_helps(
     status: int, requeued: str
@@ -34,6 +41,9 @@ def test_the_batch_script_passes_the_signal_on_waits_and_asks_for_another_start_
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
+        deadline = time.monotonic() + 10
+        while not catches(process.pid, signal.SIGUSR1) and time.monotonic() < deadline:  # the trap is set after that
+            time.sleep(0.01)
         process.send_signal(signal.SIGUSR1)
         assert process.communicate(timeout=30)[0] == requeued
 
