@@ -41,6 +41,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 KEY = "trainer.default_remote_dir"
+_RESUMED = "trainer.resume_from_path"
 OWNER = "owner.json"
 RUN = "run"
 _SUPERSEDED = "superseded.json"
@@ -52,7 +53,6 @@ _CHUNK_BYTES = 16 << 20
 _PARALLEL = 4
 #: Seconds between attempts at a file, beside those that the store's own client makes of each request.
 _PAUSES_S = (2.0, 8.0, 30.0)
-_WAY_OUT = f"look at the store and the credentials in the environment, or leave {KEY} out"
 
 
 class RemoteStoreError(HrlError, RuntimeError):
@@ -89,28 +89,27 @@ class RemoteStore:
 
     Args:
         address: As configured, e.g. `s3://bucket/runs/one`.
+        key: Which configures it.
 
     Attributes:
         transfers: What went through this object.
         give_up: Once it is set, transfers end with `GivenUpError` after the chunk that they are at.
 
     Raises:
-        RemoteStoreError: The address names no known store, holds a login, or lacks the package of its protocol.
+        RemoteStoreError: The address names no known store, holds a login or a signature, or lacks the package of its
+            protocol.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str = KEY) -> None:
+        _require_plain(address, key)
         self.address = address.rstrip("/")
+        self._way_out = f"look at the store and the credentials in the environment, or leave {key} out"
         self.transfers = Transfers()
         self.give_up = threading.Event()
         self._pauses_s = _PAUSES_S
         parts = urlsplit(self.address)
         if not parts.scheme or not (parts.netloc or parts.path.strip("/")):
-            raise RemoteStoreError(f"{KEY}={address} is no address of a store; write e.g. s3://bucket/folder")
-        if "@" in parts.netloc and parts.scheme not in ("hdfs", "abfs", "abfss"):  # whose @ stands before a host
-            raise RemoteStoreError(
-                f"{KEY} holds a login: credentials stand in the environment or in the store's own files, never in an "
-                "address, which is written to logs"
-            )
+            raise RemoteStoreError(f"{key}={address} is no address of a store; write e.g. s3://bucket/folder")
         with self._told("opened"):
             self._fs, self._root = _file_system(self.address)
 
@@ -129,7 +128,7 @@ class RemoteStore:
         with self._told("read"):
             content = self._fs.cat_file(path)
         if content != b"hrl":
-            raise RemoteStoreError(f"{self.address} returned other bytes than were written to it; {_WAY_OUT}")
+            raise RemoteStoreError(f"{self.address} returned other bytes than were written to it; {self._way_out}")
         with self._told("cleaned up"):
             self._fs.rm_file(path)
         steps = ", ".join(map(str, self.steps()))
@@ -447,7 +446,7 @@ class RemoteStore:
         except Exception as error:  # each of fsspec's clients has classes of its own, without a base
             kind, words = type(error).__name__, " ".join(str(error).split())
             said = words if words and isinstance(error, OSError | ValueError) else f"{kind}: {words}".removesuffix(": ")
-            raise RemoteStoreError(f"the store {self.address} can't be {what}: {said}; {_WAY_OUT}") from error
+            raise RemoteStoreError(f"the store {self.address} can't be {what}: {said}; {self._way_out}") from error
 
 
 def is_in_store(path: str | None) -> bool:
@@ -455,21 +454,49 @@ def is_in_store(path: str | None) -> bool:
     return "://" in (path or "")
 
 
-def split_checkpoint(address: str) -> tuple[str, int]:
+def _require_plain(address: str, key: str) -> None:
+    """Refuse an address that may hold a secret, before anything shows it.
+
+    Args:
+        address: Of a store, or of what lies in it.
+        key: Which configures it.
+
+    Raises:
+        RemoteStoreError: It holds a login, or more than a path.
+    """
+    try:
+        parts = urlsplit(address)
+    except ValueError as error:
+        raise RemoteStoreError(f"{key} is no address of a store; write e.g. s3://bucket/folder") from error
+    stands_before_a_host = parts.scheme in ("hdfs", "abfs", "abfss") and parts.password is None
+    if "@" in parts.netloc and not stands_before_a_host:
+        holds = "a login"
+    elif parts.query or parts.fragment:  # such as a signature; a file's name would come behind it
+        holds = f"what follows a {'?' if parts.query else '#'}, which is no part of a folder's name"
+    else:
+        return
+    raise RemoteStoreError(
+        f"{key} holds {holds}: credentials stand in the environment or in the store's own files, never in an address, "
+        "which is written to logs"
+    )
+
+
+def named_checkpoint(address: str) -> tuple[RemoteStore, int]:
     """Return the store and the step of the address of a checkpoint, as `RemoteStore.address_of` writes it.
 
     Raises:
-        RemoteStoreError: It is no such address.
+        RemoteStoreError: It is no such address, or `RemoteStore` refuses it.
     """
+    _require_plain(address, _RESUMED)
     folder, _, name = address.rstrip("/").rpartition("/")
     store, _, above = folder.rpartition("/")
     step = step_of(name)
     if not store or above != CHECKPOINTS or step is None:
         raise RemoteStoreError(
-            f"trainer.resume_from_path={address} is no checkpoint in a store; write e.g. "
+            f"{_RESUMED}={address} is no checkpoint in a store; write e.g. "
             f"s3://bucket/folder/{CHECKPOINTS}/{folder_name(20)}"
         )
-    return store, step
+    return RemoteStore(store, _RESUMED), step
 
 
 _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")

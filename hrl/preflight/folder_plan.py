@@ -12,7 +12,7 @@ from typing import Any
 
 from hrl.cluster.checkpoints import CheckpointStore, DamagedCheckpoint, check_data, load_state
 from hrl.cluster.remote_checkpoints import require_step
-from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, split_checkpoint
+from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, named_checkpoint
 from hrl.config.arithmetic import Fact
 from hrl.config.trainer import RunConfig
 from hrl.files import open_itself
@@ -147,8 +147,7 @@ def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: An
     resumed = trainer.resume_mode == "resume_path"
     with findings.about("trainer.resume_from_path" if resumed else "trainer.default_local_dir"):
         if resumed and is_in_store(trainer.resume_from_path):
-            address, step = split_checkpoint(str(trainer.resume_from_path))
-            require_step(RemoteStore(address), step)
+            require_step(*named_checkpoint(str(trainer.resume_from_path)))
             start = f"from the model of {trainer.resume_from_path}, which is fetched first"
             findings.facts.append(Fact("run folder", f"{trainer.default_local_dir}, {start}"))
             return None

@@ -11,10 +11,10 @@ from typing import TypeVar, cast
 
 from xxhash import xxh3_64_hexdigest
 
-from hrl.cluster.checkpoints import CheckpointStore, damages_of_checkpoint, step_of
+from hrl.cluster.checkpoints import CheckpointStore, damages_of_checkpoint
 from hrl.cluster.manifest import Manifest
 from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer, superseded_in_words
-from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, split_checkpoint
+from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, named_checkpoint
 from hrl.config.outline import RunConfiguration
 from hrl.config.trainer import RunConfig
 from hrl.processes.signals import RunStoppedError
@@ -48,10 +48,9 @@ def with_fetched(config: RunC, display: Display) -> RunC:
     folder = Path(trainer.default_local_dir).expanduser().resolve()
     named = trainer.resume_from_path or ""
     if trainer.resume_mode == "resume_path" and is_in_store(named):
-        address, step = split_checkpoint(named)
-        checkpoints = CheckpointStore(folder / _FETCHED / xxh3_64_hexdigest(address.encode()))
+        store, step = named_checkpoint(named)
+        checkpoints = CheckpointStore(folder / _FETCHED / xxh3_64_hexdigest(store.address.encode()))
         with display.stage(f"fetching {named}"), _locked(folder):
-            store = RemoteStore(address)
             if not _was_fetched(store, step, checkpoints):
                 shutil.rmtree(checkpoints.path(step), ignore_errors=True)
                 fetch(store, step, checkpoints, folder)
@@ -100,8 +99,9 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
     checkpoints = CheckpointStore(folder.checkpoints)
     with display.stage(f"claiming {store.address}"):
         before = store.claim(run)
-        later = [step for step in store.steps() if step > _begins_after(trainer, checkpoints)]
-        goes_back = trainer.resume_mode == "resume_path" and bool(checkpoints.steps())
+        begins = max(checkpoints.steps(), default=0)
+        later = [step for step in store.steps() if step > begins]
+        goes_back = trainer.resume_mode == "resume_path"
         if goes_back:
             store.supersede(later)
     if before is not None:
@@ -135,12 +135,6 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
             f"{store.address} lacks the newest checkpoint, which is whole in {checkpoints.path(newest)}: "
             f"{missing[newest]}"
         )
-
-
-def _begins_after(trainer: RunConfig, checkpoints: CheckpointStore) -> int:
-    """Return the step of the checkpoint that a run begins with, 0 without one."""
-    named = step_of(Path(trainer.resume_from_path).name) if trainer.resume_from_path else None
-    return max(checkpoints.steps(), default=named or 0)
 
 
 def _finish(uploads: Uploads, display: Display, store: RemoteStore, patience_s: float) -> dict[int, str]:

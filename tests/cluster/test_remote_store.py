@@ -275,6 +275,10 @@ def test_an_upload_that_is_given_up_leaves_the_log_of_the_one_before(in_memory: 
     [
         ("nonsense://a/b", "nonsense"),
         ("s3://key:secret@bucket/a", "holds a login"),
+        ("hdfs://me:secret@host/a", "holds a login"),
+        ("s3://bucket/a?X-Amz-Signature=secret", r"holds what follows a \?"),
+        ("s3://bucket/a#secret", "holds what follows a #"),
+        ("s3://[secret", "no address of a store"),
         ("checkpoints", "no address of a store"),
         ("s3://", "no address of a store"),
     ],

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from hrl.cluster.checkpoints import CheckpointStore, state_text
-from hrl.cluster.remote_store import RemoteStore
+from hrl.cluster.remote_store import RemoteStore, RemoteStoreError
 from hrl.config import compose_cli
 from hrl.report.console import RunConsole
 from hrl.report.run_folder import RunFolder
-from hrl.trainer.remote_dir import sending
+from hrl.trainer.remote_dir import sending, with_fetched
 
 _NUMBERS = itertools.count()
 
@@ -71,13 +71,21 @@ def test_where_the_user_goes_back_in_a_run_the_later_ones_count_no_longer(tmp_pa
     assert run.store.steps() == [1] and run.store.superseded() == [2, 3]
 
 
-def test_a_checkpoint_that_was_fetched_by_name_counts_until_the_run_has_one_of_its_own(tmp_path: Path) -> None:
-    named = tmp_path / "there" / "step_2"
-    run = Going(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}")
-    run.begin()
-    assert run.store.steps() == [1, 2, 3], "the same command has to find it again"
-    assert "checkpoints of steps 3 in memory://" in run.begin(3)
-    assert run.store.steps() == [2, 3], "of which the disk keeps two"
+@pytest.mark.parametrize(
+    "secret", ["s3://me:canary@bucket/run{}", "s3://bucket/run{}?sig=canary", "s3://b/run{}#canary"]
+)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_an_address_with_a_secret_is_refused_before_it_is_shown(tmp_path: Path, secret: str, resumes: bool) -> None:
+    step = secret.format("/checkpoints/step_2")
+    named = [f"trainer.resume_from_path={step}", "trainer.resume_mode=resume_path"]
+    overrides = named if resumes else [f"trainer.default_remote_dir={secret.format('')}"]
+    shown = io.StringIO()
+    console = RunConsole(Console(file=shown, width=400, color_system=None))
+    with pytest.raises(
+        RemoteStoreError, match=f"^{overrides[0].partition('=')[0]} holds .* never in an address"
+    ) as caught:
+        with_fetched(compose_cli([f"trainer.default_local_dir={tmp_path}", *overrides]), console)
+    assert "canary" not in str(caught.value) and shown.getvalue() == "" and not list(tmp_path.iterdir())
 
 
 @pytest.fixture(autouse=True)
