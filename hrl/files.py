@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 
@@ -50,6 +51,18 @@ def open_itself(path: Path, flags: int) -> int:
         if error.errno == errno.ELOOP:
             raise OSError(error.errno, "it is a link, which hrl does not write through", str(path)) from error
         raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link; what a link leads to stays.
+
+    Raises:
+        OSError: Something of it can't be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def make_durable(path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hrl.files import make_durable, open_itself, write_whole
+from hrl.files import make_durable, open_itself, remove, write_whole
 
 
 def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +66,18 @@ def test_a_sync_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'"):
         make_durable(tmp_path)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path, is_folder: bool) -> None:
+    own, link = tmp_path / "own", tmp_path / "link"
+    (own / "file" if is_folder else own).parent.mkdir(exist_ok=True)
+    (own / "file" if is_folder else own).write_text("precious")
+    link.symlink_to(own)
+    remove(link)
+    assert not link.is_symlink() and own.exists()
+    remove(own)
+    assert not own.exists()
+    link.symlink_to(own)
+    remove(link)
+    assert not link.is_symlink()

@@ -22,8 +22,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ from hrl.cluster.manifest import (
 from hrl.cluster.patience import UnreadableError, patiently
 from hrl.data.order import differences
 from hrl.errors import HrlError
-from hrl.files import make_durable
+from hrl.files import make_durable, remove
 from hrl.report.run_folder import DamagedFileError, folders_in, make_folder, next_numbered, read_object
 from hrl.workers.engine.digest import FileDigest
 
@@ -177,9 +177,9 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """Return a fresh temporary folder for a step's checkpoint; what an interrupted save left there is removed."""
         temporary = self.temporary(step)
-        if temporary.exists():
+        if os.path.lexists(temporary):
             logger.warning("removing %s, left by an interrupted save", temporary)
-            shutil.rmtree(temporary)
+            remove(temporary)
         make_folder(temporary)
         return temporary
 
@@ -189,8 +189,8 @@ class CheckpointStore:
         Raises:
             OSError: Something of it can't be removed.
         """
-        if self.temporary(step).exists():
-            shutil.rmtree(self.temporary(step))
+        if os.path.lexists(self.temporary(step)):
+            remove(self.temporary(step))
 
     def commit(
         self,
@@ -278,7 +278,7 @@ class CheckpointStore:
         going = self.folder / f"tmp.rotated.{checkpoint.name}"
         try:
             checkpoint.rename(going)  # first, so that it is never there in part
-            shutil.rmtree(going)
+            remove(going)
         except OSError as error:  # the one that made it superfluous is saved
             logger.warning("%s is no longer needed and can't be removed: %s", checkpoint, error)
 
@@ -293,7 +293,7 @@ class CheckpointStore:
         removed = []
         for path in self.interrupted():
             try:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
             except OSError as error:  # it is in nobody's way
                 logger.warning("%s, left by an interrupted save, can't be removed: %s", path, error)
             else:
@@ -320,7 +320,7 @@ class CheckpointStore:
         folders = [path for path in (self.folder / "superseded").glob("*") if path.name.isdigit()]
         gone = sorted(folders, key=lambda path: int(path.name))[:-keep]
         for path in gone:
-            shutil.rmtree(path)
+            remove(path)
         return gone
 
     def supersede(self, after: int, aside: Path) -> bool:

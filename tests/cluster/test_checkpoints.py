@@ -333,6 +333,18 @@ def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
     assert store.steps() == [2, 10]
 
 
+def test_rotation_removes_the_link_to_a_checkpoint_elsewhere_and_nothing_there(tmp_path: Path, caplog) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    save(store, 1).rename(tmp_path / "elsewhere")
+    store.path(1).symlink_to(tmp_path / "elsewhere")
+    save(store, 2)
+    assert [path.name for path in store.folder.iterdir()] == ["step_2"] and not caplog.text
+    assert (tmp_path / "elsewhere" / "weights.bin").is_file()
+    (store.folder / "tmp.rotated.step_1").symlink_to(tmp_path / "elsewhere")  # as earlier versions left it
+    assert store.remove_interrupted() == [store.folder / "tmp.rotated.step_1"] and not store.interrupted()
+    assert (tmp_path / "elsewhere" / "weights.bin").is_file()
+
+
 def test_rotation_never_takes_what_was_just_saved(tmp_path: Path) -> None:
     everything = CheckpointStore(tmp_path)
     for step in (20, 30, 40):
