@@ -604,7 +604,7 @@ def check_parts(path: Path, state: Mapping[str, Any], parts: Iterable[str]) -> N
 
 
 def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse to continue in other data: rows would repeat or never come.
+    """Refuse to continue in other data: rows would repeat or never come, or be worth something else.
 
     Args:
         path: Of the checkpoint.
@@ -617,9 +617,9 @@ def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any])
     changes = differences(saved, present)
     if changes:
         raise CheckpointError(
-            f"{path} was saved with other training data: {'; '.join(changes)}. Its position means nothing in these "
-            "rows. Continue with the data it was saved with; or train on this data from its beginning, in a "
-            f"trainer.default_local_dir of its own: trainer.resume_mode=resume_path with "
+            f"{path} was saved with other training data: {'; '.join(changes)}. The steps after it would be "
+            "those of another run. Continue with the data it was saved with; or train on this data from its beginning, "
+            f"in a trainer.default_local_dir of its own: trainer.resume_mode=resume_path with "
             f"trainer.resume_from_path={path} takes the model along, trainer.resume_mode=disable starts from scratch"
         )
 

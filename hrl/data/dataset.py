@@ -8,7 +8,7 @@ answers to learn from are described in `hrl.data.offline`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -201,6 +201,14 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     def all_ids(self) -> Iterable[np.ndarray]:
         return (self.tokens[index] for index in self.known)
 
+    def beside_ids(self) -> dict[str, Iterator[Any]]:
+        rows = [self.rows[index] for index in self.known]
+        return {
+            "data_source": (row.data_source for row in rows),
+            "extra_info": (to_plain(row.extra_info) for row in rows),
+            **{name: _values(rows, name) for name in self.columns},
+        }
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return one prompt: `input_ids`, `attention_mask`, `position_ids`, int64 (P,), left-padded; and its row.
 
@@ -226,7 +234,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Identity of the rows, of their right answers and of their order."""
+        """Identity of the rows, of what they hand to their reward function, of their right answers and their order."""
         truths = (to_plain(self.rows[index].reward_model.get(GROUND_TRUTH)) for index in self.known)
         return {**super().fingerprint, "answers": digest_of(truths)}
 
@@ -272,6 +280,10 @@ def columns_left_out(rows: Iterable[PromptRow]) -> dict[str, str]:
 def columns_of_rows(datasets: Iterable[RLHFDataset]) -> tuple[str, ...]:
     """Return the columns that rows of any of these data sets have, sorted."""
     return tuple(sorted({name for rows in datasets for name in rows.columns}))
+
+
+def _values(rows: Iterable[PromptRow], column: str) -> Iterator[Any]:
+    return (to_plain(row.columns.get(column)) for row in rows)
 
 
 def _belongings(row: PromptRow, index: int) -> dict[str, Any]:

@@ -198,16 +198,19 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Return everything that the row at a position depends on, as plain data for a checkpoint.
+def fingerprint(
+    order: EpochOrder, tokens: Iterable[np.ndarray], columns: Mapping[str, Iterable[Any]] | None = None
+) -> dict[str, Any]:
+    """Return everything that the row at a position and what is learnt from it depend on, for a checkpoint.
 
     Args:
         order: Order of the rows.
         tokens: Token ids of the rows, `(T,)` each, in their stored order.
+        columns: What rows have beside their tokens: for each name the plain value of every row.
 
     Returns:
-        `rows`, their number; `shuffle`; `seed`, None without shuffling; `tokens`, a digest of the ids; `mix`, sizes and
-        weights of sources with shares.
+        Plain data. `rows`, their number; `shuffle`; `seed`, None without shuffling; `tokens`, a digest of the ids;
+        `columns`, a digest of each; `mix`, sizes and weights of sources with shares.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for ids in tokens:
@@ -218,6 +221,7 @@ def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, An
         "shuffle": order.shuffle,
         "seed": order.seed if order.shuffle else None,
         "tokens": digest.hexdigest(),
+        "columns": {name: digest_of(values) for name, values in (columns or {}).items()},
         **({"mix": [[*order.sizes], [*order.weights]]} if isinstance(order, MixedOrder) else {}),
     }
 
@@ -231,7 +235,10 @@ def digest_of(values: Iterable[Any]) -> str:
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two fingerprints, one phrase each; empty for the same rows in the same order."""
+    """Return the differences between two fingerprints, one phrase each; empty for the same rows in the same order.
+
+    What the saved one lacks, which an older version of hrl has made, is not compared.
+    """
     if present == saved:
         return []
     found = []
@@ -239,8 +246,13 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
         found.append(f"{present['rows']} rows, were {saved.get('rows')}")
     elif saved.get("tokens") != present["tokens"]:
         found.append("the rows hold other tokens (files and their order, filters, chat template, tokenizer, lengths)")
-    elif "answers" in saved and saved["answers"] != present.get("answers"):  # older checkpoints don't have it
-        found.append("the right answers of the rows are others")
+    else:
+        if "answers" in saved and saved["answers"] != present.get("answers"):
+            found.append("the right answers of the rows are others")
+        now = present["columns"]
+        was = saved.get("columns", now)
+        if others := sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name)):
+            found.append(f"the rows differ in {', '.join(others)}")
     if saved.get("mix") != present.get("mix"):
         found.append("the weights of its sources are others")
     changed = [name for name in ("shuffle", "seed") if saved.get(name) != present[name]]

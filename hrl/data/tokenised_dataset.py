@@ -334,6 +334,10 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     def all_ids(self) -> Iterable[np.ndarray]:
         """Return the token ids of all rows, in their stored order."""
 
+    @abstractmethod
+    def beside_ids(self) -> Mapping[str, Iterable[Any]]:
+        """Return what else is learnt from: for each name the plain value of every row, in their stored order."""
+
     # ------------------------------------------------------------------ common to all data sets
 
     def __len__(self) -> int:
@@ -380,7 +384,7 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
 
         Of a streamed data set only the first rows of each source are compared, and the number of all.
         """
-        return fingerprint(self.order, self.all_ids())
+        return fingerprint(self.order, self.all_ids(), self.beside_ids())
 
     @property
     def lengths(self) -> np.ndarray:

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -5,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hrl.config.offline import PairDataConfig
+from hrl.config.offline import DemonstrationDataConfig, PairDataConfig, ScoredPairDataConfig
 from hrl.data.dataset import RLHFDataset
+from hrl.data.offline.demonstrations import DemonstrationDataset
 from hrl.data.offline.pairs import PairDataset
 from hrl.data.order import EpochOrder, MixedOrder, Position, differences, fingerprint, uniform
 
@@ -133,6 +135,39 @@ def test_other_answers_to_the_same_prompts_are_other_data(tokenizer, config, mak
     assert differences(older, saved("2")) == []
 
 
+@pytest.mark.parametrize(
+    ("other", "differ"),
+    [
+        ({"data_source": "math"}, "data_source"),
+        ({"extra_info": {"level": 2}}, "extra_info"),
+        ({"reward_model": {"ground_truth": "4", "style": "model"}}, "reward_model"),
+        ({"difficulty": 0.5}, "difficulty"),
+        ({"difficulty": None}, "difficulty"),
+        ({"tests": ["assert f(1) == 1"]}, "tests"),
+        ({"data_source": "math", "extra_info": {}, "difficulty": "0.25"}, "data_source, difficulty, extra_info"),
+    ],
+)
+def test_whatever_else_a_reward_function_is_given_is_part_of_the_data(tokenizer, config, make_row, other, differ):
+    given = {"data_source": "sums", "extra_info": {"level": 1}, "difficulty": 0.25}
+    given["reward_model"] = {"ground_truth": "4", "style": "rule"}
+
+    def saved(**changes):
+        rows = [make_row(**given), make_row(**(given | changes)), make_row(**given)]
+        return RLHFDataset(rows, tokenizer, config).fingerprint
+
+    assert differences(json.loads(json.dumps(saved())), saved()) == []
+    for one, two in itertools.permutations((saved(), saved(**other))):
+        assert differences(one, two) == [f"the rows differ in {differ}"]
+    older = {name: value for name, value in saved().items() if name != "columns"}
+    assert differences(older, saved(**other)) == []
+
+
+def test_a_value_that_moved_to_another_row_is_other_data(tokenizer, config, make_row):
+    one, two = ([make_row(level=level) for level in levels] for levels in ((1, None), (None, 1)))
+    found = differences(*(RLHFDataset(rows, tokenizer, config).fingerprint for rows in (one, two)))
+    assert found == ["the rows differ in level"]
+
+
 def test_prompts_that_a_lower_limit_filters_are_other_data(tokenizer, config, make_row):
     rows = [make_row("a" * length) for length in (1, 8)]
     config.filter_overlong_prompts = True
@@ -152,6 +187,29 @@ def test_a_pair_whose_rejected_answer_changed_is_other_data(tokenizer):
 
     assert differences(pairs("n"), pairs("n")) == []
     assert "other tokens" in differences(pairs("n"), pairs("m"))[0]
+
+
+def test_another_margin_is_other_data_where_margins_are_learnt_from(tokenizer):
+    def pairs(margin, of=ScoredPairDataConfig):
+        data = of(train_files=["rows"], val_files=[], seed=0, max_length=64)
+        row = {"prompt": "?", "chosen": "y", "rejected": "n", "margin": margin}
+        return PairDataset([row], tokenizer, data, stop_ids=[tokenizer.eos_token_id]).fingerprint
+
+    assert differences(pairs(1.0), pairs(1.0)) == []
+    assert differences(pairs(1.0), pairs(2.0)) == ["the rows differ in margin"]
+    assert differences(pairs(1.0, PairDataConfig), pairs(2.0, PairDataConfig)) == []
+
+
+def test_other_trained_tokens_of_the_same_chats_are_other_data(tokenizer):
+    data = DemonstrationDataConfig(train_files=["rows"], val_files=[], seed=0, max_length=99)
+
+    def chats(weight):
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "y"}
+        row = {"messages": [question, answer, question, answer | {"weight": weight}, question, answer]}
+        return DemonstrationDataset([row], tokenizer, data, stop_ids=[tokenizer.eos_token_id]).fingerprint
+
+    assert differences(chats(1), chats(1)) == []
+    assert differences(chats(1), chats(0)) == ["the rows differ in trained tokens"]
 
 
 # ---- shares of several sources ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, j
 from hrl.trainer.kinds import KINDS
 from hrl.trainer.run import open_run_folder
 
-DATA = {"rows": 9, "shuffle": True, "seed": 1, "tokens": "d1"}
+DATA = {"rows": 9, "shuffle": True, "seed": 1, "tokens": "d1", "columns": {}}
 
 
 def earlier_run(path: Path, steps: int = 3) -> CheckpointStore:

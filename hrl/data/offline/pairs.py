@@ -10,7 +10,7 @@ that shows them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -144,6 +144,10 @@ class PairDataset(OfflineDataset[PairRow]):
                 kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
                 found.append(passages_of_chat(self.tokenizer, [*row.prompt, *answer], len(row.prompt), kwargs))
         return found
+
+    def beside_ids(self) -> dict[str, Iterator[Any]]:
+        margins = {"margin": (self.rows[index].margin for index in self.known)}
+        return super().beside_ids() | (margins if isinstance(self.config, ScoredPairDataConfig) else {})
 
     def batch(self, indices: Iterable[int]) -> DataProto:
         """Return two rows per pair, chosen then rejected, with the same `uid`.
