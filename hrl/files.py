@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
+
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.partial", re.DOTALL)
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> Path:
@@ -37,6 +40,11 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> P
         partial.unlink(missing_ok=True)
         raise naming(error, path) from error
     return path
+
+
+def unfinished_in(folder: Path) -> list[Path]:
+    """Return what a writer left in a folder that was killed in `write_whole`."""
+    return sorted(path for path in folder.glob(".*.partial") if _UNFINISHED.fullmatch(path.name))
 
 
 def open_itself(path: Path, flags: int) -> int:

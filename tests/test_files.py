@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hrl.files import make_durable, open_itself, remove, write_whole
+from hrl.files import make_durable, open_itself, remove, unfinished_in, write_whole
 
 
 def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +49,21 @@ def test_what_waits_under_the_name_of_the_unfinished_file_is_not_written_through
     with pytest.raises(FileExistsError):
         write_whole(tmp_path / "file", "new")
     assert own.read_text() == "precious" and (tmp_path / ".file.guessed.partial").is_symlink()
+
+
+def test_what_a_killed_writer_leaves_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KilledError(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise KilledError
+
+    (tmp_path / ".download.partial").touch()
+    monkeypatch.setattr(Path, "replace", kill)
+    with pytest.raises(KilledError):
+        write_whole(tmp_path / "file", "new")
+    (left,) = unfinished_in(tmp_path)
+    assert left.read_text() == "new"
 
 
 def test_a_link_is_replaced_and_not_opened(tmp_path: Path) -> None:

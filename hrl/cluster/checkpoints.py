@@ -46,7 +46,7 @@ from hrl.cluster.patience import UnreadableError, patiently
 from hrl.data.order import differences
 from hrl.errors import HrlError
 from hrl.files import make_durable, remove
-from hrl.report.run_folder import DamagedFileError, folders_in, make_folder, next_numbered, read_object
+from hrl.report.run_folder import DamagedFileError, folders_in, make_folder, next_numbered, read_object, removed
 from hrl.workers.engine.digest import FileDigest
 
 logger = logging.getLogger(__name__)
@@ -290,15 +290,7 @@ class CheckpointStore:
 
     def remove_interrupted(self) -> list[Path]:
         """Remove what killed saves and rotations left behind, and return it; only for whoever has the run's lock."""
-        removed = []
-        for path in self.interrupted():
-            try:
-                remove(path)
-            except OSError as error:  # it is in nobody's way
-                logger.warning("%s, left by an interrupted save, can't be removed: %s", path, error)
-            else:
-                removed.append(path)
-        return removed
+        return removed(self.interrupted())
 
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that no run looks at it again, and return its new folder."""

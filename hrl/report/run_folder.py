@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 import yaml
 
 from hrl.errors import HrlError, RefusedError, system_error
-from hrl.files import make_durable, open_itself, write_whole
+from hrl.files import make_durable, open_itself, remove, unfinished_in, write_whole
 from hrl.processes.plain_data import is_huge
 from hrl.report.environment import describe_environment
 
@@ -59,6 +59,12 @@ _OUTPUTS = (
     "trackers.json",
     MODEL,
 )
+
+
+#: Folders of a run that files are written into as a whole, see `hrl.files.write_whole`.
+_WRITTEN_INTO = ("rollouts", "nonfinite", PROFILE)
+#: Folders that a run removes itself unless it is killed: of a look whether ranks see the disk, of what a store sends.
+_LEFTOVERS = (f".probe.{'[0-9a-f]' * 32}", "tmp.run", "fetched/*/tmp.step_*")
 
 
 class RunFolderError(HrlError, RuntimeError):
@@ -202,6 +208,12 @@ class RunFolder:
                         moved.append(True)
             return any(moved)
 
+    def remove_leftovers(self) -> list[Path]:
+        """Remove what killed runs left beside their outputs and checkpoints, and return it."""
+        places = (self.path, *(self.path / name for name in _WRITTEN_INTO), *self.checkpoints.glob("step_*"))
+        unfinished = (path for place in places for path in unfinished_in(place))
+        return removed([*unfinished, *(path for pattern in _LEFTOVERS for path in self.path.glob(pattern))])
+
     def _move_earlier_run_aside(self) -> None:
         check_holds_no_checkpoints(self.path)
         target = next_numbered(self.path / EARLIER)
@@ -284,6 +296,23 @@ def folders_in(checkpoints: Path) -> list[str]:
             "begins before that is known: mount what is missing, make it readable, remove it, or name another folder "
             "with trainer.default_local_dir"
         ) from error
+
+
+def removed(leftovers: Iterable[Path]) -> list[Path]:
+    """Remove what nobody needs, and return it; what can't be removed is in nobody's way, and is logged.
+
+    Args:
+        leftovers: Files, folders and links; what these lead to stays.
+    """
+    gone = []
+    for path in leftovers:
+        try:
+            remove(path)
+        except OSError as error:
+            logger.warning("%s, left by a run that was killed, can't be removed: %s", path, error)
+        else:
+            gone.append(path)
+    return gone
 
 
 def take_lock(folder: Path, lock: IO[str], kind: int = fcntl.LOCK_EX) -> None:

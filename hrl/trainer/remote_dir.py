@@ -19,7 +19,7 @@ from hrl.config.outline import RunConfiguration
 from hrl.config.trainer import RunConfig
 from hrl.processes.signals import RunStoppedError
 from hrl.report.console import Display
-from hrl.report.run_folder import RunFolder, lock_folder, writing_to
+from hrl.report.run_folder import RunFolder, lock_folder, removed, writing_to
 
 RunC = TypeVar("RunC", bound=RunConfiguration)
 
@@ -54,6 +54,8 @@ def with_fetched(config: RunC, display: Display) -> RunC:
             if not _was_fetched(store, step, checkpoints):
                 shutil.rmtree(checkpoints.path(step), ignore_errors=True)
                 fetch(store, step, checkpoints, folder)
+            for older in removed(_fetched_beside(checkpoints.path(step))):
+                display.note(f"removed {older}, which an earlier start has fetched")
         fetched = {"resume_from_path": str(checkpoints.path(step))}
         return cast("RunC", config.model_copy(update={"trainer": trainer.model_copy(update=fetched)}))
     if trainer.resume_mode == "auto" and trainer.default_remote_dir is not None:
@@ -61,6 +63,12 @@ def with_fetched(config: RunC, display: Display) -> RunC:
         with display.stage(f"looking for checkpoints in {store.address}"), _locked(folder):
             fetch_newer(store, CheckpointStore(RunFolder.checkpoints_in(folder)), folder, display.note)
     return config
+
+
+def _fetched_beside(kept: Path) -> list[Path]:
+    """Return what else was fetched into a run folder than this checkpoint; the store still has what was whole."""
+    there = (*kept.parent.iterdir(), *kept.parent.parent.iterdir())
+    return [path for path in there if path not in (kept, kept.parent)]
 
 
 def _was_fetched(store: RemoteStore, step: int, checkpoints: CheckpointStore) -> bool:

@@ -268,6 +268,8 @@ def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) ->
             folder.path.chmod(0o777 & ~ALL_BUT_THE_USER)
         for leftover in store.remove_interrupted():
             display.note(f"removed {leftover}, left by an interrupted save")
+        for leftover in folder.remove_leftovers():
+            display.note(f"removed {leftover}, left by a run that was killed")
         if plan.continues:
             for damaged in plan.damaged:
                 display.note(f"{damaged}. It is now {store.set_aside(damaged.path).name}, and no run looks at it")

@@ -105,6 +105,32 @@ def test_a_folder_is_not_started_over_if_nobody_can_tell_whether_it_has_checkpoi
         check_holds_no_checkpoints(tmp_path)
 
 
+def test_what_killed_runs_left_is_removed_and_nothing_else(tmp_path):
+    folder = RunFolder(tmp_path)
+    left = [
+        ".probe.0123456789abcdef0123456789abcdef/token",
+        "tmp.run/metrics.jsonl",
+        "fetched/0a/tmp.step_3/state.json",
+    ]
+    left += [f"{place}.x.json.0123456789abcdef.partial" for place in ("", "rollouts/", "nonfinite/", "profile/")]
+    left += ["checkpoints/step_2/.manifest.json.0123456789abcdef.partial"]
+    kept = [
+        ".probe.mine",
+        ".x.partial",
+        "tmp.mine/a",
+        "fetched/0a/step_2/state.json",
+        "checkpoints/step_2/manifest.json",
+    ]
+    for name in (*left, *kept):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert len(folder.remove_leftovers()) == len(left)
+    there = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert there == {".lock", *kept}
+    assert folder.remove_leftovers() == []
+    folder.close()
+
+
 def test_rewinding_moves_later_steps_and_a_torn_line_aside(tmp_path):
     folder, aside = RunFolder(tmp_path), tmp_path / "aside/1"
     folder.metrics_file.write_text('{"step": 1}\n{"step":  2}\n{"step": 3}\n{"ste')

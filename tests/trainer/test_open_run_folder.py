@@ -199,6 +199,12 @@ def test_a_run_killed_in_its_first_save_starts_afresh_and_says_so(tmp_path: Path
     assert f"removed {rest}, left by an interrupted save" in run.shown and not rest.exists()
 
 
+def test_what_a_killed_run_left_beside_its_outputs_is_removed_and_said(tmp_path: Path) -> None:
+    rest = tmp_path / ".metrics.jsonl.0123456789abcdef.partial"
+    rest.touch()
+    assert f"removed {rest}, left by a run that was killed" in opened(tmp_path).shown and not rest.exists()
+
+
 def test_the_phase_bar_has_the_old_log_probs_where_the_run_computes_them() -> None:
     batches = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     assert "old_log_prob" not in KINDS["ppo"].phases(compose_cli(batches))

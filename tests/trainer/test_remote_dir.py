@@ -88,6 +88,27 @@ def test_an_address_with_a_secret_is_refused_before_it_is_shown(tmp_path: Path, 
     assert "canary" not in str(caught.value) and shown.getvalue() == "" and not list(tmp_path.iterdir())
 
 
+def test_of_what_was_fetched_by_name_the_newest_stays(tmp_path: Path) -> None:
+    run, shown = Going(tmp_path), io.StringIO()
+    run.folder.close()
+    console = RunConsole(Console(file=shown, width=400, color_system=None))
+    other = RemoteStore(f"memory://going-on-{next(_NUMBERS)}")
+    other.upload(run.there.path(3), 3, {})
+
+    def fetched(store: RemoteStore, step: int) -> Path:
+        named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={store.address_of(step)}"]
+        config = with_fetched(compose_cli([f"trainer.default_local_dir={tmp_path / 'run'}", *named]), console)
+        return Path(str(config.trainer.resume_from_path))
+
+    for store, step in ((run.store, 1), (run.store, 2), (run.store, 2), (other, 3)):
+        there = fetched(store, step)
+        CheckpointStore(there.parent).begin(9)  # a fetch that is killed
+    assert (
+        f"removed {fetched(run.store, 2).parent.parent / there.parent.name}, which an earlier start" in shown.getvalue()
+    )
+    assert [path.name for path in (tmp_path / "run" / "fetched").glob("*/*")] == ["step_2"]
+
+
 @pytest.fixture(autouse=True)
 def _few_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hrl.cluster.remote_store._PAUSES_S", (0.0,))
