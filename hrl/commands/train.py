@@ -17,10 +17,10 @@ def run(options: Namespace) -> int:
     """Train, and return the exit status of `hrl.trainer.command.run_command`."""
     if options.help:
         return show_help(options.overrides)
-    from hrl.trainer.command import run_command
+    from hrl.trainer.entry import train
 
     kind, arguments = kind_and_arguments(options.overrides)
-    return run_command(kind, arguments)
+    return train(kind, arguments)
 
 
 def show_help(words: Sequence[str]) -> int:

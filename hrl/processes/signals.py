@@ -16,21 +16,59 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from types import FrameType
+from typing import Any, NoReturn
 
 from hrl.processes import guard
 
 ENDING = guard.ENDING
 """Signals that ask a command to end."""
+EXIT_INTERRUPTED = 130
+"""Of a command that a signal ended at once, as a shell has it for SIGINT."""
 
 #: Two signals within this time are one request: `timeout` sends to its child and then to the group that the child is
 #: in, and a terminal sends to a parent, which passes it on, and to the child.
 _ONE_REQUEST_S = 0.5
 #: The part of the grace that the step may have; the rest is for the checkpoint and the end of the processes.
 STEP_SHARE = 0.75
+
+
+_Handler = Callable[[int, FrameType | None], object]
+
+
+def answer_with(handler: _Handler) -> dict[signal.Signals, Any]:
+    """Have all signals that ask for an end received by a handler; return the handlers of before. In the main thread.
+
+    SIGINT is received even if it is ignored, since a background job of a shell starts so. SIGHUP stays ignored
+    (`nohup`).
+    """
+    numbers = [n for n in ENDING if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Have signals that ask for an end do so with a word, until others answer them; where there is nothing to undo.
+
+    While modules are imported, `KeyboardInterrupt` comes in the midst of one: some take it for an error of their own,
+    and once it has left code that was made of text, Python ends by SIGINT whatever the status.
+    """
+    before = answer_with(_end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _end:
+                signal.signal(number, handler)
+
+
+def _end(_: int, __: FrameType | None) -> NoReturn:
+    with suppress(OSError):  # nobody reads it
+        os.write(2, b"\ninterrupted\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 class RunStoppedError(KeyboardInterrupt):
@@ -82,14 +120,8 @@ class StopRequest:
         return self._asked_at + STEP_SHARE * self.grace_s - self._clock()
 
     def install(self) -> None:
-        """Receive all signals that ask for an end. Call it in the main thread, before anything that has to be undone.
-
-        SIGINT is received even if it is ignored, since a background job of a shell starts so. SIGHUP stays ignored
-        (`nohup`).
-        """
-        for number in ENDING:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.receive)
+        """Receive signals that ask for an end. Call it before anything that has to be undone, in the main thread."""
+        answer_with(self.receive)
         self._is_installed = True
         self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]
 

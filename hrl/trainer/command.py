@@ -13,7 +13,7 @@ from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError, NonFiniteError
 from hrl.masking import begin_masking, masked_text
 from hrl.processes.imports import quick_imports
-from hrl.processes.signals import RunStoppedError, StopRequest
+from hrl.processes.signals import EXIT_INTERRUPTED, RunStoppedError, StopRequest
 from hrl.report.display import display_of
 from hrl.report.run_folder import RunFolder
 from hrl.trainer.restarts import Attempt, Supervisor
@@ -29,7 +29,6 @@ EXIT_CONFIG = 2
 EXIT_NONFINITE = 3
 EXIT_STOPPED = 75
 """`EX_TEMPFAIL` of sysexits.h: what was asked for is not done, and the same command goes on with it."""
-EXIT_INTERRUPTED = 130
 _SAME_COMMAND = "the same command"
 
 
@@ -59,17 +58,16 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
             return _ended(config, "interrupted", in_order=True)
     if isinstance(attempt, int):
         return attempt
-    resuming = _resuming(config, attempt)
-    display = display_of(config.trainer)
     stop = StopRequest(config.trainer.grace_s)
     stop.install()  # before the display, which hides the cursor of a terminal
-    restarts = attempt.restarts
 
     def whole() -> None:
+        display = display_of(config.trainer)
         # Only now: a wrong key is reported before torch and ray are imported, and who waits for them is told so.
         with display.stage("importing PyTorch"), quick_imports():
             from hrl.trainer.run import run
-        run(kind, resuming, trainer_cls=trainer_cls, display=display, stop=stop, restarts=restarts)
+        resuming = _resuming(config, attempt)
+        run(kind, resuming, trainer_cls=trainer_cls, display=display, stop=stop, restarts=attempt.restarts)
 
     return exit_status(config, whole, attempt)  # as it was given: what the same command does is told of that
 

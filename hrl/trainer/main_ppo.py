@@ -6,9 +6,9 @@ Without arguments it runs the quickstart: GRPO teaches SmolLM2-135M-Instruct to 
 import sys
 from functools import partial
 
-from hrl.trainer.command import run_command
+from hrl.trainer.entry import train
 
-main = partial(run_command, "ppo")
+main = partial(train, "ppo")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,9 +6,9 @@ Without arguments it runs the quickstart: SmolLM2-135M-Instruct learns to answer
 import sys
 from functools import partial
 
-from hrl.trainer.command import run_command
+from hrl.trainer.entry import train
 
-main = partial(run_command, "sft")
+main = partial(train, "sft")
 
 if __name__ == "__main__":
     sys.exit(main())

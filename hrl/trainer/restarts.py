@@ -23,7 +23,7 @@ from hrl.errors import may_pass
 from hrl.masking import masked_text
 from hrl.processes.evidence import exit_in_words
 from hrl.processes.lifetime import die_with_parent
-from hrl.processes.signals import ENDING
+from hrl.processes.signals import ENDING, answer_with
 from hrl.report.run_folder import DamagedFileError, RunFolder, read_metrics
 
 FIRST_PAUSE_S = 5.0
@@ -94,9 +94,7 @@ class Supervisor:
         Raises:
             KeyboardInterrupt: A signal came while no run was there.
         """
-        for number in ENDING:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
+        answer_with(self._pass_on)
         before, earlier, restarts = self._progress(), "", 0
         while True:
             attempt = self._start(restarts)

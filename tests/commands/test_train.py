@@ -3,14 +3,14 @@
 import pytest
 
 from hrl import cli
-from hrl.trainer import command
+from hrl.trainer import entry
 
 
 @pytest.fixture
 def started(monkeypatch):
     """What was handed on: kind and arguments of each run."""
     seen = []
-    monkeypatch.setattr(command, "run_command", lambda kind, argv: seen.append((kind, list(argv))) or 0)
+    monkeypatch.setattr(entry, "train", lambda kind, argv: seen.append((kind, list(argv))) or 0)
     return seen
 
 
@@ -34,7 +34,7 @@ def test_the_first_word_names_the_algorithm_and_the_rest_is_the_runs(started, wo
 
 
 def test_the_status_of_a_run_is_the_commands(monkeypatch):
-    monkeypatch.setattr(command, "run_command", lambda kind, argv: 3)
+    monkeypatch.setattr(entry, "train", lambda kind, argv: 3)
     assert cli.main(["train"]) == 3
 
 
