@@ -120,7 +120,7 @@ def inspect_run(
     look_at_store(findings, config.trainer, plan)
     if tokenizer is None or ids is None or train is None:
         return None, findings
-    inputs = run_inputs(config, given, folders, tokenizer)
+    inputs = run_inputs(config, given, folders, tokenizer, val)
     if plan is not None:
         look_at_changes(findings, config, outline, plan, inputs)
     look_at_template(findings, config, train, tokenizer, ids)

@@ -61,6 +61,7 @@ def look_at_changes(
         *_of_keys(findings, config, plan),
         *_of_models(findings, outline, plan, inputs),
         *_of_vocabulary(findings, outline, plan, inputs),
+        *_of_validation(was, inputs),
         *_of_code(was["code"], inputs["code"]),
         *_of_versions(was.get("versions", {}), inputs["versions"]),  # older checkpoints have none
     ]
@@ -103,6 +104,12 @@ def _of_vocabulary(
         _refuse(findings, plan, f"{outline.section}.tokenizer_path", what, "Name that tokenizer again")
     else:
         yield Change("vocabulary of the tokenizer", saved, present)
+
+
+def _of_validation(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield other rows to validate on: scores before and after do not compare, nor does `best` among them."""
+    if "validation" in saved and saved["validation"] != present["validation"]:  # older checkpoints do not say
+        yield Change("rows of data.val_files", saved["validation"], present["validation"])
 
 
 def _of_code(saved: Mapping[str, str], present: Mapping[str, str]) -> Iterator[Change]:

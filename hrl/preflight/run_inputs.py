@@ -20,9 +20,12 @@ from hrl.preflight.given import Given
 from hrl.report.environment import versions
 from hrl.reward.function import RewardFunctionError, unwrapped
 from hrl.reward.weighted import entries_of
+from hrl.user_file import imported_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hrl.data.tokenised_dataset import TokenisedDataset
 
 #: Tensors of a model that are looked at, and bytes of each: enough to tell models apart, and milliseconds to read.
 _TENSORS, _BYTES = 64, 4096
@@ -34,6 +37,7 @@ def run_inputs(
     given: Given,
     folders: Mapping[str, Path],
     tokenizer: PreTrainedTokenizerBase,
+    val_dataset: TokenisedDataset[Any, Any, Any] | None,
 ) -> dict[str, Any]:
     """Return what a run depends on, as plain data for a checkpoint.
 
@@ -42,16 +46,19 @@ def run_inputs(
         given: Objects that replace files of the configuration.
         folders: Role → local folder of its model.
         tokenizer: Of the trained model.
+        val_dataset: Rows to validate on, if there are any.
 
     Returns:
-        `kind` of the run; `models`, a digest for each role; `tokenizer`, a digest of its vocabulary; `code`, a digest
-        for each Python file that a key names and each reward given as an object whose source is known; `versions` of
-        hrl, Python and packages.
+        `kind` of the run; `models`, a digest for each role; `tokenizer`, a digest of its vocabulary; `validation`, a
+        digest of the rows, None without; `code`, a digest for each Python file that a key names or such a file imports
+        from beside it, and each reward given as an object whose source is known; `versions` of hrl, Python and
+        packages.
     """
     return {
         "kind": kind_of(config),
         "models": {role: _of_model(Path(folder)) for role, folder in folders.items()},
         "tokenizer": _digest(json.dumps(_vocabulary(tokenizer), sort_keys=True)),
+        "validation": None if val_dataset is None else _of_rows(val_dataset.fingerprint),
         "code": dict([*_files(config), *_objects(given)]),
         "versions": versions(),
     }
@@ -65,6 +72,12 @@ def kind_of(config: RunConfiguration) -> str:
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return {"ids": tokenizer.get_vocab(), "special": special}
+
+
+def _of_rows(fingerprint: Mapping[str, Any]) -> str:
+    """Return a digest of the rows in a data set's fingerprint; their order is told by the keys that make it."""
+    rows = {name: value for name, value in fingerprint.items() if name not in ("shuffle", "seed", "mix")}
+    return _digest(json.dumps(rows, sort_keys=True))
 
 
 def _of_model(folder: Path) -> str:
@@ -112,12 +125,14 @@ def _tensors(shard: Path) -> dict[str, dict[str, Any]]:
 
 
 def _files(config: RunConfiguration) -> Iterator[tuple[str, str]]:
-    """Yield key and digest of every Python file that the configuration names, as `my.py` or `my.py:name`."""
+    """Yield name and digest of every Python file that a key names, as `my.py` or `my.py:name`, and of its imports."""
     for key, value in flatten(config.model_dump(mode="json"), type(config)):
         for text in _texts(value):
             file = Path(os.path.expanduser(text.partition(".py:")[0] + ".py" if ".py:" in text else text))
             if file.suffix == ".py" and file.is_file():
                 yield f"{key} ({file.name})", _digest_of_file(file)
+                for other in imported_files(file):
+                    yield f"{key} ({other.relative_to(file.resolve().parent)})", _digest_of_file(other)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -16,6 +18,7 @@ from hrl.config import compose_cli
 from hrl.config.compose import compose_kind
 from hrl.config.outline import outline_of
 from hrl.config.run_kind import OFFLINE_KINDS
+from hrl.data.order import EpochOrder, fingerprint
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import FolderPlan
 from hrl.preflight.given import Given
@@ -27,6 +30,7 @@ INPUTS: dict[str, Any] = {
     "kind": "ppo",
     "models": {"actor": "a1", "critic": "c1", "rm": "r1"},
     "tokenizer": "t1",
+    "validation": "v1",
     "code": {},
     "versions": {"hrl": "0.1.0", "torch": "2.11"},
 }
@@ -116,6 +120,13 @@ def test_other_versions_are_told_also_of_a_package_that_only_one_of_the_runs_had
     assert not looked(state(inputs=older)).changes
 
 
+def test_other_rows_to_validate_on_are_told_and_refused_nowhere() -> None:
+    found = looked(state(), validation="v2")
+    assert not found.problems and found.changes == ['rows of data.val_files: "v1" → "v2"']
+    older = {name: value for name, value in INPUTS.items() if name != "validation"}
+    assert not looked(state(inputs=older)).changes
+
+
 def test_a_checkpoint_of_an_older_version_is_continued_and_says_what_is_not_known() -> None:
     found = looked({"step": 7})
     assert not found.problems and not found.changes and "older version of hrl" in found.notes[0]
@@ -136,10 +147,12 @@ class Tokenizer:
         return {token: number for number, token in enumerate(self.tokens)}
 
 
-def inputs_of(model: Path, reward: Any = None, tokens: tuple[str, ...] = ("a", "b"), path: Path | None = None) -> Any:
+def inputs_of(
+    model: Path, reward: Any = None, tokens: tuple[str, ...] = ("a", "b"), path: Path | None = None, val: Any = None
+) -> Any:
     own = [] if path is None else [f"reward.custom_reward_function.path={path}"]
     given = Given(reward=reward)
-    return run_inputs(compose_cli(own), given, {"actor": model}, Tokenizer(*tokens))  # type: ignore[arg-type]
+    return run_inputs(compose_cli(own), given, {"actor": model}, Tokenizer(*tokens), val)  # type: ignore[arg-type]
 
 
 def test_a_model_is_known_by_its_weights_wherever_it_lies(model: Path, tmp_path: Path) -> None:
@@ -164,6 +177,16 @@ def test_code_of_the_user_is_known_by_its_content(model: Path, tmp_path: Path) -
     mine.write_text("def compute_score(response, answer):\n    return 2.0\n")
     assert inputs_of(model, path=mine)["code"] != before
 
+    mine.write_text("import lib.helper\n")
+    (tmp_path / "lib").mkdir()
+    helper = tmp_path / "lib" / "helper.py"
+    helper.write_text("RIGHT = 1.0\n")
+    before = inputs_of(model, path=mine)["code"]
+    assert [*before] == [f"reward.custom_reward_function.path ({name})" for name in ("mine.py", "lib/helper.py")]
+    helper.write_text("RIGHT = 2.0\n")
+    after = inputs_of(model, path=mine)["code"]
+    assert [name for name in after if after[name] != before[name]] == [[*before][1]]
+
     def one(response: str) -> float:
         return 1.0
 
@@ -173,6 +196,15 @@ def test_code_of_the_user_is_known_by_its_content(model: Path, tmp_path: Path) -
     other.__name__ = "one"
     (name,) = inputs_of(model, one)["code"]
     assert name == "reward (one)" and inputs_of(model, one)["code"] != inputs_of(model, other)["code"]
+
+
+def test_rows_to_validate_on_are_known_by_what_they_hold_and_not_by_their_order(model: Path) -> None:
+    def validation(rows: int = 2, seed: int = 1, **columns: Any) -> Any:
+        found = fingerprint(EpochOrder(rows, seed), [np.array([1, 2])] * rows, {"level": columns.get("level", [3, 3])})
+        return inputs_of(model, val=SimpleNamespace(fingerprint=found))["validation"]
+
+    assert validation() == validation(seed=2)
+    assert len({validation(), validation(rows=3), validation(level=[3, 4]), inputs_of(model)["validation"]}) == 4
 
 
 def test_the_versions_are_those_of_this_environment(model: Path) -> None:
