@@ -47,6 +47,26 @@ def unfinished_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(".*.partial") if _UNFINISHED.fullmatch(path.name))
 
 
+def add_whole(path: Path, text: str) -> None:
+    """Add text to the end of a file, created if missing: all of it, or none if the disk refuses.
+
+    Raises:
+        OSError: The disk refuses; names the file, which is as it was.
+    """
+    handle = open_itself(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    size = os.fstat(handle).st_size
+    try:
+        left = memoryview(text.encode())
+        try:
+            while left:
+                left = left[os.write(handle, left) :]
+        finally:
+            os.close(handle)  # a disk on the network may refuse here what it has taken before
+    except OSError as error:
+        os.truncate(path, size)
+        raise naming(error, path) from error
+
+
 def open_itself(path: Path, flags: int) -> int:
     """Open a file of this name, created if that is among the flags, but not what a link of this name leads to.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from hrl.files import make_durable, open_itself, remove, unfinished_in, write_whole
+from hrl.files import add_whole, make_durable, open_itself, remove, unfinished_in, write_whole
 
 
 def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +97,34 @@ def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path, is_folder: bool
     link.symlink_to(own)
     remove(link)
     assert not link.is_symlink()
+
+
+def test_a_line_that_the_disk_cuts_off_is_not_there_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    add_whole(file, "one\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # of the next line six bytes fit
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{file}'"):
+            add_whole(file, "two and a half\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert file.read_text() == "one\n"
+    add_whole(file, "three\n")
+    assert file.read_text() == "one\nthree\n"
+
+
+def test_a_disk_that_refuses_when_the_file_is_closed_has_nothing_of_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, close = tmp_path / "log", os.close
+    add_whole(file, "one\n")
+
+    def refused(handle: int) -> None:
+        close(handle)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=f"Disk quota exceeded: '{file}'"):
+        patch.setattr("os.close", refused)
+        add_whole(file, "two\n")
+    assert file.read_text() == "one\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class PendingCheckpoint:
         state: The driver's state after this step. Parts of it may belong to others, who change them later.
         records: Files that ranks write when everything else of theirs is on disk.
         run_folder: Of the run, for errors.
+        make_log_durable: Has the log of the steps that are in the checkpoint outlive a crash, before it counts.
         score: How good the validation of the step was; None without one.
         deadline_s: How long `stop` waits for what the thread is in the midst of (`trainer.timeouts.call_s`).
 
@@ -43,12 +44,13 @@ class PendingCheckpoint:
         run_folder: Path,
         score: float | None = None,
         *,
+        make_log_durable: Callable[[], object],
         deadline_s: float,
     ) -> None:
         self.step = step
         self.folder = store.temporary(step)
         self._store, self._state, self._run_folder = store, state_text(state), run_folder
-        self._records = list(records)
+        self._records, self._make_log_durable = list(records), make_log_durable
         self._score, self._deadline_s = score, deadline_s
         self._durable: dict[Path, FileDigest | None] = {}
         self._began = time.perf_counter()
@@ -96,6 +98,7 @@ class PendingCheckpoint:
     def publish(self) -> Path:
         """Publish it now; its thread has stopped."""
         with writing_to(self._run_folder):
+            self._make_log_durable()
             final = self._store.commit(self.step, self._state, self._durable, self._score)
         self.seconds = time.perf_counter() - self._began
         return final

@@ -101,7 +101,8 @@ class RunConfig(Section):
     score, or lowest loss); null keeps all."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What a checkpoint that the disk refuses does to the run: end it (stop), or be counted while the run goes on with
-    the older ones (continue)."""
+    the older ones (continue). Log and samples that it refuses end the run too (stop), or are kept in memory until it
+    takes them (continue)."""
     alarms: Thresholds = Field(default_factory=default_thresholds)
     """Name of an alarm → its threshold, where it is not to have its default: `{entropy_low: 0.05}`; false turns one off
     (`{kl: false}`), or all (`trainer.alarms=false`). docs/reading-a-run.md has the table."""

@@ -126,12 +126,17 @@ class _Record(BaseModel):
     processes: list[_Process]
 
 
+def profile_table(folder: Path, step: int) -> Path:
+    """Return the file in a run folder for the tables of a step's profile."""
+    return folder / PROFILE / f"step_{step}.txt"
+
+
 def write_profile(folder: Path, record: Mapping[str, Any]) -> Path:
     """Write `profile/step_<n>.json` and `.txt` into a run folder; return the text's path."""
-    place = folder / PROFILE
-    place.mkdir(parents=True, exist_ok=True)
-    write_whole(place / f"step_{record['step']}.json", json.dumps(record, indent=1) + "\n")
-    return write_whole(place / f"step_{record['step']}.txt", profile_text(record))
+    file = profile_table(folder, record["step"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return write_whole(file, profile_text(record))
 
 
 def read_profiles(folder: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from hrl.report.html_report import write_html_report
 from hrl.report.outcome import Outcome
 from hrl.report.pace import Pace
 from hrl.report.phases import Tokens, timing_metrics
-from hrl.report.profile import profile_line, profile_record, write_profile
+from hrl.report.profile import profile_line, profile_record, profile_table, profile_text, write_profile
 from hrl.report.run_folder import RunFolder, read_metrics, writing_to
 from hrl.report.samples import Sample
 from hrl.report.tracking import Tracking
@@ -62,6 +62,7 @@ class RunReporter:
         self._title = trainer.experiment_name
         self._picture = picture
         self._timing: dict[str, float] = {}
+        self._is_refused = False
         self._pace = Pace(console.total_steps, trainer.test_freq, trainer.validates_last)
         self._last_step_at: float | None = None
         self._health = Health(trainer.alarms, read_metrics(folder.path))
@@ -105,12 +106,16 @@ class RunReporter:
 
     def _close_with_report(self, outcome: Outcome) -> None:
         """Show what changed, then write picture and report."""
+        self.folder.unwritten.try_again()
+        self._tell_of_refusal()
         files = self._write_report(outcome, show_changes=True)
         if files and self._health.summary:
             what = f"{self.folder.alarms_file} has what they mean and what helps"
             self.console.note(f"alarms: {self._health.summary}; {what}")
         for file in files:
             self.console.note(f"{file.stem.replace('_', ' ')}: {file}")
+        if lost := len(self.folder.unwritten) + self.folder.unwritten.lost:
+            self.console.note(f"{lost} records of the log and the samples are lost, which the disk refused")
 
     def _write_report(self, outcome: Outcome, *, show_changes: bool = False) -> list[Path]:
         """Write report and picture, and return those that could be written.
@@ -173,18 +178,35 @@ class RunReporter:
     # ------------------------------------------------------------------ when it is over
 
     def own_metrics(self, tokens: Tokens) -> dict[str, float]:
-        """Return a finished step's times, throughput and failed calls of trackers, and set the timers to 0.
+        """Return a finished step's times, throughput, failed calls of trackers and refused records; restart the timers.
 
         Args:
             tokens: Numbers of tokens of the step.
         """
-        metrics = timing_metrics(self._timing, tokens, self.num_devices) | self._failed_calls()
+        metrics = timing_metrics(self._timing, tokens, self.num_devices) | self._failures()
         self._timing.clear()
         return metrics
 
-    def _failed_calls(self) -> dict[str, float]:
-        failures = self._tracking.failures
-        return {"tracking/failures": failures} if failures else {}
+    def _failures(self) -> dict[str, float]:
+        """Return what trackers and the disk have refused so far, where there is any."""
+        counted = {
+            "tracking/failures": self._tracking.failures,
+            "log/records_waiting": len(self.folder.unwritten),
+            "log/records_lost": self.folder.unwritten.lost,
+        }
+        return {name: float(count) for name, count in counted.items() if count}
+
+    def _tell_of_refusal(self) -> None:
+        """Say that the disk refuses the log and the run goes on, or takes it again; once each."""
+        refusal, was_refused = self.folder.unwritten.refusal, self._is_refused
+        self._is_refused = refusal is not None
+        if refusal is not None and not was_refused:
+            self.console.note(
+                f"the log in {self.folder.path} can't be written: {refusal.strerror or refusal}; it is kept in memory "
+                "until the disk takes it. The run goes on (trainer.on_save_error=continue)"
+            )
+        elif refusal is None and was_refused:
+            self.console.note("the log is written again, with what was kept in memory")
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return `health/<alarm>` of a step, see `Health.judge`; new alarms are told when the step is reported."""
@@ -206,6 +228,7 @@ class RunReporter:
         for alarm in self._news:
             self.folder.write_alarm(alarm.record())
             self.console.alarm(alarm)
+        self._tell_of_refusal()
         if step == self.console.total_steps:  # before the last step, the step's line has the score
             self.console.validation(step, metrics)
 
@@ -218,8 +241,8 @@ class RunReporter:
             metrics: Of the step.
         """
         record = profile_record(step, profiles, metrics)
-        with writing_to(self.folder.path):
-            file = write_profile(self.folder.path, record)
+        self.folder.write(lambda: write_profile(self.folder.path, record), len(profile_text(record)))
+        file = profile_table(self.folder.path, step)
         self.console.note(f"profile of step {step}: {profile_line(record)}. Tables: {file}, with traces beside it")
 
     def first_look(self, look: FirstLook) -> None:
@@ -246,7 +269,8 @@ class RunReporter:
     def validation_done(self, step: int, metrics: dict[str, float]) -> None:
         """Report a validation outside a step, adding its metrics to the step's record in `metrics.jsonl`, if any."""
         times = {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}
-        self._log(step, metrics | times | self._failed_calls())
+        self._log(step, metrics | times | self._failures())
+        self._tell_of_refusal()
         self._health.judge(step, metrics)
         self._pace.validated(times)
         self._timing.clear()

@@ -10,17 +10,19 @@ import math
 import os
 import re
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import yaml
 
 from hrl.errors import HrlError, RefusedError, system_error
-from hrl.files import make_durable, open_itself, remove, unfinished_in, write_whole
+from hrl.files import add_whole, make_durable, open_itself, remove, unfinished_in, write_whole
 from hrl.processes.plain_data import is_huge
 from hrl.report.environment import describe_environment
+from hrl.report.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,6 @@ RolloutKind = Literal["train", "val"]
 
 _ROLLOUTS = re.compile(r"(?:val_)?step_([0-9]+)\.jsonl")
 _PROFILES = re.compile(r"step_([0-9]+)(?:_\w+)?\.(?:json|txt|json\.gz)")
-_ADD = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
 _OUTPUTS = (
@@ -88,20 +89,26 @@ class RunFolder:
     Args:
         path: The folder; created if missing.
         resume: Whether the run continues from a checkpoint of this folder.
+        keeps_refused: Whether log and samples that the disk refuses are kept in memory until it takes them. Else they
+            raise a `RunFolderError`.
 
     Attributes:
         earlier: Where the outputs of an earlier run are now; None if there were none.
+        unwritten: Log and samples that the disk refuses.
 
     Raises:
         RunFolderError: Another live run uses the folder, it holds checkpoints and `resume` is False, or it can't be
             created or written. The folder is then free.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+    def __init__(self, path: str | Path, *, resume: bool = False, keeps_refused: bool = False) -> None:
         self.path = Path(path).expanduser().resolve()
         self.rollouts = self.path / "rollouts"
         self.earlier: Path | None = None
-        self._last_step: int | None = None  # in the metrics file, once that was read
+        self.unwritten = Unwritten(is_kept=keeps_refused)
+        self._last_step: int | None = None  # of the metrics, once their file was read
+        self._last_written = -1  # of those in the file
+        self._new_rollouts: deque[Path] = deque()  # which a crash of the machine may take
         with ExitStack() as failed, writing_to(self.path):
             make_folder(self.path)
             self._lock = lock_folder(self.path)
@@ -141,10 +148,19 @@ class RunFolder:
         with writing_to(self.path):
             return write_whole(self.path / "environment.json", text)
 
-    def write_first_look(self, look: Mapping[str, Any]) -> Path:
+    def write_first_look(self, look: Mapping[str, Any]) -> None:
         """Write what the first samples say to `first_look.json`."""
+        text = json_line(look)
+        self.write(lambda: write_whole(self.path / "first_look.json", text), len(text))
+
+    def write(self, do: Callable[[], object], size_bytes: int) -> None:
+        """Write something that a step leaves, now or when the disk takes it; see `Unwritten.write`.
+
+        Raises:
+            RunFolderError: The disk refuses, and nothing is to be kept.
+        """
         with writing_to(self.path):
-            return write_whole(self.path / "first_look.json", json_line(look))
+            self.unwritten.write(do, size_bytes)
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step to `metrics.jsonl`; an existing record of the step is updated.
@@ -154,20 +170,26 @@ class RunFolder:
         Raises:
             ValueError: A later step has been written, or a line of the file is not JSON (`DamagedFileError`).
         """
-        with writing_to(self.path):
-            if self._last_step is None:
+        if self._last_step is None:
+            with writing_to(self.path):
                 records = read_jsonl(self.metrics_file) if self.metrics_file.exists() else []
-                self._last_step = records[-1]["step"] if records else -1
-            if step < self._last_step:
-                raise ValueError(f"{self.metrics_file} is at step {self._last_step}, so step {step} can't be written")
-            if step == self._last_step:
-                records = read_jsonl(self.metrics_file)
-                records[-1] |= metrics
-                write_whole(self.metrics_file, "".join(map(json_line, records)))
-            else:
-                with open(open_itself(self.metrics_file, _ADD), "a", encoding="utf-8") as file:
-                    file.write(json_line({"step": step, **metrics}))
+            self._last_step = self._last_written = records[-1]["step"] if records else -1
+        if step < self._last_step:
+            raise ValueError(f"{self.metrics_file} is at step {self._last_step}, so step {step} can't be written")
         self._last_step = step
+        record = {"step": step, **metrics}
+        line = json_line(record)
+        self.write(lambda: self._put_metrics(record, line), len(line))
+
+    def _put_metrics(self, record: dict[str, Any], line: str) -> None:
+        if record["step"] == self._last_written:
+            records = read_jsonl(self.metrics_file)
+            records[-1] |= record
+            # Durable, since a name that a crash leads to a file without content would cost the whole log.
+            write_whole(self.metrics_file, "".join(map(json_line, records)), durable=True)
+        else:
+            add_whole(self.metrics_file, line)
+        self._last_written = record["step"]
 
     @property
     def alarms_file(self) -> Path:
@@ -176,15 +198,36 @@ class RunFolder:
 
     def write_alarm(self, record: Mapping[str, Any]) -> None:
         """Add an alarm to `alarms.jsonl`."""
-        with writing_to(self.path), open(open_itself(self.alarms_file, _ADD), "a", encoding="utf-8") as file:
-            file.write(json_line(record))
+        line = json_line(record)
+        self.write(lambda: add_whole(self.alarms_file, line), len(line))
 
-    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> Path:
+    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> None:
         """Write samples to `step_<step>.jsonl`, or those of a validation to `val_step_<step>.jsonl`."""
         text = "".join(json_line(record) for record in records)
-        with writing_to(self.path):
-            self.rollouts.mkdir(parents=True, exist_ok=True)
-            return write_whole(rollouts_file(self.rollouts, step, kind), text)
+        self.write(lambda: self._put_rollouts(rollouts_file(self.rollouts, step, kind), text), len(text))
+
+    def _put_rollouts(self, file: Path, text: str) -> None:
+        self.rollouts.mkdir(parents=True, exist_ok=True)
+        self._new_rollouts.append(write_whole(file, text))
+
+    def make_log_durable(self) -> None:
+        """Have metrics, alarms and samples that were written outlive a crash of the machine; any thread may call it.
+
+        Raises:
+            OSError: The disk refuses; names the file.
+        """
+        while self._new_rollouts:
+            with suppress(FileNotFoundError):  # the user has removed it
+                make_durable(self._new_rollouts[0])
+            self._new_rollouts.popleft()
+        for path in (self.rollouts, self.metrics_file, self.alarms_file, self.path):
+            with suppress(FileNotFoundError):  # there is none
+                make_durable(path)
+
+    def unlogged(self, step: int) -> range:
+        """Return the last of the steps up to one that the log does not have, as after a crash of the machine."""
+        records = read_metrics(self.path)
+        return range(records[-1]["step"] + 1 if records else 1, step + 1)
 
     def rewind(self, step: int, aside: Path) -> bool:
         """Move metrics, alarms, samples and profiles of the steps after `step` aside: a resumed run repeats them.
@@ -254,9 +297,9 @@ def _rewind(file: Path, step: int, aside: Path) -> bool:
     if not any(later):
         return False
     aside.mkdir(parents=True, exist_ok=True)
-    write_whole(aside / file.name, "".join(later))
+    write_whole(aside / file.name, "".join(later), durable=True)
     kept = (f"{line}\n" for line, made in zip(lines, steps, strict=True) if made <= step)
-    write_whole(file, "".join(kept))
+    write_whole(file, "".join(kept), durable=True)
     return True
 
 

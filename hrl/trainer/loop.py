@@ -645,8 +645,16 @@ class TrainingLoop(ABC):
             with writing_to(run_folder):  # at once, because a tokenizer serves one thread at a time
                 self.tokenizer.save_pretrained(folder / "hf")
         state, score = of_loop | self.state(), self.validation_score(metrics)
-        deadline_s = self.config.trainer.timeouts.call_s
-        return PendingCheckpoint(self.checkpoints, step, state, records, run_folder, score, deadline_s=deadline_s)
+        return PendingCheckpoint(
+            self.checkpoints,
+            step,
+            state,
+            records,
+            run_folder,
+            score,
+            make_log_durable=self.reporter.folder.make_log_durable,
+            deadline_s=self.config.trainer.timeouts.call_s,
+        )
 
     def _look_after_save(self) -> None:
         """Tell of a pending checkpoint that is whole by now; raise what went wrong in one that is not."""

@@ -262,8 +262,9 @@ def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) ->
     """
     plan = plan_run_folder(trainer, train_dataset)
     store = CheckpointStore(RunFolder.checkpoints_in(plan.path))
+    keeps = trainer.on_save_error == "continue"
     with ExitStack() as failed:
-        folder = failed.enter_context(closing(RunFolder(plan.path, resume=plan.continues)))
+        folder = failed.enter_context(closing(RunFolder(plan.path, resume=plan.continues, keeps_refused=keeps)))
         if trainer.private:  # whatever an earlier run let others read in it
             folder.path.chmod(0o777 & ~ALL_BUT_THE_USER)
         for leftover in store.remove_interrupted():
@@ -277,6 +278,12 @@ def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) ->
             moved = [folder.rewind(step, aside), store.supersede(step, aside)]
             if any(moved):
                 display.note(f"what the run had of steps after {step}, which are made again, is now in {aside}")
+            if missing := folder.unlogged(step):
+                which = f"step {missing[0]}" if len(missing) == 1 else f"steps {missing[0]} to {missing[-1]}"
+                display.note(
+                    f"the log lacks {which}, which the checkpoint has and are not made again: the disk did not have "
+                    "these lines when the run or the machine was ended"
+                )
             if gone := store.remove_superseded():
                 display.note(f"removed {', '.join(map(str, gone))}: of steps that were made again, the newest are kept")
         failed.pop_all()

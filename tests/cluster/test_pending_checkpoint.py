@@ -32,7 +32,16 @@ class Saving:
         self.actor = self.store.begin(2) / "actor"
         self.actor.mkdir()
         records = map(self.record, (0, 1))
-        self.pending = PendingCheckpoint(self.store, 2, state or {"step": 2}, records, folder, deadline_s=deadline_s)
+        self.log_was_durable: list[bool] = []
+        self.pending = PendingCheckpoint(
+            self.store,
+            2,
+            state or {"step": 2},
+            records,
+            folder,
+            make_log_durable=lambda: self.log_was_durable.append(not self.store.path(2).exists()),
+            deadline_s=deadline_s,
+        )
 
     def record(self, rank: int) -> Path:
         return self.actor / f"written-rank-{rank}.json"
@@ -46,11 +55,12 @@ class Saving:
 def test_it_is_published_when_the_last_rank_has_written(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     saving.write(1)
-    assert saving.store.steps() == [1] and not saving.pending.is_over
+    assert saving.store.steps() == [1] and not saving.pending.is_over and not saving.log_was_durable
     saving.write(0)
     assert saving.pending.stop(10.0) == saving.store.path(2)
     assert saving.store.steps() == [2], "the one before goes only now"
     assert saving.pending.is_over and saving.pending.seconds > 0
+    assert saving.log_was_durable == [True], "the log is on the disk before a checkpoint of its steps counts"
     assert sorted(file.name for file in (saving.store.path(2) / "actor").iterdir()) == [
         "shard-0",
         "shard-1",
@@ -163,16 +173,17 @@ def test_nothing_is_synced_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     saving = Saving(tmp_path)
     (saving.store.temporary(2) / "tokenizer.json").write_text("the driver's own")
     monkeypatch.setattr("os.fsync", count)
+    monkeypatch.setattr("secrets.token_hex", lambda _: "new")
     saving.write(0)
     saving.write(1)
     saving.pending.stop(10.0)
     # `write` stands for a rank that has synced its shard.
     assert synced == {
-        ".written-rank-0.json.partial": 1,
-        ".written-rank-1.json.partial": 1,
+        ".written-rank-0.json.new.partial": 1,
+        ".written-rank-1.json.new.partial": 1,
         "tokenizer.json": 1,
         STATE_FILE: 1,
-        ".manifest.json.partial": 1,
+        ".manifest.json.new.partial": 1,
         "actor": 1,
         "tmp.step_2": 2,  # the second time for the manifest's name
         "checkpoints": 1,

@@ -34,17 +34,21 @@ def samples(*scores, first="2"):
 class Run:
     """A reporter and what it writes to the terminal."""
 
-    def __init__(self, path, *, resume=False, picture=REWARD):
+    def __init__(self, path, *, resume=False, picture=REWARD, keeps_refused=False):
         self.path = path
         self.file = io.StringIO()
         console = RunConsole(Console(file=self.file, width=120, color_system=None))
         console.expect(2, KINDS["ppo"].line(CONFIG), ["gen"])
-        folder = RunFolder(path, resume=resume)
+        folder = RunFolder(path, resume=resume, keeps_refused=keeps_refused)
         self.reporter = RunReporter(folder, console, CONFIG.trainer, {"trainer": {"seed": 1}}, picture=picture)
 
     @property
     def shown(self):
         return self.file.getvalue()
+
+    def told(self):
+        """What was shown, without the ends of its lines."""
+        return " ".join(self.shown.split())
 
     @property
     def page(self):
@@ -208,6 +212,37 @@ def test_what_a_tracker_failed_to_take_is_counted_in_the_metrics(tmp_path):
         run.reporter._tracking = SimpleNamespace(failures=2, log=lambda *_: None, finish=lambda: None)
         run.step(2)
     assert [record.get("tracking/failures") for record in records_of(tmp_path)] == [None, 2]
+
+
+def test_a_log_that_the_disk_refuses_is_told_once_and_counted_and_told_when_it_is_written_again(tmp_path):
+    run = Run(tmp_path, keeps_refused=True)
+    log = tmp_path / "metrics.jsonl"
+    with run.reporter:
+        run.reporter.console.expect(4, KINDS["ppo"].line(CONFIG), ["gen"])
+        run.step(1)
+        log.rename(tmp_path / "moved")
+        log.mkdir()
+        run.step(2)
+        run.step(3)
+        assert run.told().count("can't be written: Is a directory; it is kept in memory") == 1
+        assert "written again" not in run.told()
+        log.rmdir()
+        (tmp_path / "moved").rename(log)
+        run.step(4)
+        assert run.told().count("the log is written again") == 1
+    records = records_of(tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record.get("log/records_waiting") for record in records] == [None, None, 2, 4]
+    assert "are lost" not in run.told()
+
+
+def test_what_the_disk_refuses_to_the_end_is_told_as_lost(tmp_path):
+    run = Run(tmp_path, keeps_refused=True)
+    with run.reporter:
+        (tmp_path / "alarms.jsonl").mkdir()
+        run.reporter.folder.write_alarm({})
+        run.step(1)
+    assert "3 records of the log and the samples are lost, which the disk refused" in run.told()
 
 
 # ---------------------------------------------------------------------------------------------- alarms and time

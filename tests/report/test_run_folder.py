@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from hrl.report import run_folder
 from hrl.report.html_report import run_page
 from hrl.report.run_folder import (
     DamagedFileError,
@@ -18,6 +19,7 @@ from hrl.report.run_folder import (
     json_line,
     next_numbered,
     read_jsonl,
+    read_metrics,
     rollouts_steps,
 )
 from tests.report.runs import finished_run
@@ -197,6 +199,123 @@ def test_rewinding_a_log_with_a_line_of_no_step_moves_nothing(tmp_path):
     with pytest.raises(DamagedFileError, match=r"metrics.jsonl, line 2, is damaged: there is no step"):
         folder.rewind(3, tmp_path / "aside")
     assert not (tmp_path / "aside").exists()
+    folder.close()
+
+
+# ---------------------------------------------------------------------------------------------- a disk that is full
+
+
+class Disk:
+    """Refuses every line and file when it is full."""
+
+    def __init__(self, monkeypatch):
+        self.is_full = False
+        for name in ("add_whole", "write_whole"):
+            monkeypatch.setattr(f"hrl.report.run_folder.{name}", self.refusing(getattr(run_folder, name)))
+
+    def refusing(self, write):
+        def refused(*given, **named):
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(*given, **named)
+
+        return refused
+
+
+def make_step(folder, step):
+    folder.write_metrics(step, {"a": float(step)})
+    folder.write_alarm({"step": step})
+    folder.write_rollouts(step, [{"step": step}])
+    folder.write_metrics(step, {"b": 1.0})  # a validation after it
+
+
+def test_a_refused_log_is_an_error_of_one_line_and_the_next_line_is_whole(tmp_path, monkeypatch):
+    disk, folder = Disk(monkeypatch), RunFolder(tmp_path)
+    make_step(folder, 1)
+    disk.is_full = True
+    for write in (lambda: folder.write_metrics(2, {}), lambda: folder.write_alarm({}), lambda: make_step(folder, 3)):
+        with pytest.raises(RunFolderError, match=f"{tmp_path} can't be written: No space left.*make room there"):
+            write()
+    disk.is_full = False
+    make_step(folder, 4)
+    assert read_metrics(tmp_path) == [{"step": 1, "a": 1.0, "b": 1.0}, {"step": 4, "a": 4.0, "b": 1.0}]
+    folder.close()
+
+
+def test_a_log_that_is_kept_is_the_same_as_on_a_disk_that_was_never_full(tmp_path, monkeypatch):
+    disk, folders = Disk(monkeypatch), [RunFolder(tmp_path / name, keeps_refused=True) for name in ("roomy", "full")]
+    for folder, full in zip(folders, ((), (2, 3)), strict=True):
+        for step in range(1, 5):
+            disk.is_full = step in full
+            make_step(folder, step)
+            assert len(folder.unwritten) == (4 * (step - 1) if step in full else 0)
+        folder.close()
+    roomy, full = ({file.name: file.read_text() for file in folder.path.rglob("*.jsonl")} for folder in folders)
+    assert roomy == full and len(full) == 6
+
+
+# ---------------------------------------------------------------------------------------------- a power cut
+
+
+def synced(monkeypatch):
+    """The names of the files and folders that are made durable, as they are."""
+    names, fsync = [], os.fsync
+
+    def told(handle):
+        names.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    monkeypatch.setattr("os.fsync", told)
+    return names
+
+
+def test_log_and_new_samples_are_made_durable_and_the_folders_after_them(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    make_step(folder, 1)
+    (folder.rollouts / "step_1.jsonl").unlink()  # by the user
+    folder.write_rollouts(2, [])
+    names = synced(monkeypatch)
+    folder.make_log_durable()
+    assert names == ["step_2.jsonl", "rollouts", "metrics.jsonl", "alarms.jsonl", tmp_path.name]
+    names.clear()
+    folder.write_rollouts(3, [], kind="val")
+    folder.make_log_durable()
+    assert names[0] == "val_step_3.jsonl" and "step_2.jsonl" not in names, "samples are synced once"
+    folder.close()
+
+
+def test_samples_that_could_not_be_synced_are_synced_with_the_next_checkpoint(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.write_rollouts(1, [])
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+        patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        folder.make_log_durable()
+    names = synced(monkeypatch)
+    folder.make_log_durable()
+    assert names[0] == "step_1.jsonl"
+    folder.close()
+
+
+def test_a_log_that_is_written_anew_is_durable_before_it_gets_its_name(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(1, {"a": 1.0})
+    names = synced(monkeypatch)
+    folder.write_metrics(1, {"b": 1.0})
+    folder.write_metrics(2, {})
+    assert len(names) == 1 and names[0].startswith(".metrics.jsonl."), "an added line waits for the next checkpoint"
+    folder.rewind(1, tmp_path / "aside")
+    assert len(names) == 3
+    folder.close()
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "missing"), [((1, 2, 3), 3, []), ((0, 1), 3, [2, 3]), ((), 2, [1, 2]), ((11, 12), 13, [13])]
+)
+def test_the_steps_that_a_log_lacks_are_those_after_its_end(tmp_path, steps, saved, missing):
+    folder = RunFolder(tmp_path)
+    for step in steps:
+        folder.write_metrics(step, {})
+    assert list(folder.unlogged(saved)) == missing
     folder.close()
 
 

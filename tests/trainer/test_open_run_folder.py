@@ -7,7 +7,7 @@ import io
 import json
 import os
 import shutil
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +58,25 @@ def test_the_newest_checkpoint_continues_the_log(tmp_path: Path) -> None:
     run = opened(tmp_path)
     assert run.log == [1, 2, 3]
     assert run.shown == ""
+
+
+def test_steps_that_the_log_lacks_after_a_power_cut_are_told(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(json_line({"step": 1}))
+    run = opened(tmp_path)
+    assert run.log == [1]
+    assert "the log lacks steps 2 to 3, which the checkpoint has and are not made again" in run.shown
+
+
+def test_what_the_disk_refuses_of_the_log_is_kept_as_on_save_error_says(tmp_path: Path) -> None:
+    for asked in ("stop", "continue"):
+        config = compose_cli([f"trainer.default_local_dir={tmp_path}", f"trainer.on_save_error={asked}"])
+        display = RunConsole(Console(file=io.StringIO()))
+        with closing(open_run_folder(config.trainer, display, SimpleNamespace(fingerprint=DATA))) as folder:
+            (tmp_path / "alarms.jsonl").mkdir(exist_ok=True)
+            with pytest.raises(RunFolderError) if asked == "stop" else nullcontext():
+                folder.write_alarm({})
+            assert len(folder.unwritten) == (asked == "continue")
 
 
 def test_a_lock_is_looked_at_before_the_start_and_by_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,8 @@ class Driver:
         self.shown_file = io.StringIO()
         console = RunConsole(Console(file=self.shown_file, width=200, color_system=None))
         console.expect(steps, KINDS["ppo"].line(config))
-        self.folder = RunFolder(path, resume=True)
+        keeps = config.trainer.on_save_error == "continue"
+        self.folder = RunFolder(path, resume=True, keeps_refused=keeps)
         self.workers = workers or Workers()
         self.trainer = KINDS["ppo"].trainer(config)(
             config,
