@@ -19,7 +19,7 @@ from hrl.cluster.manifest import MANIFEST
 from hrl.cluster.pending_checkpoint import PendingCheckpoint
 from hrl.report.run_folder import RunFolderError
 from hrl.workers.engine.background import write_record
-from hrl.workers.engine.digest import Written
+from hrl.workers.engine.digest import FileDigest, Written
 
 
 class Saving:
@@ -149,6 +149,28 @@ def test_a_file_system_that_does_not_answer_is_waited_for_no_longer_than_allowed
     )
     assert refusal_of_disk(hangs.value) is None, "nobody removes what may still be written"
     assert saving.store.interrupted() == [saving.store.temporary(2)] and saving.store.steps() == [1]
+    answers.set()
+    assert saving.pending.stop(10.0) == saving.store.path(2)
+
+
+def test_one_that_is_not_read_back_in_time_is_what_the_next_start_reads_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, read, hangs = threading.Event(), FileDigest.of, True
+
+    def hang(path: Path, *, from_disk: bool = False) -> FileDigest:
+        assert not (hangs and from_disk) or answers.wait(30.0)
+        return read(path, from_disk=from_disk)
+
+    saving = Saving(tmp_path, deadline_s=0.1)
+    monkeypatch.setattr(FileDigest, "of", hang)
+    saving.write(0)
+    saving.write(1)
+    with pytest.raises(CheckpointTimeoutError):
+        saving.pending.stop(0.2)
+    assert saving.store.steps() == [1, 2], "the one before stays"
+    hangs = False
+    assert CheckpointStore(saving.store.folder).choose("auto", None).path == saving.store.path(2)
     answers.set()
     assert saving.pending.stop(10.0) == saving.store.path(2)
 
