@@ -26,12 +26,15 @@ import pytest
 
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore
 from hrl.cluster.manifest import MANIFEST, Manifest
+from hrl.report.run_folder import RunFolder
 from tests.chaos.faults import Fault, Outcome, not_tried
 from tests.chaos.same_run import differences
 from tests.chaos.small import runner
 
 LAST = 3
 _LARGE = 1 << 20
+#: What differs where a run has another `trainer.on_save_error`.
+ITS_KEY = ("config.yaml differs", f"{STATE_FILE} differs")
 NO_MOUNT = "this system lets nobody mount a disk"
 
 
@@ -334,6 +337,57 @@ def full(megabytes: float, *overrides: str, goes_on: bool = False) -> Callable[[
     return inject
 
 
+def log_on_a_full_disk(goes_on: bool) -> Callable[[Path], Outcome]:
+    """The disk of the run folder, on which the checkpoints are not, is full while the log of step 2 is written.
+
+    Args:
+        goes_on: Whether the run is to go on, and finds room again in step 3; else it ends, and is started again.
+    """
+    overrides = ["trainer.on_save_error=continue"] if goes_on else []
+
+    def inject(folder: Path) -> Outcome:
+        if not can_mount():
+            return not_tried(NO_MOUNT)
+        mine, elsewhere, filler = folder / "run", folder / "elsewhere", folder / "run" / "filler"
+        write_metrics = RunFolder.write_metrics
+
+        def fill(self: RunFolder, step: int, metrics: Any) -> None:
+            filler.unlink(missing_ok=True)
+            with contextlib.suppress(OSError), open(filler if step == 2 else os.devnull, "wb", buffering=0) as file:
+                while step == 2:
+                    file.write(b"f" * 512)
+            write_metrics(self, step, metrics)
+
+        with small_disk(mine, 1), pytest.MonkeyPatch.context() as patch:
+            elsewhere.mkdir()
+            (mine / "checkpoints").symlink_to(elsewhere)
+            patch.setattr("hrl.cluster.disk.room_in", lambda _: 1 << 40)  # it is that of the run folder
+            began = time.monotonic()
+            with pytest.MonkeyPatch.context() as full_in_step_2:
+                full_in_step_2.setattr(RunFolder, "write_metrics", fill)
+                status, said = run(arguments(mine, *overrides))
+            log = (mine / "metrics.jsonl").read_text()
+            filler.unlink(missing_ok=True)
+            if not goes_on:
+                status_again, _ = run(arguments(mine))
+            wrong = [
+                *([] if status == (0 if goes_on else 1) else [f"exit status {status}"]),
+                *([] if "can't be written: No space left on device" in said else ["poorly said"]),
+                *([] if not goes_on or "the log is written again" in said else ["nothing says that it goes on"]),
+                *([] if "Traceback" not in said else ["a traceback"]),
+                *(
+                    []
+                    if log.endswith("\n") and log.count("\n") == (LAST if goes_on else 1)
+                    else [f"log: {log[-80:]!r}"]
+                ),
+                *([] if goes_on or not status_again else [f"started again: exit status {status_again}"]),
+                *(each for each in differences(straight(), mine) if not goes_on or not each.endswith(ITS_KEY)),
+            ]
+        return judged(wrong, began, said, sentence(said, "can't be written"))
+
+    return inject
+
+
 def refused(
     fault: Callable[[pytest.MonkeyPatch], AbstractContextManager[Any] | None], what: str
 ) -> Callable[[Path], Outcome]:
@@ -403,6 +457,7 @@ def changes_what_it_gets(patch: pytest.MonkeyPatch) -> None:
 FLIPPED = "a byte of a checkpoint flipped"
 TORN = "the newest checkpoint truncated, empty or wrong"
 FULL = "the disk is full while a checkpoint is written"
+LOG_FULL = "the disk is full while the log is written"
 LIES = "a file system that does not keep what it is given"
 
 FAULTS = [
@@ -430,6 +485,8 @@ FAULTS = [
     Fault(FULL, "seen before the first step", no_room),
     Fault(FULL, "the run is to go on", full(40, "trainer.on_save_error=continue", goes_on=True)),
     Fault(FULL, "a limit on the size of files", refused(lambda _: largest_file(30), "File too large")),
+    Fault(LOG_FULL, "the run ends, and is started again", log_on_a_full_disk(goes_on=False)),
+    Fault(LOG_FULL, "the run is to go on, and there is room again", log_on_a_full_disk(goes_on=True)),
     Fault(
         FULL,
         "a quota, at the driver's manifest",

@@ -11,8 +11,8 @@ from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.manifest import MANIFEST, damages
 from hrl.report.run_folder import RunFolder, read_config, read_jsonl, read_metrics
 
-#: Metrics of time and memory, which no two runs share, and of what each process of a run has sent.
-NOISE = ("checkpoint/upload", "timing", "perf/", "weight_sync/", "tracking/", "time", "reward/call_s_")
+#: Metrics of time and memory, which no two runs share, and of what each process of a run has sent or could not write.
+NOISE = ("checkpoint/upload", "log/", "timing", "perf/", "weight_sync/", "tracking/", "time", "reward/call_s_")
 #: The key that says where a run lies.
 FOLDER = "default_local_dir"
 
