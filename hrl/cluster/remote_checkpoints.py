@@ -11,7 +11,14 @@ from queue import SimpleQueue
 
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.disk import require_room
-from hrl.cluster.remote_store import DamagedObjectError, GivenUpError, RemoteStore, RemoteStoreError, UnsendableError
+from hrl.cluster.remote_store import (
+    DamagedObjectError,
+    GivenUpError,
+    MissingObjectError,
+    RemoteStore,
+    RemoteStoreError,
+    UnsendableError,
+)
 from hrl.report.run_folder import ALARMS, CONFIG, METRICS, read_jsonl, writing_to
 
 #: Files of a run that lie beside its checkpoints in the store: with them another machine continues the log.
@@ -233,7 +240,7 @@ def fetch_newer(
     for step in reversed(newer):
         try:
             fetch(store, step, checkpoints, run_folder)
-        except DamagedObjectError as error:
+        except (DamagedObjectError, MissingObjectError) as error:
             tell(f"{store.address_of(step)} is not used: {error}")
             continue
         with writing_to(run_folder):
@@ -252,6 +259,7 @@ def fetch(store: RemoteStore, step: int, checkpoints: CheckpointStore, run_folde
 
     Raises:
         DamagedObjectError: It is not as its manifest says.
+        MissingObjectError: A file of it is not there.
         RemoteStoreError: The store can't be read, or does not have it.
         RunFolderError: The folder can't be written to, or has no room.
     """

@@ -63,6 +63,10 @@ class DamagedObjectError(RemoteStoreError):
     """A checkpoint in a store is not what its manifest says, however often it is fetched."""
 
 
+class MissingObjectError(RemoteStoreError):
+    """An object is not in the store."""
+
+
 class UnsendableError(RemoteStoreError):
     """A checkpoint that will not be sent, however often that is tried: it has changed, or another run has the store."""
 
@@ -225,10 +229,8 @@ class RemoteStore:
         try:
             with self._told("read"):
                 content = self._fs.cat_file(f"{self._root}/{OWNER}")
-        except RemoteStoreError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
+        except MissingObjectError:
+            return None
         try:
             found = json.loads(content)
         except ValueError as error:
@@ -284,6 +286,7 @@ class RemoteStore:
 
         Raises:
             DamagedObjectError: A file is not what the manifest says.
+            MissingObjectError: A file is not there.
             RemoteStoreError: A file could not be fetched.
             OSError: The folder can't be written to.
         """
@@ -446,7 +449,8 @@ class RemoteStore:
         except Exception as error:  # each of fsspec's clients has classes of its own, without a base
             kind, words = type(error).__name__, " ".join(str(error).split())
             said = words if words and isinstance(error, OSError | ValueError) else f"{kind}: {words}".removesuffix(": ")
-            raise RemoteStoreError(f"the store {self.address} can't be {what}: {said}; {self._way_out}") from error
+            told = MissingObjectError if isinstance(error, FileNotFoundError) else RemoteStoreError
+            raise told(f"the store {self.address} can't be {what}: {said}; {self._way_out}") from error
 
 
 def is_in_store(path: str | None) -> bool:

@@ -129,6 +129,16 @@ def test_a_damaged_object_is_named_and_not_taken(
         store.fetch(7, back)
 
 
+def test_a_checkpoint_that_lacks_a_file_is_not_taken_and_the_one_before_is(store: RemoteStore, tmp_path: Path) -> None:
+    for step in (6, 7):
+        store.upload(checkpoint(tmp_path / "there", step), step, {})
+    store._fs.rm_file(store._path(7, "actor/shard.safetensors"))
+    checkpoints, told = CheckpointStore(tmp_path / "checkpoints"), list[str]()
+    fetch_newer(store, checkpoints, tmp_path, told.append)
+    assert checkpoints.steps() == [6]
+    assert "step_7 is not used" in told[0] and "actor/shard.safetensors" in told[0]
+
+
 def test_a_damaged_manifest_is_named(in_memory: RemoteStore, tmp_path: Path) -> None:
     in_memory.upload(checkpoint(tmp_path, 7), 7, {})
     in_memory._fs.pipe_file(in_memory._path(7, MANIFEST), b'{"format": 1}')
