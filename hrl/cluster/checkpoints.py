@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -40,13 +41,22 @@ from hrl.cluster.manifest import (
     damage_by_size,
     damages,
     describe,
+    is_name_below,
     is_whole,
 )
 from hrl.cluster.patience import UnreadableError, patiently
 from hrl.data.order import differences
 from hrl.errors import HrlError
 from hrl.files import make_durable, remove
-from hrl.report.run_folder import DamagedFileError, folders_in, make_folder, next_numbered, read_object, removed
+from hrl.report.run_folder import (
+    DamagedFileError,
+    folders_in,
+    is_number,
+    make_folder,
+    next_numbered,
+    read_object,
+    removed,
+)
 from hrl.workers.engine.digest import FileDigest
 
 logger = logging.getLogger(__name__)
@@ -151,7 +161,7 @@ class CheckpointStore:
         ) as error:  # of an older checkpoint than one about to be published
             logger.warning("step %d counts as one without a validation: %s", step, error)
             return None
-        return float(score) if isinstance(score, int | float) and math.isfinite(score) else None
+        return float(score) if is_number(score) and math.isfinite(score) else None
 
     def set_score(self, step: int, score: float | None) -> None:
         """Write down how good the validation of a checkpoint was, if it came after the checkpoint."""
@@ -421,7 +431,7 @@ def require_undamaged(path: Path, part: str) -> None:
     with _not_judged_unread(path):
         if _is_older_than_manifests(path):
             return
-        found = damages(path, part, STATE_FILE)
+        found = damages(path, part, STATE_FILE, needed=(STATE_FILE,))
     found = [damage for damage in found if not damage.is_foreign or _is_loaded(damage.file)]
     if found:
         raise CheckpointError(
@@ -458,7 +468,7 @@ def _damages(path: Path) -> Iterable[Damage]:
             path,
         )
         return _damages_by_records(path)
-    found = damages(path)
+    found = damages(path, needed=(STATE_FILE,))
     harmless = [damage for damage in found if damage.is_foreign and not _is_among_shards(damage.file)]
     if harmless:
         logger.warning("%s: %s; nothing reads it", path, describe(harmless))
@@ -528,10 +538,10 @@ def _records(path: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """Yield what each writer left of what it wrote: files and their sizes; None for a record that can't be read."""
     for record in sorted(path.rglob("written*.json")):
         try:
-            files = read_object(record).get("files")
-        except DamagedFileError:
+            files = patiently(partial(read_object, record), record).get("files")
+        except (DamagedFileError, OSError):  # the latter for a folder of this name
             files = None
-        yield record, files if isinstance(files, dict) else None
+        yield record, files if isinstance(files, dict) and all(map(is_name_below, files)) else None
 
 
 def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:

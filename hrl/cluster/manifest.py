@@ -25,6 +25,7 @@ from hrl.cluster.patience import UnreadableError, patiently
 from hrl.cluster.threads import in_threads
 from hrl.errors import HrlError
 from hrl.files import make_durable, write_whole
+from hrl.report.run_folder import is_number
 from hrl.workers.engine.background import give_way
 from hrl.workers.engine.digest import FileDigest
 
@@ -127,8 +128,8 @@ class Manifest:
             plain = json.loads(text)
             if isinstance(plain, dict) and plain.get("format", FORMAT) != FORMAT and text == _sealed(plain):
                 raise ManifestError(
-                    f"{file} has format {plain['format']}, this version of hrl reads {FORMAT}: it was written by "
-                    f"version {plain.get('hrl')}, which can continue it"
+                    f"{file} has format {plain['format']!r:.40}, this version of hrl reads {FORMAT}: it was written "
+                    f"by version {plain.get('hrl')!r:.40}, which can continue it"
                 )
             manifest = cls._of_plain(plain)
         except ManifestError:
@@ -140,14 +141,21 @@ class Manifest:
         return manifest
 
     @classmethod
-    def _of_plain(cls, plain: dict[str, Any]) -> Manifest:
-        files = {name: FileDigest.of_plain(digest) for name, digest in plain["files"].items()}
+    def _of_plain(cls, plain: Any) -> Manifest:
+        step, score, hrl, files = (plain[name] for name in ("step", "score", "hrl", "files"))
+        kinds = {
+            "step": isinstance(step, int) and not isinstance(step, bool) and step >= 0,
+            "score": score is None or is_number(score),
+            "hrl": isinstance(hrl, str),
+            "files": isinstance(files, dict),
+        }
+        for name, is_right in kinds.items():
+            if not is_right:
+                raise TypeError(f"what it has as {name} is something else")
         for name in files:
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name!r} is no name of a file below the folder")
-        if not isinstance(plain["step"], int):
-            raise TypeError(f"the step is {plain['step']!r}")
-        return cls(plain["step"], files, plain["score"], str(plain["hrl"]))
+            if not is_name_below(name):
+                raise ValueError(f"{name!r:.80} is no name of a file below the folder")
+        return cls(step, {name: FileDigest.of_plain(digest) for name, digest in files.items()}, score, hrl)
 
     @property
     def text(self) -> str:
@@ -172,6 +180,14 @@ class Manifest:
         return file
 
 
+def is_name_below(name: Any) -> bool:
+    """Return whether a value names a file below a folder as a manifest does; what a terminal can't show is no name."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    path = PurePosixPath(name)
+    return path.as_posix() == name and path.parts != () and not path.is_absolute() and ".." not in path.parts
+
+
 def is_whole(folder: Path) -> bool:
     """Return whether a folder has a manifest, and every file that it lists with its size. No content is read."""
     try:
@@ -181,12 +197,15 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def damages(folder: Path, *parts: str, from_disk: bool = False, gives_way: bool = False) -> list[Damage]:
+def damages(
+    folder: Path, *parts: str, needed: Collection[str] = (), from_disk: bool = False, gives_way: bool = False
+) -> list[Damage]:
     """Compare a folder with its manifest; return what is wrong, in the order of the files' names.
 
     Args:
         folder: Of a checkpoint; everything in it is read, by a few threads.
         *parts: Folders and files in it, such as `hf`, to look at alone; without one, everything.
+        needed: Files that the manifest has to list, because somebody reads them without a look at it.
         from_disk: Whether to read from the disk what the system still has in memory, see `FileDigest.of`.
         gives_way: Whether the threads have the lowest priority.
 
@@ -199,7 +218,10 @@ def damages(folder: Path, *parts: str, from_disk: bool = False, gives_way: bool 
         return [Damage(MANIFEST, str(error).removeprefix(f"{folder / MANIFEST} "))]
     listed = {name: digest for name, digest in manifest.files.items() if _is_in(name, parts)}
     there = {name for name, _ in patiently(lambda: list(_files_below(folder)), folder) if _is_in(name, parts)}
-    foreign = [Damage(name, "is not in the manifest", is_foreign=True) for name in there - listed.keys()]
+    foreign = [
+        Damage(name, "is not in the manifest", is_foreign=name not in needed)
+        for name in (there | {*needed}) - listed.keys()
+    ]
     compared = in_threads(
         lambda item: _compare(folder, *item, from_disk=from_disk),
         listed.items(),

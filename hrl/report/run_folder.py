@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeGuard
 
 import yaml
 
@@ -580,16 +580,17 @@ def require_kinds(place: str, record: Mapping[str, Any], kinds: Mapping[str, str
             raise DamagedFileError(f"{place} is damaged: {name[:80]} is not {kind}. {_WAY_OUT}")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return whether a value is a number that a float holds."""
     if isinstance(value, int):
         return value.bit_length() < 1024  # a float holds it
     return isinstance(value, float)
 
 
 _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
-    NUMBER: _is_number,
+    NUMBER: is_number,
     TEXT: lambda value: isinstance(value, str),
-    WHOLE: lambda value: isinstance(value, int) and _is_number(value),
+    WHOLE: lambda value: isinstance(value, int) and is_number(value),
     OBJECT: lambda value: isinstance(value, dict),
     TEXTS: lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
 }

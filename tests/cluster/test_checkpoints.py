@@ -22,7 +22,7 @@ from hrl.cluster.checkpoints import (
     require_undamaged,
     state_text,
 )
-from hrl.cluster.manifest import MANIFEST
+from hrl.cluster.manifest import MANIFEST, Manifest
 from hrl.errors import may_pass
 from hrl.report.run_folder import RunFolderError
 from hrl.workers.engine.background import write_record
@@ -171,6 +171,16 @@ def test_a_damaged_part_does_not_keep_another_from_being_used(tmp_path: Path) ->
         require_undamaged(path, "actor")
 
 
+def test_a_state_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path), 1)
+    listed = {name: digest for name, digest in Manifest.read(path).files.items() if name != STATE_FILE}
+    Manifest(1, listed).write(path)
+    with pytest.raises(CheckpointError, match=r"step_1 is damaged: state\.json is not in the manifest"):
+        CheckpointStore(tmp_path).choose("auto", None)
+    with pytest.raises(CheckpointError, match=r"step_1 is damaged: state\.json is not in the manifest"):
+        require_undamaged(path, "hf")
+
+
 def test_one_of_an_older_version_without_a_manifest_is_taken_with_a_warning_unless_a_size_is_wrong(
     tmp_path: Path, caplog
 ) -> None:
@@ -184,6 +194,8 @@ def test_one_of_an_older_version_without_a_manifest_is_taken_with_a_warning_unle
     for file, content, said in (
         ("actor/shard-1.safetensors", "shar", "actor/shard-1.safetensors has 4 bytes, of 5 that were written"),
         ("actor/written-rank-0.json", "{", "actor/written-rank-0.json is damaged"),
+        ("actor/written-rank-0.json", '{"files": {"/etc/passwd": 5}}', "actor/written-rank-0.json is damaged"),
+        ("actor/written-rank-0.json", '{"files": {"\\u0000": 5}}', "actor/written-rank-0.json is damaged"),
         ("state.json", "{", "state.json is damaged"),
     ):
         whole = (path / file).read_text()

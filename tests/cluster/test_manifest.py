@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, damages, describe, is_whole
+from hrl.cluster.manifest import MANIFEST, Damage, Manifest, ManifestError, _sealed, damages, describe, is_whole
 from hrl.cluster.patience import PAUSES_S, UnreadableError
 from hrl.workers.engine.digest import DigestingFile, FileDigest
 
@@ -138,13 +138,8 @@ def test_nor_is_a_folder_whose_file_system_says_nothing(
         (None, "is missing"),
         ("", "is damaged: Expecting value"),
         ("[]", "is damaged"),
-        ("{}", "is damaged: 'files'"),
+        ("{}", "is damaged: 'step'"),
         ("[" * 100_000, "is damaged"),
-        (
-            '{"files": {"../../etc/passwd": {"size": 1, "xxh3_128": "0"}}, "step": 1, "score": null}',
-            "no name of a file",
-        ),
-        ('{"files": {"a": 3}, "step": 1, "score": null}', "3 is no size and hash"),
     ],
 )
 def test_a_manifest_that_is_none_is_a_damage_and_no_traceback(folder: Path, text: str | None, what: str) -> None:
@@ -155,13 +150,47 @@ def test_a_manifest_that_is_none_is_a_damage_and_no_traceback(folder: Path, text
     assert damage.file == MANIFEST and what in damage.what and not is_whole(folder)
 
 
+DIGEST = {"size": 1, "xxh3_128": "0" * 32}
+
+
+NO_NAMES = ("../../etc/passwd", "/etc/passwd", "a\0b", "a\ud800b", "a\x1b[31m", "", ".", "a//b", "a/", "./a")
+NO_DIGESTS = (3, [], {}, DIGEST | {"size": -1}, DIGEST | {"size": True}, DIGEST | {"xxh3_128": "0"})
+NO_FIELDS = {"files": [[], None], "step": [True, -1, "1", 1.0], "score": ["best", {}, 10**400], "hrl": [None, {}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        *(({"files": {name: DIGEST}}, "no name of a file") for name in NO_NAMES),
+        *(({"files": {"a": digest}}, "no size and hash") for digest in NO_DIGESTS),
+        *(({name: value}, f"what it has as {name} is") for name, values in NO_FIELDS.items() for value in values),
+    ],
+)
+def test_a_manifest_with_a_right_seal_and_something_else_in_it_is_a_damage_too(
+    folder: Path, change: dict[str, object], what: str
+) -> None:
+    plain = json.loads((folder / MANIFEST).read_text()) | change
+    (folder / MANIFEST).write_text(_sealed(plain))
+    (damage,) = damages(folder)
+    assert damage.file == MANIFEST and what in damage.what and len(damage.what) < 200 and not is_whole(folder)
+
+
+def test_a_file_that_is_read_without_a_look_at_the_manifest_has_to_be_in_it(folder: Path) -> None:
+    files = {name: digest for name, digest in Manifest.read(folder).files.items() if name != "state.json"}
+    Manifest(3, files).write(folder)
+    (damage,) = damages(folder, needed=["state.json"])
+    assert damage == Damage("state.json", "is not in the manifest")
+    (folder / "state.json").unlink()
+    assert damages(folder, needed=["state.json"]) == [damage] and damages(folder) == []
+
+
 def test_a_manifest_of_a_later_format_names_the_version_that_wrote_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as later:
         later.setattr("hrl.cluster.manifest.FORMAT", 7)
         Manifest(3, {}, hrl="9.1").write(folder)
-    with pytest.raises(ManifestError, match=r"has format 7, this version of hrl reads 1.* version 9\.1"):
+    with pytest.raises(ManifestError, match=r"has format 7, this version of hrl reads 1.* version '9\.1'"):
         Manifest.read(folder)
 
 
@@ -183,6 +212,9 @@ def test_what_a_writer_took_as_it_wrote_is_what_reading_gives(tmp_path: Path) ->
 
 def test_a_manifest_lists_what_was_written_even_if_the_disk_has_something_else(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(b"what the disk made of it")
-    written = {tmp_path / "shard": FileDigest(4, xxh3_128_hexdigest(b"true")), tmp_path / "lost": FileDigest(0, "0")}
+    written = {
+        tmp_path / "shard": FileDigest(4, xxh3_128_hexdigest(b"true")),
+        tmp_path / "lost": FileDigest(0, "0" * 32),
+    }
     Manifest.of(tmp_path, 1, written).write(tmp_path)
     assert [damage.file for damage in damages(tmp_path)] == ["lost", "shard"]

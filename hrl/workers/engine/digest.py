@@ -7,6 +7,7 @@ another file with the same one.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
@@ -17,6 +18,7 @@ from hrl.files import naming
 
 #: What is read at once: large enough that the hash is taken without the interpreter's lock.
 _CHUNK_BYTES = 4 << 20
+_HASH = re.compile(r"[0-9a-f]{32}")
 
 
 class FileDigest(NamedTuple):
@@ -43,8 +45,9 @@ class FileDigest(NamedTuple):
         """
         match plain:
             case {"size": int(size), "xxh3_128": str(xxh3), **rest} if not rest:
-                return cls(size, xxh3)
-        raise ValueError(f"{plain!r} is no size and hash of a file")
+                if not isinstance(size, bool) and size >= 0 and _HASH.fullmatch(xxh3):
+                    return cls(size, xxh3)
+        raise ValueError(f"{plain!r:.80} is no size and hash of a file")
 
     @classmethod
     def of(cls, path: Path, *, from_disk: bool = False) -> FileDigest:
