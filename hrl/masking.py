@@ -19,10 +19,13 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
+from hrl.secret_names import in_small_words, may_name_a_secret, names_a_secret
+
 MASK = "<masked>"
 """What is written in place of a secret. A configuration that has it is refused: it was saved, and lacks what it had."""
 
 _VARIABLE_NAMED = "env:"
+_VARIABLES = "env_vars"
 _VARIABLE = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|PRIVATE|SESSION|SIGNATURE|BEARER|WEBHOOK|JWT|APIKEY|ACCESSKEY|"
     r"CONNECTION_?STRING|(^|_)(AUTH|KEYS?|PAT|PASS|PWD|DSN)(_|$)",
@@ -33,6 +36,7 @@ _WELL_KNOWN = (
     r"(?P<vague>\b(?:sk|rk|pk)[-_][A-Za-z0-9_-]{16,})|\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w+"
     r"|\bglpat-[\w-]+|\bxox[a-z]-[\w-]+|\bAKIA[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}"
     r"|\beyJ[A-Za-z0-9_-]{10,}\.[\w.-]*"
+    r"|(?<=\bBearer )(?=\S*\d)[\w.~+/-]{8,}=*"
     r"|-----BEGIN (?:[\s\S]*?-----END [A-Z ]+-----|[\s\S]*)"
 )
 """Forms of keys that services give out. A vague one begins as names of files and runs do, and counts where the rest
@@ -56,31 +60,29 @@ _SECRET_ITSELF = re.compile(
 _WORDS_ALONE = re.compile(r"[A-Za-z]+(?:[-_. ][A-Za-z]+)*|\d+")
 _PASSPHRASE = 16
 """Words of fewer characters than this are not replaced wherever they stand: `production` is part of many paths."""
-_ARGUMENT = re.compile(
-    r"(^|_)(api_?key|access_?key|private_?key|account_?key|secret_?key|client_?secret|secret|passw(or)?d|passphrase|"
-    r"credentials?|authorization|bearer|jwt|webhook(_url)?|(api|auth|access|hf|hub|bearer|session|refresh|client)_?token)$",
-    re.IGNORECASE,
-)
-"""Narrower than for variables: arguments such as `max_tokens`, `stop_token` and `key` are no secrets."""
-_OFTEN_NONE = re.compile(
-    r"(^|_)(keys?|tokens?|secrets?|passw\w*|auth|credentials?|signature|cookie|pat|dsn)(_|$)", re.I
-)
-"""Names whose value is a secret if it looks drawn by lot."""
-_DRAWN_BY_LOT = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=]{20,}")
+_DRAWN_BY_LOT = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=]{20,}|(?P<parted>[\w+/=.:~-]{20,})", re.ASCII)
+_RESTLESS_UNDER_A_NAME = 0.3
+"""The same share, where the name says already that the value may be a key."""
 _FORMS = re.compile(rf"{_LOGIN}|{_WELL_KNOWN}")
 _IN_ADDRESS = re.compile(
-    r"([?&;](?:[\w.-]{0,60}(?:token|secret|passw(?:or)?d|signature|api_?key|access_?key)|accountkey|sig|key|pwd)=)[^&\s'\"#;]+",
+    r"([?&;](?:[\w.-]{0,60}(?:token|secret|passw(?:or)?d|signature|credential|api_?key|access_?key)|accountkey|sig|key|pwd)=)[^&\s'\"#;]+",
     re.IGNORECASE,
 )
 _NO_SECRETS = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
-_NAMED = re.compile(r"(?<![\w.-])(?P<name>[A-Za-z_][\w.-]{0,200})\\?['\"]?\s?[=:]\s?")
+_NAMED = re.compile(
+    r"(?<![\w.-])(?P<option>--?)?(?P<name>[A-Za-z_][\w.-]{0,200})(?:\\?['\"]?\s?[=:]\s?|(?(option)[ \t](?!-)|(?!)))"
+)
+"""What stands before a value: `name=`, `name: `, `"name": `, `--name `."""
 _VALUE = re.compile(
-    r"(?P<quote>\\?['\"])(?P<quoted>(?:(?!(?P=quote))[^\n])+)"
-    r"|(?P<word>(?:(?:Bearer|Basic|Token|ApiKey)\s+)?[^\s'\",;&}\])]+)",
+    r"[bru]?(?P<quote>\\?['\"])(?P<quoted>(?:(?!(?P=quote))(?:\\.|[^\\\n]))+)"
+    r"|(?P<several>[\[{(][^\]})\n]+)"
+    r"|(?P<word>(?:(?:Bearer|Basic|Token|ApiKey)\s+)?(?![\[{(])[^\s'\",;&}\])]+)",
     re.IGNORECASE,
 )
-"""What stands behind a name: in quotes to their end, else a word, or two where the first is a scheme of HTTP."""
-_WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
+"""What stands behind a name: in quotes or brackets to their end, else a word, or two where the first is a scheme of
+HTTP."""
+_GLANCE = 64
+"""Characters of a value that show whether it is a secret. Only of a secret all is read: texts are long."""
 _SHORTEST = 8
 """A shorter text than this is not replaced wherever it stands: it would be found in words that say something else."""
 
@@ -103,16 +105,17 @@ def is_written_secret(name: str, value: object) -> bool:
     """
     if not isinstance(value, str) or not value or value.startswith(_VARIABLE_NAMED):
         return False
-    return _names_a_secret(name) or _shows_a_secret(value)
+    return _is_secret_under(name, value) or _shows_a_secret(value)
 
 
 def masked(tree: Any, names: Collection[str] = ()) -> Any:
     """Return nested plain data with `MASK` in place of every secret, and remember these for `masked_text`.
 
-    A value is a secret by its name (`api_key`, `hf_token`, `password`, …; also `key` and `token` if the value looks
-    drawn by lot), by its form (keys of well-known services), or because a pattern names it. Of an address with a login
-    only the login is masked, and of paths and labels (`*_dir`, `*_files`, `experiment_name`, …) nothing else.
-    `env:NAME` is no secret; the value of the variable that it names is one in texts.
+    A value is a secret by its name (`api_key`, `bot_token`, `password`, …; also `key` and `token` if the value looks
+    drawn by lot; below `env_vars` as the environment's variables are), by its form (keys of well-known services), or
+    because a pattern names it. Of an address with a login only the login is masked, and of paths and labels (`*_dir`,
+    `*_files`, `experiment_name`, …) nothing else. `env:NAME` is no secret; the value of the variable that it names is
+    one in texts.
 
     Args:
         tree: A dict of dicts and lists.
@@ -122,22 +125,24 @@ def masked(tree: Any, names: Collection[str] = ()) -> Any:
 
 
 def _masked(value: Any, path: tuple[str, ...], patterns: tuple[str, ...]) -> Any:
-    if path and (_is_named(path, patterns) or _names_a_secret(path[-1])):
+    is_variable = bool(path) and isinstance(value, str) and _is_variable(path)
+    if path and (_is_named(path, patterns) or (not is_variable and names_a_secret(".".join(path)))):
         return _all_masked(value)
     if isinstance(value, Mapping):
         return {name: _masked(item, (*path, str(name)), patterns) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_masked(item, path, patterns) for item in value]
-    if isinstance(value, str) and value.startswith(_VARIABLE_NAMED):
-        remember(os.environ.get(value.removeprefix(_VARIABLE_NAMED), ""))
-        return value
     if not isinstance(value, str):
         return value
-    if path and _is_secret(path[-1], value):
-        if path[-1].isupper() and not _is_found_by_itself(path[-1], value):
-            return MASK  # here; the same word elsewhere says something else
-        return _all_masked(value)
-    if path and _PLACE_OR_LABEL.search(_snake(path[-1])):
+    if value.startswith(_VARIABLE_NAMED):
+        remember(os.environ.get(value.removeprefix(_VARIABLE_NAMED), ""))
+        return value
+    if is_variable and is_secret_variable(path[-1], value):
+        # An ordinary word says something else elsewhere.
+        return _all_masked(value) if _is_found_by_itself(path[-1], value) else MASK
+    if path and not is_variable and _is_secret_under(".".join(path), value):
+        return MASK if _is_word(value) else _all_masked(value)
+    if path and _PLACE_OR_LABEL.search(in_small_words(path[-1])):
         return _without_keys_of_addresses(re.sub(_LOGIN, MASK, value))
     return _without_known_forms(value)
 
@@ -162,10 +167,13 @@ def _is_named(path: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(whole, pattern) or fnmatch.fnmatchcase(last, pattern) for pattern in patterns)
 
 
-def _is_secret(name: str, value: str) -> bool:
-    if name.isupper():  # a variable of an environment, as in Ray's `runtime_env`
-        return is_secret_variable(name, value)
-    return bool(_OFTEN_NONE.search(_snake(name)) and _DRAWN_BY_LOT.fullmatch(value))
+def _is_variable(path: tuple[str, ...]) -> bool:
+    """Return whether a key is that of a variable of an environment, as in Ray's `runtime_env`."""
+    return path[-1].isupper() or _VARIABLES in path[:-1]
+
+
+def _is_secret_under(name: str, value: str) -> bool:
+    return names_a_secret(name, value) or (may_name_a_secret(name) and _is_drawn(value))
 
 
 def _shows_a_secret(value: str) -> bool:
@@ -176,22 +184,22 @@ def _is_key(found: re.Match[str]) -> bool:
     return found["vague"] is None or _looks_drawn(found["vague"])
 
 
+def _is_drawn(value: str) -> bool:
+    """Return whether a whole value looks drawn by lot; `secrets.token_urlsafe` draws `-` and `_` too."""
+    found = _DRAWN_BY_LOT.fullmatch(value)
+    return found is not None and (found["parted"] is None or _restlessness(value) >= _RESTLESS_UNDER_A_NAME)
+
+
 def _looks_drawn(text: str) -> bool:
     """Return whether a text was drawn by lot, rather than put together from words and numbers."""
     if any(not run.isalpha() and not run.isdigit() for run in _RUN.findall(text)):
         return True
+    return sum(map(str.isalnum, text)) >= _LONG and _restlessness(text) >= _RESTLESS
+
+
+def _restlessness(text: str) -> float:
     kinds = [(each.isdigit(), each.isupper()) for each in text if each.isalnum()]
-    changes = sum(one != other for one, other in pairwise(kinds))
-    return len(kinds) >= _LONG and changes >= _RESTLESS * (len(kinds) - 1)
-
-
-def _names_a_secret(name: str) -> bool:
-    return _ARGUMENT.search(_snake(name)) is not None
-
-
-def _snake(name: str) -> str:
-    """Return a name such as `X-Api-Key` or `apiKey` as `api_key`."""
-    return "_".join(part for part in _WORDS.split(name) if part)
+    return sum(one != other for one, other in pairwise(kinds)) / max(1, len(kinds) - 1)
 
 
 def is_masked(value: object) -> bool:
@@ -235,14 +243,18 @@ def _is_found_by_itself(name: str, value: str) -> bool:
         return True
     if not _SECRET_ITSELF.search(name):
         return False
-    return not _WORDS_ALONE.fullmatch(value) or (len(value) >= _PASSPHRASE and "." not in value)
+    return not _is_word(value)
+
+
+def _is_word(value: str) -> bool:
+    return _WORDS_ALONE.fullmatch(value) is not None and (len(value) < _PASSPHRASE or "." in value)
 
 
 def remember_arguments(arguments: Iterable[str]) -> None:
     """Have `masked_text` replace the secrets among `key=value` arguments, which messages may repeat."""
     for argument in arguments:
         key, _, value = argument.partition("=")
-        _masked(value, (key.rpartition(".")[2].lstrip("+"),), ())
+        _masked(value, tuple(key.lstrip("+").split(".")), ())
         remember(*(value[begin:end] for begin, end in _assigned_secrets(value)))
 
 
@@ -251,9 +263,10 @@ def _assigned_secrets(text: str) -> Iterator[tuple[int, int]]:
     at = 0
     while named := _NAMED.search(text, at):
         at = named.end()
-        found = _VALUE.match(text, at) if _names_a_secret(named["name"].rpartition(".")[2]) else None
-        if found is not None:
-            begin, at = found.span("word" if found["quoted"] is None else "quoted")
+        glance = _VALUE.match(text, at, at + _GLANCE)
+        if glance and _is_secret_under(named["name"], glance[str(glance.lastgroup)]):
+            found = _VALUE.match(text, at) or glance
+            begin, at = found.span(str(found.lastgroup))
             if not text.startswith((_VARIABLE_NAMED, MASK), begin):
                 yield begin, at
 

@@ -1,4 +1,7 @@
+import base64
+import itertools
 import os
+import random
 import subprocess
 import sys
 import time
@@ -6,6 +9,8 @@ import time
 import pytest
 
 from hrl import masking
+from hrl.config.run_kind import KINDS
+from hrl.config.section import leaves
 from hrl.masking import (
     MASK,
     is_masked,
@@ -17,6 +22,7 @@ from hrl.masking import (
     remember_arguments,
     remember_environment,
 )
+from hrl.secret_names import names_a_secret
 
 
 @pytest.fixture(autouse=True)
@@ -109,11 +115,62 @@ def test_other_names_of_secrets(name):
     assert masked({name: "x"}) == {name: MASK}
 
 
-def test_a_key_is_masked_if_it_looks_drawn_by_lot():
-    assert masked({"key": "4f9a8b7c6d5e4f3a2b1c0", "token": "c2VjcmV0IHNlY3JldCBzZWNyZXQ5"}) == {
-        "key": MASK,
-        "token": MASK,
+@pytest.mark.parametrize("value", ["hunter22-Hunter_22xyzQ7", "plain", "correct horse"])
+@pytest.mark.parametrize("name", ["bot_token", "githubToken", "x_token_2", "db_pass", "secret_value", "token_secret"])
+def test_an_argument_whose_name_tells_is_masked_and_refused_whatever_its_value(name, value):
+    assert masked({"reward_kwargs": {name: value, "n": 1}}) == {"reward_kwargs": {name: MASK, "n": 1}}
+    assert is_written_secret(name, value) and not is_written_secret(name, "env:ITS_NAME")
+    assert masked_text(f"{name}='{value}'") == f"{name}='{MASK}'"
+
+
+def test_a_key_of_something_is_a_secret_unless_it_names_a_column():
+    assert masked({"openai_key": "Hunter22", "rsa_key": "x9"}) == {"openai_key": MASK, "rsa_key": MASK}
+    columns = {"subject_key": "topic", "difficulty_key": "extra_info.level", "format_key": "Format-2"}
+    assert masked(columns) == columns and not any(is_written_secret(*item) for item in columns.items())
+
+
+def test_a_word_under_the_name_of_a_secret_is_not_taken_out_of_texts():
+    assert masked({"speaker_token": "assistant", "bot_token": "hunter22x"}) == {
+        "speaker_token": MASK,
+        "bot_token": MASK,
     }
+    assert masked_text("assistant hunter22x") == f"assistant {MASK}"
+
+
+@pytest.mark.parametrize("name", ["key", "token", "keys", "token_of_mine", "prompt_key", "stop_tokens"])
+def test_a_value_is_masked_under_such_a_name_if_it_looks_drawn_by_lot(name):
+    assert masked({name: "4f9a8b7c6d5e4f3a2b1c0"}) == masked({name: "c2VjcmV0IHNlY3JldCBzZWNyZXQ5"}) == {name: MASK}
+    draw = random.Random(0).randbytes
+    for _ in range(100):  # as secrets.token_urlsafe does
+        drawn = base64.urlsafe_b64encode(draw(32)).rstrip(b"=").decode()
+        assert masked({name: drawn}) == {name: MASK} and is_written_secret(name, drawn), drawn
+
+
+def test_no_key_of_the_schema_is_taken_for_a_secret():
+    for kind in KINDS.values():
+        for key in leaves(kind.schema):
+            assert not names_a_secret(key, "Some-Text_7"), key
+            assert masked({key: 128}) == {key: 128}, key
+    assert masked({"trainer": {"secrets": ["Customer-7"]}}) == {"trainer": {"secrets": ["Customer-7"]}}
+    remember_arguments(["trainer.secrets=[Customer-7]"])
+    assert masked_text("trainer.secrets=[Customer-7]") == "trainer.secrets=[Customer-7]"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "average_tokens_across_devices begin_suppress_tokens dbo_decode_token_threshold eos_token decoder_start_token "
+        "end_token forced_eos_token_id hashing_key keys_to_ignore_at_inference long_prefill_token_threshold max_tokens "
+        "max_num_batched_tokens min_tokens n_tokens new_key num_assistant_tokens pad_token skip_special_tokens "
+        "sort_keys spec_tokens start_token stop_token_ids token_ids tokenizer tokenizer_mode tokens_only unk_token",
+        "answer_key answer_tokens api_key_env bypass format_key first_pass image_key keyword label_key pass_rate "
+        "per_token password_file monkey_business secretary surpass think_token passage_key reward_fn_key tests_key "
+        "token_level token_penalty",
+    ],
+)
+def test_what_engines_and_rewards_call_their_arguments_is_not_taken_for_a_secret(names):
+    for name, value in itertools.product(names.split(), ("mean", "some_column", 4096, 0.5, True, None)):
+        assert masked({name: value}) == {name: value} and not is_written_secret(name, value)
 
 
 def test_of_an_address_only_the_login_is_masked_and_of_a_query_the_key():
@@ -130,6 +187,10 @@ def test_of_an_address_only_the_login_is_masked_and_of_a_query_the_key():
 def test_a_variable_in_a_configuration_is_judged_as_variables_are():
     env = {"WANDB_API_KEY": "x", "MODE": "fast", "DB": "postgres://me:pw@db/x"}
     assert masked({"env_vars": env}) == {"env_vars": {"WANDB_API_KEY": MASK, "MODE": "fast", "DB": MASK}}
+    small = {"db_pass": "x", "github_token": "y", "my_token_of_june": "z1", "mode": "fast"}
+    assert masked({"env_vars": small}) == {"env_vars": dict.fromkeys(small, MASK) | {"mode": "fast"}}
+    remember_arguments(["+trainer.ray_kwargs.runtime_env.env_vars.db_pass=canary-7"])
+    assert masked_text("canary-7") == MASK
 
 
 def test_what_the_user_names_is_masked_by_the_last_part_of_its_key_or_all_of_it():
@@ -248,6 +309,15 @@ def test_secrets_of_the_environment_and_of_a_command_line_are_masked():
         ('passphrase="it\'s a, b" c', f'passphrase="{MASK}" c'),
         (r'"{\"password\": \"abc d\", \"n\": 5}"', rf'"{{\"password\": \"{MASK}\", \"n\": 5}}"'),
         ("password='' is empty", "password='' is empty"),
+        (r"password='a\'b c' d", f"password='{MASK}' d"),
+        ("hrl x --api-key abc --n 5", f"hrl x --api-key {MASK} --n 5"),
+        ("--db-password=abc -- x", f"--db-password={MASK} -- x"),
+        ("--api-key --n 5", "--api-key --n 5"),
+        ("api_keys: ['a', 'b'], n: 5", f"api_keys: {MASK}], n: 5"),
+        ("api_keys=[]", "api_keys=[]"),
+        ("sent 'Bearer abc.def4.ghi'", f"sent 'Bearer {MASK}'"),
+        ("https://h/x?X-Amz-Credential=AK%2Fa&n=1", f"https://h/x?X-Amz-Credential={MASK}&n=1"),
+        ("cache_key=ab12 x_token: 12 run_key = run_key", "cache_key=ab12 x_token: 12 run_key = run_key"),
         ("env=API_KEY=abc", f"env=API_KEY={MASK}"),
         ("reason='refused: api_key=abc'", f"reason='refused: api_key={MASK}'"),
         ("write api_key: env:ITS_NAME", "write api_key: env:ITS_NAME"),
@@ -306,6 +376,9 @@ def test_a_short_text_is_not_replaced_in_others():
         "?key",
         ";",
         "api_key=",
+        "key=",
+        "x_token=",
+        "--x_token ",
         "api_key='",
         "a='b",
         "'",
