@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -28,6 +29,8 @@ BESIDE = (METRICS, ALARMS, CONFIG)
 _MAX_WAITING = 2
 #: Seconds after which a checkpoint that could not be sent is sent again, unless a newer one is there by then.
 _AGAIN_S = 60.0
+#: Seconds between two looks at how much time is left.
+_LOOK_S = 0.1
 #: Seconds that the chunk under way may take when an upload is given up.
 _LAST_CHUNK_S = 10.0
 
@@ -115,22 +118,26 @@ class Uploads:
             "checkpoint/uploads_waiting": float(len(self.steps())),
         }
 
-    def close(self, patience_s: float) -> dict[int, str]:
+    def close(self, patience_s: float, left_s: Callable[[], float] = lambda: math.inf) -> dict[int, str]:
         """Wait until all are sent and end the thread; return the steps that were not, and why.
 
         Args:
             patience_s: How long to wait; what is under way then is given up.
+            left_s: Is asked again and again how long there is still time, if that may become less meanwhile.
         """
+        began = time.monotonic()
         with self._change:
             self._is_over = True
             self._change.notify_all()
         try:
-            self._thread.join(patience_s)
+            while self._thread.is_alive() and (wait_s := min(began + patience_s - time.monotonic(), left_s())) > 0:
+                self._thread.join(min(wait_s, _LOOK_S))
         finally:  # also on Ctrl-C
             self._store.give_up.set()
+        waited_s = time.monotonic() - began
         self._thread.join(_LAST_CHUNK_S)
         self._tell_news()
-        late = f"the run ended before all of it was sent, and waited {patience_s:g} s"
+        late = f"the run ended before all of it was sent, and waited {waited_s:.0f} s"
         return self._failed | {step: self._failed.get(step, late) for step in self.steps()}
 
     def _tell_news(self) -> None:

@@ -34,6 +34,8 @@ EXIT_INTERRUPTED = 130
 _ONE_REQUEST_S = 0.5
 #: The part of the grace that the step may have; the rest is for the checkpoint and the end of the processes.
 STEP_SHARE = 0.75
+#: The part after which nothing is sent to a store any more; the rest is for the end of the process.
+SENDING_SHARE = 0.9
 
 
 _Handler = Callable[[int, FrameType | None], object]
@@ -101,8 +103,8 @@ class StopRequest:
         self._clock = clock
         self._asked_by: signal.Signals | None = None
         self._asked_at = self._latest_at = -float("inf")
-        self._told: SimpleQueue[signal.Signals | None] | None = None
-        self._is_installed = self._step_runs = False
+        self._to_tell: SimpleQueue[signal.Signals | None] = SimpleQueue()
+        self._is_installed = self._is_in_order = self._step_runs = False
         self._on_terminal: list[int] = []
         self.is_late = False
         """Whether the step's share of the grace has passed."""
@@ -114,10 +116,14 @@ class StopRequest:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the step's share of the grace has passed; infinite as long as nobody asked or waits."""
+        """Seconds until the step's share of the grace has passed; see `left_of`."""
+        return self.left_of(STEP_SHARE)
+
+    def left_of(self, share: float) -> float:
+        """Return the seconds until so much of the grace has passed; infinite as long as nobody asked or waits."""
         if self._asked_by is None or self.grace_s is None:
             return float("inf")
-        return self._asked_at + STEP_SHARE * self.grace_s - self._clock()
+        return self._asked_at + share * self.grace_s - self._clock()
 
     def install(self) -> None:
         """Receive signals that ask for an end. Call it before anything that has to be undone, in the main thread."""
@@ -137,10 +143,10 @@ class StopRequest:
         if now - self._latest_at < _ONE_REQUEST_S or (self.is_asked and number == signal.SIGXCPU):
             return
         self._latest_at = now
-        if self._told is None or self.is_asked:
+        if not self._is_in_order or self.is_asked:
             raise KeyboardInterrupt
         self._asked_by, self._asked_at = signal.Signals(number), now
-        self._told.put(self._asked_by)  # a thread says it: this may have come in the midst of a line
+        self._to_tell.put(self._asked_by)  # a thread says it: this may have come in the midst of a line
         if self._step_runs and self.grace_s is not None:
             signal.setitimer(signal.ITIMER_REAL, STEP_SHARE * self.grace_s)
 
@@ -148,7 +154,9 @@ class StopRequest:
     def in_order(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Only note the first signal that comes within the block, and say so at once.
 
-        Where a grace is given, `KeyboardInterrupt` comes in a step when the step's share of it has passed.
+        Where a grace is given, `KeyboardInterrupt` comes in a step when the step's share of it has passed. What follows
+        a block that ended well is the run's end in order: there the first signal is only noted as well, and said in the
+        next block.
 
         Args:
             tell: Takes the name of the signal. It is called on a thread of its own.
@@ -156,23 +164,24 @@ class StopRequest:
         if not self._is_installed:
             yield
             return
-        told: SimpleQueue[signal.Signals | None] = SimpleQueue()
 
         def run() -> None:
-            while (number := told.get()) is not None:
+            while (number := self._to_tell.get()) is not None:
                 tell(number.name)
 
         thread = threading.Thread(target=run, name="telling of a signal", daemon=True)
         thread.start()
         before = signal.signal(signal.SIGALRM, self._hurry)
-        self._told = told
+        self._is_in_order = True
         try:
             yield
+        except BaseException:
+            self._is_in_order = False
+            raise
         finally:
-            self._told = None
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, before)
-            told.put(None)
+            self._to_tell.put(None)
             thread.join()
 
     def _leave_terminal(self) -> None:
@@ -203,7 +212,7 @@ class StopRequest:
     def step_is_over(self) -> None:
         """Let what follows take its time: the step has ended, or is given up."""
         self._step_runs = False
-        if self._told is not None:  # else the timer is somebody else's
+        if self._is_in_order:  # else the timer is somebody else's
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         self.is_late = False
 

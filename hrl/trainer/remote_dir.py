@@ -17,7 +17,7 @@ from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer, supersed
 from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, named_checkpoint
 from hrl.config.outline import RunConfiguration
 from hrl.config.trainer import RunConfig
-from hrl.processes.signals import RunStoppedError
+from hrl.processes.signals import SENDING_SHARE, RunStoppedError, StopRequest
 from hrl.report.console import Display
 from hrl.report.run_folder import RunFolder, lock_folder, removed, writing_to
 
@@ -25,8 +25,6 @@ RunC = TypeVar("RunC", bound=RunConfiguration)
 
 #: Seconds that a run which failed waits for what is on its way to the store.
 _RESCUE_S = 30.0
-#: The part of `trainer.grace_s` that the store may take: the step has three quarters of it, the end the rest.
-_SHARE_OF_GRACE = 0.15
 _FETCHED = "fetched"
 
 
@@ -89,21 +87,25 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator[Uploads | None]:
+def sending(
+    trainer: RunConfig, folder: RunFolder, display: Display, stop: StopRequest | None = None
+) -> Iterator[Uploads | None]:
     """Send checkpoints to the remote store, if there is one, and wait at the end of the block until all are there.
 
     Args:
         trainer: The section of the configuration.
         folder: The run folder, taken back to where the run begins.
         display: Is told what is sent.
+        stop: Shortens the waiting to what is left of the grace once a signal has asked for the end.
 
     Raises:
         RemoteStoreError: The store can't be written to; or the newest checkpoint is not there at the end.
+        RunStoppedError: It is not there because a signal shortened the waiting; the next start sends it.
     """
     if trainer.default_remote_dir is None:
         yield None
         return
-    store, run = RemoteStore(trainer.default_remote_dir), uuid.uuid4().hex
+    store, run, stop = RemoteStore(trainer.default_remote_dir), uuid.uuid4().hex, stop or StopRequest()
     checkpoints = CheckpointStore(folder.checkpoints)
     with display.stage(f"claiming {store.address}"):
         before = store.claim(run)
@@ -131,24 +133,29 @@ def sending(trainer: RunConfig, folder: RunFolder, display: Display) -> Iterator
     try:
         yield uploads
     except BaseException as error:
-        patience_s = _RESCUE_S
         if isinstance(error, RunStoppedError):
-            patience_s = trainer.timeouts.call_s if trainer.grace_s is None else _SHARE_OF_GRACE * trainer.grace_s
-        _finish(uploads, display, store, patience_s)
+            patience_s = trainer.timeouts.call_s
+        else:
+            patience_s = 0.0 if isinstance(error, KeyboardInterrupt) else _RESCUE_S
+        _finish(uploads, display, store, patience_s, stop)
         raise
-    missing = _finish(uploads, display, store, trainer.timeouts.call_s)
+    missing = _finish(uploads, display, store, trainer.timeouts.call_s, stop)
     newest = max(checkpoints.steps(), default=0)
     if newest in missing:
+        if stop.is_asked and newest in uploads.steps():
+            raise RunStoppedError(newest)
         raise RemoteStoreError(
             f"{store.address} lacks the newest checkpoint, which is whole in {checkpoints.path(newest)}: "
             f"{missing[newest]}"
         )
 
 
-def _finish(uploads: Uploads, display: Display, store: RemoteStore, patience_s: float) -> dict[int, str]:
+def _finish(
+    uploads: Uploads, display: Display, store: RemoteStore, patience_s: float, stop: StopRequest
+) -> dict[int, str]:
     """Wait for what is on its way; tell of what does not arrive, and return it with the reasons."""
     with display.stage(f"sending checkpoints to {store.address}") if uploads.steps() else nullcontext():
-        missing = uploads.close(patience_s)
+        missing = uploads.close(patience_s, lambda: stop.left_of(SENDING_SHARE))
     for step, reason in missing.items():
         display.note(f"step {step} is not in {store.address}: {reason}")
     return missing

@@ -11,6 +11,8 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight, preflight
 from hrl.processes.evidence import count_kills_from_now
-from hrl.processes.signals import ENDING, StopRequest
+from hrl.processes.signals import ENDING, SENDING_SHARE, StopRequest
 from hrl.report.console import Display
 from hrl.report.display import display_of
 from hrl.report.reporter import RunReporter
@@ -65,15 +67,28 @@ def run(
     Raises:
         RunStoppedError: A signal asked for the end, and the run was saved.
     """
-    with running(kind, config, given, trainer_cls=trainer_cls, display=display) as trainer:
-        trainer.stop, trainer.restarts = stop or trainer.stop, restarts
+    with (
+        ExitStack() as until_all_has_ended,
+        running(kind, config, given, trainer_cls=trainer_cls, display=display, stop=stop) as trainer,
+    ):
+        trainer.restarts = restarts
         trainer.fit()
         folder, note = trainer.reporter.folder.path, trainer.reporter.console.note
         if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:
             with trainer.stop.in_order(lambda name: note(f"{name}: writing the model, then ending; again to stop now")):
                 trainer.export(folder / MODEL)
             note(f"trained model: {folder / MODEL}")
+        until_all_has_ended.enter_context(trainer.stop.in_order(partial(_tell_of_late_signal, trainer)))
         return folder
+
+
+def _tell_of_late_signal(trainer: TrainingLoop, name: str) -> None:
+    """Say at once what a run does about a first signal that comes after its last step."""
+    sends = ""
+    if trainer.uploads is not None and trainer.uploads.steps():
+        left_s = trainer.stop.left_of(SENDING_SHARE)
+        sends = ", sending checkpoints" + (f" for at most {left_s:.0f} s (trainer.grace_s)" if left_s < inf else "")
+    trainer.reporter.console.note(f"{name}: all steps are made; ending the processes{sends}; again to stop now")
 
 
 @contextmanager
@@ -86,6 +101,7 @@ def running(
     display: Display | None = None,
     callbacks: Sequence[Callback] = (),
     facts: Sequence[Fact] = (),
+    stop: StopRequest | None = None,
 ) -> Iterator[TrainingLoop]:
     """Yield the trainer of a run with its processes started; the run ends with the block.
 
@@ -98,6 +114,7 @@ def running(
         display: Where the run is shown; on the terminal by default.
         callbacks: Are called at the moments of the run.
         facts: Further lines for the banner.
+        stop: As in `run`.
 
     Raises:
         HrlError: The configuration can't be run (`ConfigError`), or the run failed. Nothing is left running.
@@ -138,7 +155,7 @@ def running(
                 picture=made_of.picture,
             )
         )
-        uploads = stack.enter_context(sending(config.trainer, folder, display))
+        uploads = stack.enter_context(sending(config.trainer, folder, display, stop))
         batch_tokens = made_of.batch_tokens(config, ready)
         cluster = run_cluster(config.trainer.ray_kwargs, num_processes, batch_tokens)
         with _shown(display, "Ray", cluster):
@@ -146,7 +163,7 @@ def running(
             if (short := shortage(batch_tokens, store_use())) is not None:
                 display.note(short)
             with _trainer(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter) as trainer:
-                trainer.callbacks = Callbacks(callbacks)
+                trainer.callbacks, trainer.stop = Callbacks(callbacks), stop or trainer.stop
                 if uploads is not None:
                     trainer.uploads, trainer.checkpoints.busy = uploads, uploads.steps
                 yield trainer

@@ -71,6 +71,26 @@ def test_the_second_signal_means_now() -> None:
     assert told == ["SIGTERM"]
 
 
+def test_once_a_block_has_ended_well_the_rest_of_the_run_is_in_order_too() -> None:
+    stop, clock = installed()
+    told: list[str] = []
+    with stop.in_order(told.append):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.is_asked and told == []
+    with stop.in_order(told.append):
+        pass
+    assert told == ["SIGTERM"]
+    clock.now += 0.6
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+    failed, _ = installed()
+    with pytest.raises(ValueError), failed.in_order(told.append):
+        raise ValueError
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_what_comes_twice_at_once_is_one_request() -> None:
     """As from `timeout`, which signals its child and then the child's group."""
     stop, clock = installed()

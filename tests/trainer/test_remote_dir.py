@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from hrl.cluster.checkpoints import CheckpointStore, state_text
-from hrl.cluster.remote_store import RemoteStore, RemoteStoreError
+from hrl.cluster.remote_store import GivenUpError, RemoteStore, RemoteStoreError
 from hrl.config import compose_cli
+from hrl.processes.signals import RunStoppedError, StopRequest
 from hrl.report.console import RunConsole
 from hrl.report.run_folder import RunFolder
 from hrl.trainer.remote_dir import sending, with_fetched
@@ -38,10 +41,10 @@ class Going:
         self.folder = RunFolder(path / "run", resume=True)
         self.here = CheckpointStore(self.folder.checkpoints)
 
-    def begin(self, *saves: int) -> str:
+    def begin(self, *saves: int, stop: StopRequest | None = None) -> str:
         """Let the run begin, save these steps and end; return what it says."""
         console = RunConsole(Console(file=self.shown, width=400, color_system=None))
-        with sending(self.trainer, self.folder, console) as uploads:
+        with sending(self.trainer, self.folder, console, stop) as uploads:
             for step in saves:
                 save(self.here, step)
                 uploads.send(step)
@@ -69,6 +72,51 @@ def test_where_the_user_goes_back_in_a_run_the_later_ones_count_no_longer(tmp_pa
     save(run.here, 1)
     assert "checkpoints of steps 2, 3 in memory://" in run.begin()
     assert run.store.steps() == [1] and run.store.superseded() == [2, 3]
+
+
+class Asked(StopRequest):
+    """A request that a signal makes as soon as the run waits for its store, of which `left_s` is left then."""
+
+    def __init__(self, left_s: float) -> None:
+        super().__init__()
+        self.ends_at, self.looks = time.monotonic() + left_s, 0
+
+    @property
+    def is_asked(self) -> bool:
+        return self.looks > 1
+
+    def left_of(self, share: float) -> float:
+        self.looks += 1
+        return self.ends_at - time.monotonic() if self.is_asked else math.inf
+
+
+def test_a_signal_shortens_the_wait_for_the_last_checkpoint_and_the_next_start_sends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(store: RemoteStore, *_: object) -> None:
+        assert store.give_up.wait(60)
+        raise GivenUpError
+
+    run = Going(tmp_path)
+    save(run.here, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStore, "upload", hangs)
+        with pytest.raises(RunStoppedError) as stopped:
+            run.begin(4, stop=Asked(0.2))
+    assert stopped.value.step == 4
+    assert "step 4 is not in memory://" in run.shown.getvalue()
+    assert run.store.steps() == [1, 2, 3]
+    run.folder.close()
+    run.folder = RunFolder(tmp_path / "run", resume=True)
+    run.begin()
+    assert run.store.steps() == [3, 4]
+
+
+def test_a_run_that_was_asked_to_end_while_it_sent_all_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    run = Going(tmp_path)
+    save(run.here, 3)
+    run.begin(4, stop=Asked(60.0))
+    assert run.store.steps() == [3, 4]
 
 
 @pytest.mark.parametrize(
