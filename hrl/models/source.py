@@ -16,10 +16,12 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import textwrap
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ _CONVERTED = "models"  # the cache's folder of converted models
 _HUB_REPOSITORY = "models--"  # prefix of a repository's folder in huggingface_hub's cache
 
 _INDEX = "model.safetensors.index.json"
+_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors", re.DOTALL)
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HEAD = "score.weight"
 _LONGEST_REASON = 300
@@ -364,9 +367,15 @@ def check_weights(folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelSourceError(_no_weights(folder))
-    missing = sorted(_listed(folder) - {file.name for file in files})
+    there = {file.name for file in files}
+    missing = sorted(_listed(folder) - there)
     if missing:
         raise ModelSourceError(f"{folder} lacks {missing[0]}, one of {len(missing)} files that {_INDEX} lists")
+    if not (folder / _INDEX).is_file() and (missing := sorted(_numbered(there) - there)):
+        raise ModelSourceError(
+            f"{folder} lacks {missing[0]}, which the names of its other files count, and {_INDEX}: it was not "
+            "written to its end. Fetch or write it again"
+        )
     for file in files:
         _check_header(file)
 
@@ -410,6 +419,12 @@ def _listed(folder: Path) -> set[str]:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelSourceError(f"{index} is not an index of weights: {error}") from error
+
+
+def _numbered(names: Iterable[str]) -> set[str]:
+    """Return the names of all files of which some say, by their own names, how many there are."""
+    parts = {(match[1], match[2]) for match in map(_PART.fullmatch, names) if match is not None}
+    return {f"{stem}-{i:05}-of-{n}.safetensors" for stem, n in parts for i in range(1, int(n) + 1)}
 
 
 def _check_header(file: Path) -> None:

@@ -20,6 +20,7 @@ import yaml
 
 from hrl.errors import HrlError, RefusedError, system_error
 from hrl.files import add_whole, make_durable, open_itself, remove, unfinished_in, write_whole
+from hrl.models.whole_folder import unfinished
 from hrl.processes.plain_data import is_huge
 from hrl.report.environment import describe_environment
 from hrl.report.unwritten import Unwritten
@@ -65,7 +66,7 @@ _OUTPUTS = (
 #: Folders of a run that files are written into as a whole, see `hrl.files.write_whole`.
 _WRITTEN_INTO = ("rollouts", "nonfinite", PROFILE)
 #: Folders that a run removes itself unless it is killed: of a look whether ranks see the disk, of what a store sends.
-_LEFTOVERS = (f".probe.{'[0-9a-f]' * 32}", "tmp.run", "fetched/*/tmp.step_*")
+_LEFTOVERS = (f".probe.{'[0-9a-f]' * 32}", "tmp.run", "fetched/*/tmp.step_*", unfinished(MODEL))
 
 
 class RunFolderError(HrlError, RuntimeError):
@@ -254,8 +255,8 @@ class RunFolder:
     def remove_leftovers(self) -> list[Path]:
         """Remove what killed runs left beside their outputs and checkpoints, and return it."""
         places = (self.path, *(self.path / name for name in _WRITTEN_INTO), *self.checkpoints.glob("step_*"))
-        unfinished = (path for place in places for path in unfinished_in(place))
-        return removed([*unfinished, *(path for pattern in _LEFTOVERS for path in self.path.glob(pattern))])
+        partial = (path for place in places for path in unfinished_in(place))
+        return removed([*partial, *(path for pattern in _LEFTOVERS for path in self.path.glob(pattern))])
 
     def _move_earlier_run_aside(self) -> None:
         check_holds_no_checkpoints(self.path)

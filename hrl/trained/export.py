@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import hrl
 from hrl.errors import HrlError, RefusedError
 from hrl.models.source import check_weights, resolve_model
+from hrl.models.whole_folder import whole_model
 from hrl.report.run_folder import read_jsonl
 from hrl.trained.folders import Trained, find_trained
 
@@ -65,26 +65,14 @@ def export(name: str, out: Path, dtype: str | None = None) -> Exported:
         raise RefusedError(f"{out} is a file; name a folder")
     trained = find_trained(name)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its name until it is whole, so that an interrupted export leaves no folder that looks like a model.
-        own = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".unfinished", dir=out.parent))
+        with whole_model(out) as unfinished:
+            if trained.is_sharded:
+                written = _from_shards(trained, unfinished, dtype)
+            else:
+                written = _copy(resolve_model(trained.name), unfinished, dtype)
+            (unfinished / _CARD).write_text(model_card(trained, written, out.name), encoding="utf-8")
     except OSError as error:
         raise ExportError(f"{out} can't be written: {error}") from error
-    unfinished = own / out.name
-    try:
-        unfinished.mkdir()
-        if trained.is_sharded:
-            written = _from_shards(trained, unfinished, dtype)
-        else:
-            written = _copy(resolve_model(trained.name), unfinished, dtype)
-        (unfinished / _CARD).write_text(model_card(trained, written, out.name), encoding="utf-8")
-        if out.is_dir():
-            out.rmdir()
-        unfinished.rename(out)
-    except OSError as error:
-        raise ExportError(f"{out} can't be written: {error}") from error
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
     check_weights(out)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return Exported(out, written, size)

@@ -29,6 +29,7 @@ from hrl.config.saved import saved_config
 from hrl.data.order import Position, differences
 from hrl.errors import HrlError
 from hrl.metrics import StepMetrics
+from hrl.models.whole_folder import whole_model
 from hrl.processes.signals import STEP_SHARE, RunStoppedError, StopRequest
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
@@ -733,13 +734,13 @@ class TrainingLoop(ABC):
         return f"kept: step {', '.join(steps)}" if steps else "there is no other checkpoint"
 
     def export(self, folder: Path) -> Path:
-        """Write the present weights and the tokenizer as a folder that transformers and vLLM load."""
+        """Write the present weights and the tokenizer as a folder that transformers and vLLM load, or nothing."""
         self.prepare()
         require_shared(folder.parent, self.workers.trained)
-        with worker_phase("save_checkpoint"):
-            self.workers.export(folder)
-        with writing_to(folder):
-            self.tokenizer.save_pretrained(folder)
+        with writing_to(folder), whole_model(folder) as unfinished:
+            with worker_phase("save_checkpoint"):
+                self.workers.export(unfinished)
+            self.tokenizer.save_pretrained(unfinished)
         return folder
 
     def restore(self) -> None:

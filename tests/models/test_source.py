@@ -303,6 +303,14 @@ def test_whole_weights_pass_in_one_file_or_in_several(tmp_path):
     assert "is not an index of weights" in refusal(tmp_path)
 
 
+def test_numbered_weights_without_an_index_are_refused_unless_all_are_there(tmp_path):
+    save(tmp_path / "model-00001-of-00003.safetensors")
+    save(tmp_path / "model-00003-of-00003.safetensors")
+    assert "lacks model-00002-of-00003.safetensors, which the names of its other files count" in refusal(tmp_path)
+    save(tmp_path / "model-00002-of-00003.safetensors")
+    check_weights(tmp_path)
+
+
 def test_weights_that_are_missing_or_of_another_kind_say_what_to_do(tmp_path):
     assert refusal(tmp_path).endswith("has no weights: there is no *.safetensors file in it")
     (tmp_path / "model.gguf").touch()

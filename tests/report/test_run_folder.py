@@ -112,12 +112,14 @@ def test_what_killed_runs_left_is_removed_and_nothing_else(tmp_path):
     left = [
         ".probe.0123456789abcdef0123456789abcdef/token",
         "tmp.run/metrics.jsonl",
+        ".model.0123456789abcdef.unfinished/config.json",
         "fetched/0a/tmp.step_3/state.json",
     ]
     left += [f"{place}.x.json.0123456789abcdef.partial" for place in ("", "rollouts/", "nonfinite/", "profile/")]
     left += ["checkpoints/step_2/.manifest.json.0123456789abcdef.partial"]
     kept = [
         ".probe.mine",
+        ".model.mine.unfinished/config.json",
         ".x.partial",
         "tmp.mine/a",
         "fetched/0a/step_2/state.json",

@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hrl.cluster.manifest import Manifest
 from hrl.processes.signals import ENDING, RunStoppedError, StopRequest
 from hrl.protocol import DataProto
 from hrl.report.run_folder import read_jsonl
+from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.callbacks import Callback, Callbacks, RunState
 from tests.trainer.ppo.driver import Driver, Workers
 
@@ -135,6 +138,29 @@ def test_a_step_whose_save_was_refused_and_then_succeeded_is_the_end_of_a_run_th
     assert stopped.value.step == 2
     assert "step 2 is not saved" in " ".join(driver.shown.split())
     assert driver.trainer.checkpoints.steps() == [1, 2]
+
+
+class Exports(Workers):
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def export(self, folder: Path) -> None:
+        (folder / "config.json").write_text("new")
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_trained_model_is_there_when_all_of_it_is_or_not_at_all(tmp_path: Path) -> None:
+    full = WorkerError(0, "actor.finish_save", "save_checkpoint", "No space left on device", "Traceback …")
+    for error in (full, None):
+        driver = Driver(tmp_path / "run", *NO_VALIDATION, steps=1, workers=Exports(error))
+        driver.trainer.tokenizer = SimpleNamespace(save_pretrained=lambda to: (to / "tokenizer.json").touch())
+        with closing(driver.folder), pytest.raises(WorkerError, match="No space left") if error else nullcontext():
+            driver.trainer.export(tmp_path / "run" / "model")
+        assert not list((tmp_path / "run").glob(".model.*"))
+        assert (tmp_path / "run" / "model").exists() == (error is None)
+    assert sorted(file.name for file in (tmp_path / "run/model").iterdir()) == ["config.json", "tokenizer.json"]
 
 
 class StopWhenSaved(Callback):

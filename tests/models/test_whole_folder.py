@@ -1,0 +1,84 @@
+"""A model that is written in place of another, and what is there when it can't be written to its end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hrl.models.whole_folder import unfinished, whole_model
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def write(folder: Path, **content: str) -> None:
+    with whole_model(folder) as new:
+        for name, text in content.items():
+            (new / name.replace("_json", ".json").replace("_safetensors", ".safetensors")).write_text(text)
+
+
+def test_a_model_has_its_name_only_when_all_of_it_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "model"
+    with whole_model(folder) as new:
+        (new / "config.json").write_text("new")
+        assert not folder.exists() and [new] == list(folder.parent.glob(unfinished("model")))
+    assert files(tmp_path) == {"deep/model/config.json": "new"}
+
+
+def test_a_model_that_can_not_be_written_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, config_json="old", model_safetensors="old")
+    with pytest.raises(OSError, match="full"), whole_model(folder) as new:
+        (new / "config.json").write_text("new")
+        raise OSError("full")
+    assert files(tmp_path) == {"model/config.json": "old", "model/model.safetensors": "old"}
+
+
+def test_of_a_model_before_no_weights_stay_and_what_is_no_model_does(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, **dict.fromkeys(("model-00001-of-00002_safetensors", "config_json", "mine_safetensors"), "old"))
+    (folder / "model.safetensors.index.json").write_text("old")
+    (folder / "templates").mkdir()
+    (folder / "templates" / "old").write_text("old")
+    with whole_model(folder) as new:
+        (new / "config.json").write_text("new")
+        (new / "model.safetensors").write_text("new")
+        (new / "templates").mkdir()
+        (new / "templates" / "new").write_text("new")
+    assert files(tmp_path) == {
+        "model/config.json": "new",
+        "model/model.safetensors": "new",
+        "model/mine.safetensors": "old",
+        "model/templates/new": "new",
+    }
+
+
+def test_a_replacement_that_is_cut_off_leaves_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, replace = tmp_path / "model", Path.replace
+    write(folder, config_json="old", model_safetensors="old")
+
+    def cut_off(self: Path, target: Path) -> Path:
+        if target.name == "tokenizer.json":
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        write(folder, config_json="new", model_safetensors="new", tokenizer_json="new")
+    assert "config.json" not in files(folder), "so that the files of two models are not taken for one"
+
+
+def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, fsync = tmp_path / "model", os.fsync
+    synced = []
+
+    def told(handle: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{handle}").readlink().name, folder.exists()))
+        fsync(handle)
+
+    monkeypatch.setattr("os.fsync", told)
+    write(folder, config_json="new")
+    assert synced[0] == ("config.json", False) and synced[-1] == (tmp_path.name, True)
