@@ -11,6 +11,7 @@ from torch import Tensor
 from hrl.algos.reward_placement import overlong_penalty
 from hrl.algos.reward_shaping import REWARD_SHAPERS, RunningNormalizer
 from hrl.config.reward import RewardConfig
+from hrl.errors import NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class RewardShaping:
             self._seen[name].load_state_dict(state[name])
 
 
-class NonFiniteScoreError(ValueError):
+class NonFiniteScoreError(NonFiniteError):
     """A score of the reward model, or the weighted and shaped sum, isn't finite in float32.
 
     Attributes:

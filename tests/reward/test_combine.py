@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hrl.config.reward import RewardEntry
-from hrl.reward.combine import RewardShaping, combine_scores
+from hrl.reward.combine import NonFiniteScoreError, RewardShaping, combine_scores
 from tests.reward.settings import weighted
 
 LENGTHS = torch.tensor([4, 2, 3])
@@ -54,7 +54,7 @@ def test_a_validation_reports_the_model_where_functions_only_show_a_part():
 def test_wrong_numbers_of_scores_and_infinite_ones_are_refused():
     with pytest.raises(ValueError, match="reward function gave 2 scores for 3 responses"):
         combine_scores([1.0, 2.0], None, LENGTHS, 4, weighted())
-    with pytest.raises(ValueError, match=r"score of the reward model some/model is inf, in row 1\. Check the model"):
+    with pytest.raises(NonFiniteScoreError, match=r"reward model some/model is inf, in row 1\. Check the model"):
         combine_scores(None, torch.tensor([0.0, float("inf"), 0.0]), LENGTHS, 4, weighted())
 
 

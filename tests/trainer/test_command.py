@@ -13,6 +13,8 @@ import pytest
 
 from hrl.cluster.checkpoints import CheckpointStore, state_text
 from hrl.processes.signals import ENDING, RunStoppedError
+from hrl.reward.combine import NonFiniteScoreError
+from hrl.reward.function import RewardFunctionError
 from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.command import exit_status, run_command
 from hrl.trainer.restarts import Attempt, Supervisor
@@ -29,9 +31,18 @@ def fail(cause: Exception | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "cause, status", [(NonFiniteStepError("3 optimizer steps in a row"), 3), (ValueError("bad"), 1), (None, 1)]
+    "cause, status",
+    [
+        (NonFiniteStepError("3 optimizer steps in a row"), 3),
+        (NonFiniteScoreError(2, "the score of the reward model is nan", "Check the model"), 3),
+        (RewardFunctionError("returned nan, which is not finite"), 1),
+        (ValueError("bad"), 1),
+        (None, 1),
+    ],
 )
-def test_steps_that_are_not_finite_have_an_exit_status_of_their_own(config, capsys, cause, status):
+def test_numbers_that_are_not_finite_have_a_status_of_their_own_but_not_those_of_a_users_function(
+    config, capsys, cause, status
+):
     assert exit_status(config, lambda: fail(cause)) == status
     assert "rank 2: actor.update_actor" in capsys.readouterr().err
 
