@@ -42,6 +42,7 @@ CONVERSION_WAIT_S = 300.0
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # what is fetched from a hub's repository
 _CONVERTED = "models"  # the cache's folder of converted models
+_TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer, of which all files are read
 _HUB_REPOSITORY = "models--"  # prefix of a repository's folder in huggingface_hub's cache
 
 _INDEX = "model.safetensors.index.json"
@@ -378,6 +379,29 @@ def check_weights(folder: Path) -> None:
         )
     for file in files:
         _check_header(file)
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a folder in which a file leads out of it, since checkpoints and exports get copies of what it leads to.
+
+    Files of weights may lie elsewhere: nothing but weights is read from them.
+
+    Raises:
+        ModelSourceError: A file is such a link; names it and where it leads.
+    """
+    for path in sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*"))):
+        if path.suffix != ".safetensors" and path.is_symlink():
+            target = Path(os.path.realpath(path))
+            if not target.is_relative_to(os.path.realpath(folder)) and not _is_in_hub_cache(target):
+                raise ModelSourceError(
+                    f"{path} is a link to {target}, outside of the model's folder: checkpoints and exports would get a "
+                    "copy of it. If it is a part of the model, put the file itself in the place of the link"
+                )
+
+
+def _is_in_hub_cache(file: Path) -> bool:
+    """Return whether a file is a blob of a repository in huggingface_hub's cache, whose snapshots are links to them."""
+    return file.parent.name == "blobs" and file.parent.parent.name.startswith(_HUB_REPOSITORY)
 
 
 def check_scores(folder: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hrl.models.source import ModelSourceError, find_on_this_node, read_object
+from hrl.models.source import ModelSourceError, check_links, find_on_this_node, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,10 +54,13 @@ def load_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     """Load the tokenizer of a local model folder.
 
     Raises:
-        ModelSourceError: The folder holds no tokenizer, or one that needs `trust_remote_code`.
+        ModelSourceError: The folder holds no tokenizer, or one that needs `trust_remote_code`; or a file in it leads
+            elsewhere.
     """
     from transformers import AutoTokenizer
 
+    if os.path.isdir(path):
+        check_links(Path(path))
     try:
         return AutoTokenizer.from_pretrained(os.fspath(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

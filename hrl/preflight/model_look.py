@@ -11,6 +11,7 @@ from hrl.config.outline import NamedModel, Outline
 from hrl.models.hf_config import load_config
 from hrl.models.source import (
     ModelSourceError,
+    check_links,
     check_scores,
     check_unquantised,
     check_weights,
@@ -110,6 +111,7 @@ def _look_at_model(findings: Findings, model: NamedModel, *, download: bool, tru
                 "its memory and the lengths of rows in its tokens were not looked at"
             )
             return None
+        check_links(folder)
         check_unquantised(folder)
         check_weights(folder)
         _check_type(folder, trust_remote_code)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import hrl
 from hrl.errors import HrlError, RefusedError
-from hrl.models.source import check_weights, resolve_model
+from hrl.models.source import check_links, check_weights, resolve_model
 from hrl.models.whole_folder import whole_model
 from hrl.report.run_folder import read_jsonl
 from hrl.trained.folders import Trained, find_trained
@@ -83,6 +83,7 @@ def export(name: str, out: Path, dtype: str | None = None) -> Exported:
 
 def _copy(source: Path, out: Path, dtype: str | None) -> str:
     """Copy a model's folder, with its weights in another dtype if one is asked for; return the dtype."""
+    check_links(source)
     check_weights(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -144,6 +145,7 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
             f"{trained.checkpoint} lies in no run's folder: config.yaml names the model that it began with"
         )
     base, trust = resolve_model(model_keys["path"]), bool(model_keys.get("trust_remote_code"))
+    check_links(base)
     overrides = model_keys.get("override_config") or {}
     source = ModelSource.to_look_at(base, overrides, trust_remote_code=trust, max_model_len=1)
     loaded = (load_scalar_model if role == "rm" else load_causal_lm)(source, torch.float32)

@@ -21,6 +21,7 @@ from hrl.models.gguf import GgufError, _to_half_split_rotary, hf_name
 from hrl.models.source import (
     MANIFEST_NAME,
     ModelSourceError,
+    check_links,
     check_scores,
     check_unquantised,
     check_weights,
@@ -29,6 +30,7 @@ from hrl.models.source import (
     model_facts,
     resolve_model,
 )
+from hrl.models.tokenizer import load_tokenizer
 
 NAME = "bundled:smollm2-135m-instruct"
 
@@ -309,6 +311,38 @@ def test_numbered_weights_without_an_index_are_refused_unless_all_are_there(tmp_
     assert "lacks model-00002-of-00003.safetensors, which the names of its other files count" in refusal(tmp_path)
     save(tmp_path / "model-00002-of-00003.safetensors")
     check_weights(tmp_path)
+
+
+def test_a_file_that_leads_out_of_the_models_folder_is_refused_with_where_it_leads(tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("hf_secret")
+    folder = tmp_path / "model"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    for name in ("vocab.txt", "generation_config.json", "code.py", "additional_chat_templates/tool.jinja"):
+        (folder / name).symlink_to(secret)
+        with pytest.raises(ModelSourceError, match=f"{folder / name} is a link to {secret}, outside of the model's"):
+            check_links(folder)
+        with pytest.raises(ModelSourceError, match="outside of the model's folder"):
+            load_tokenizer(folder)
+        (folder / name).unlink()
+    (folder / "additional_chat_templates").rmdir()
+    (folder / "additional_chat_templates").symlink_to(tmp_path)
+    with pytest.raises(ModelSourceError, match="additional_chat_templates is a link"):
+        check_links(folder)
+
+
+def test_links_inside_a_models_folder_of_a_hubs_snapshot_and_of_weights_are_followed(tmp_path):
+    blobs, snapshot = (tmp_path / "models--some--model" / name for name in ("blobs", "snapshots/1"))
+    for folder in (blobs, snapshot, tmp_path / "disk"):
+        folder.mkdir(parents=True)
+    (blobs / "0a1b").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/0a1b")
+    (snapshot / "copy.json").symlink_to("config.json")
+    save(tmp_path / "disk" / "weights")
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "disk" / "weights")
+    check_links(snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    check_links(tmp_path / "link")
 
 
 def test_weights_that_are_missing_or_of_another_kind_say_what_to_do(tmp_path):

@@ -320,6 +320,13 @@ def reward_model(path):
     return {"reward.reward_model.enable": True, "reward.reward_model.model_path": str(path)}
 
 
+def test_a_link_out_of_the_models_folder_is_refused_before_a_checkpoint_has_what_it_leads_to(run, tmp_path):
+    (tmp_path / "token").write_text("{}")
+    (tmp_path / "policy" / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "policy" / "generation_config.json").symlink_to(tmp_path / "token")
+    assert any("generation_config.json is a link to" in problem for problem in refused(run))
+
+
 def test_critic_and_reward_model_have_the_vocabulary_in_use(run, tmp_path):
     same, other = save_model(tmp_path / "same"), save_model(tmp_path / "other", f"{PROMPT} three")
     run(**{"critic.model.path": str(same)}, **reward_model(same))

@@ -25,6 +25,7 @@ from transformers import (
 
 from hrl import cli
 from hrl.cluster.manifest import Manifest
+from hrl.models.source import ModelSourceError
 from hrl.models.tokenizer import TokenIds
 from hrl.trained.export import Exported, ExportError, export, model_card, push
 from hrl.trained.folders import Trained
@@ -175,6 +176,16 @@ def test_shards_of_a_reward_model_make_the_classifier_of_the_folder_beside_them(
     seal(checkpoint)
     with pytest.raises(ExportError, match="neither hf, nor actor, nor rm"):
         export(str(checkpoint), tmp_path / "other")
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_a_link_out_of_a_models_folder_is_not_exported(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("hf_secret")
+    stranger = shutil.copytree(base, tmp_path / "stranger")
+    (stranger / "vocab.txt").symlink_to(tmp_path / "token")
+    with pytest.raises(ModelSourceError, match=r"vocab\.txt is a link to .*outside of the model's folder"):
+        export(str(stranger), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir() if path != base) == ["stranger", "token"]
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)
