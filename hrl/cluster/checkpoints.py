@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from hrl.cluster.driver_state import check_kinds
 from hrl.cluster.manifest import (
     MANIFEST,
     TENSORS,
@@ -555,12 +556,17 @@ def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:
         CheckpointError: The file is not the JSON object that a save writes, or lacks one of the parts; or the
             checkpoint holds only a model to use, and nothing to train on from.
     """
+    file = path / STATE_FILE
     try:
-        state = json.loads((path / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / STATE_FILE} cannot be read: {error}") from error
-    if not isinstance(state, dict) or "step" not in state:
-        raise CheckpointError(f"{path / STATE_FILE} holds no step: it was not written by a save of hrl")
+        with _not_judged_unread(path):
+            state = patiently(partial(read_object, file), file)
+        if "step" not in state:
+            raise CheckpointError(f"{file} holds no step: it was not written by a save of hrl")
+        check_kinds(file, state)
+    except DamagedFileError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror or error}") from error
     if "model" not in state.get("contents", ["model"]):  # older checkpoints do not say, and always hold it
         raise CheckpointError(
             f"{path} was saved with checkpoint.save_contents={json.dumps(state['contents'])}: it holds a model to use, "

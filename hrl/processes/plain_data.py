@@ -7,7 +7,10 @@ and dicts that look like a tag.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _TUPLE = "__tuple__"
 _INTEGER = "__int__"
@@ -20,6 +23,13 @@ _DEEPEST = 100
 def is_huge(value: Any) -> bool:
     """Return whether a value is an integer that Python may not write in decimal: it does so for up to 4300 digits."""
     return isinstance(value, int) and value.bit_length() > _LARGEST_BITS
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return in a short line which part of plain data is the first that is not of its kind, and why."""
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    part = ".".join(map(str, first["loc"]))
+    return f"{part!r:.80} is not what hrl writes there: {first['msg'].removeprefix('Value error, ')}"
 
 
 def to_plain(value: Any, where: str = "value") -> Any:

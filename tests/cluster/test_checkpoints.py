@@ -430,6 +430,53 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
         store.commit(1, state_text({"step": 1}))
 
 
+INPUTS = {"kind": "ppo", "models": {}, "tokenizer": "t", "code": {}}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("step", True),
+        ("step", -1),
+        ("step", "1"),
+        ("step", None),
+        pytest.param("step", 10**400, id="huge step"),
+        ("data_position", {"epoch": 0}),
+        ("data_position", [0, 0]),
+        ("data", []),
+        ("data", {"columns": []}),
+        ("contents", 3),
+        ("config", None),
+        ("inputs", INPUTS | {"models": {"actor": 1}}),
+        ("inputs", {"kind": "ppo"}),
+        ("ranks", {"actor": "two"}),
+        ("kl_coef", "0.1"),
+        pytest.param("kl_coef", 10**400, id="huge coefficient"),
+        ("drift_gate_closed", 0),
+        ("nonfinite_in_a_row", None),
+        ("reward_shaping", {"clip": {"count": None}}),
+    ],
+)
+def test_a_part_of_the_state_that_is_of_another_kind_is_named(tmp_path: Path, part: str, value: object) -> None:
+    (tmp_path / STATE_FILE).write_text(json.dumps({"step": 1, "inputs": INPUTS, "ranks": {"actor": 2}}))
+    load_state(tmp_path, ())
+    (tmp_path / STATE_FILE).write_text(json.dumps({"step": 1, part: value}))
+    with pytest.raises(CheckpointError, match=rf"state\.json is damaged: '{part}[.a-z]*' is not what hrl writes there"):
+        load_state(tmp_path, ())
+
+
+def test_a_state_that_is_nested_without_end_is_damaged(tmp_path: Path) -> None:
+    def write(levels: int) -> None:
+        (tmp_path / STATE_FILE).write_text('{"step": 1, "config": {"a": ' + "[" * levels + "]" * levels + "}}")
+
+    write(90)
+    load_state(tmp_path, ())
+    for levels, told in ((101, "more than 100 lists and objects"), (100_000, "is damaged")):
+        write(levels)
+        with pytest.raises(CheckpointError, match=told):
+            load_state(tmp_path, ())
+
+
 def test_a_state_that_is_no_json_names_the_file(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text("{")
     with pytest.raises(CheckpointError, match=STATE_FILE):

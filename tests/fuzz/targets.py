@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tests.fuzz.cases import Target
 
-ROOMS = ("rows", "config", "commands")
+ROOMS = ("rows", "config", "commands", "checkpoints")
 """Files of this folder that have a list `TARGETS`."""
 
 

@@ -10,11 +10,22 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from typing import Any
 
+from hrl.errors import HrlError
 from hrl.files import make_durable, write_whole
 from hrl.workers.engine.digest import FileDigest, Written
 
 _LOWEST_PRIORITY = 19
+
+
+class PartError(HrlError, ValueError):
+    """A file of a rank's part of a checkpoint is not what a rank of this version of hrl writes."""
+
+    @classmethod
+    def of(cls, file: Path, error: Exception) -> PartError:
+        """Return the error for a file, and what is wrong with its content."""
+        return cls(f"{file} is damaged: {' '.join(str(error).split())}")
 
 
 class BackgroundWriter:
@@ -90,13 +101,45 @@ def is_written(record: Path) -> bool:
 
 
 def recorded(record: Path) -> dict[Path, FileDigest]:
-    """Return the files that a record names, which are durable, and what they hold."""
-    files = json.loads(record.read_text())["files"]
-    return {record.parent / name: FileDigest.of_plain(digest) for name, digest in files.items()}
+    """Return the files that a record names, which are durable, and what they hold.
+
+    Raises:
+        FileNotFoundError: There is no such record.
+        PartError: It is none.
+    """
+    named = _named_in(record)
+    try:
+        return {record.parent / name: FileDigest.of_plain(digest) for name, digest in named.items()}
+    except ValueError as error:
+        raise PartError.of(record, error) from error
 
 
 def is_hashed(record: Path) -> bool:
-    """Return whether a record is there and has hashes; those of older versions of hrl have sizes alone."""
+    """Return whether a record is there and has hashes; those of older versions of hrl have sizes alone.
+
+    Raises:
+        PartError: It is no record.
+    """
     if not record.is_file():
         return False
-    return not any(isinstance(digest, int) for digest in json.loads(record.read_text())["files"].values())
+    return not any(isinstance(digest, int) for digest in _named_in(record).values())
+
+
+def _named_in(record: Path) -> dict[str, Any]:
+    match read_part(record):
+        case {"files": dict(files)}:
+            return files
+    raise PartError(f"{record} is damaged: it lists no files")
+
+
+def read_part(file: Path) -> Any:
+    """Return the JSON in a file of a rank's part of a checkpoint.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        PartError: It is no JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PartError.of(file, error) from error

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from xxhash import xxh3_128
 
-from hrl.workers.engine.background import is_hashed, recorded
+from hrl.processes.plain_data import first_problem
+from hrl.workers.engine.background import PartError, is_hashed, read_part, recorded
 from hrl.workers.engine.checksum import WeightsDifferError
 from hrl.workers.engine.digest import DigestingFile, FileDigest, Written
 from hrl.workers.engine.host_memory import local
@@ -205,46 +207,75 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
         ValueError: It lacks what is asked for, or was written by another model.
         WeightsDifferError: Weights or moments are not those that this rank wrote.
     """
-    path = folder / STATE_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no checkpoint of this model ({STATE_FILE} is missing)")
-    state = json.loads(path.read_text())
+    state = _SavedState.read(folder)
     wanted = [c for c in CONTENTS if c in contents]
-    lacking = [c for c in wanted if c not in state["contents"]]
-    if state["format"] not in (FORMAT, ONE_COUNT_FORMAT):
-        raise ValueError(
-            f"{folder} has format {state['format']}, this version of hrl reads {FORMAT}: continue it with the version "
-            "that wrote it, or start anew from the model in its hf folder"
-        )
+    lacking = [c for c in wanted if c not in state.contents]
     if lacking:
-        raise ValueError(f"{folder} holds {state['contents']}, but {wanted} was asked for")
+        raise ValueError(f"{folder} holds {state.contents}, but {wanted} was asked for")
     tensors = _tensors(module, optimizer, wanted)
-    _compare(folder, {k: tuple(v) for k, v in state["tensors"].items()}, tensors, wanted)
+    _compare(folder, {k: tuple(v) for k, v in state.tensors.items()}, tensors, wanted)
     with torch.no_grad():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
-    if state["world_size"] == dist.get_world_size() and _with_tensors(wanted) == _with_tensors(state["contents"]):
+    if state.world_size == dist.get_world_size() and _with_tensors(wanted) == _with_tensors(state.contents):
         _check_loaded(folder, tensors)
     if "optimizer" in wanted:
         optimizer.set_moment_steps(_moment_steps(folder, state, optimizer))
     if "extra" in wanted:
-        optimizer.steps_taken = state["schedule_steps"]
-        optimizer.skipped_in_a_row = state.get("skipped_in_a_row", 0)  # older checkpoints do not say
-        if state["world_size"] == dist.get_world_size():
+        optimizer.steps_taken = state.schedule_steps
+        optimizer.skipped_in_a_row = state.skipped_in_a_row
+        if state.world_size == dist.get_world_size():
             _set_rng_state(load_file(_rng_file(folder, dist.get_rank())))
         else:
             logger.warning(
                 "checkpoint of %d ranks loaded on %d: weights and moments resharded, RNG states not restored",
-                state["world_size"],
+                state.world_size,
                 dist.get_world_size(),
             )
     dist.barrier()
     if "model" not in wanted:
         return None
-    if state.get("weights_dtypes") != _dtypes_of(module):
+    if state.weights_dtypes != _dtypes_of(module):
         logger.warning("%s: the weights are not compared with a checksum: there is none of this dtype", folder)
         return None
-    checksum: int = state["weights_checksum"]
-    return checksum
+    return state.weights_checksum
+
+
+class _SavedState(BaseModel):
+    """What `state.json` says; what has a default is not in older checkpoints."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    contents: list[str]
+    world_size: PositiveInt
+    schedule_steps: NonNegativeInt
+    moment_steps: dict[str, NonNegativeInt] | NonNegativeInt
+    tensors: dict[str, list[NonNegativeInt]]
+    skipped_in_a_row: NonNegativeInt = 0
+    weights_checksum: int | None = None
+    weights_dtypes: list[str] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> _SavedState:
+        """Return what is in a folder.
+
+        Raises:
+            FileNotFoundError: There is no checkpoint.
+            PartError: It is of another format, or is not what `StateToSave` writes.
+        """
+        path = folder / STATE_FILE
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} holds no checkpoint of this model ({STATE_FILE} is missing)")
+        plain = read_part(path)
+        known = plain.get("format") if isinstance(plain, dict) else None
+        if known not in (FORMAT, ONE_COUNT_FORMAT):
+            raise PartError(
+                f"{folder} has format {known!r:.40}, this version of hrl reads {FORMAT}: continue it with the version "
+                "that wrote it, or start anew from the model in its hf folder"
+            )
+        try:
+            return cls.model_validate(plain)
+        except ValidationError as error:
+            raise PartError(f"{path} is damaged: {first_problem(error)}") from error
 
 
 def _with_tensors(contents: Collection[str]) -> list[str]:
@@ -286,12 +317,12 @@ def _digest_of(header: bytes, snapshot: Snapshot) -> FileDigest:
     return FileDigest(size, xxh3.hexdigest())
 
 
-def _moment_steps(folder: Path, state: dict[str, Any], optimizer: Optimizer) -> dict[str, int]:
+def _moment_steps(folder: Path, state: _SavedState, optimizer: Optimizer) -> dict[str, int]:
     """Return, by parameter, how many steps its moments have seen; the older format has the first parameter's count."""
-    counts: dict[str, int] | int = state["moment_steps"]
+    counts = state.moment_steps
     if isinstance(counts, dict):
         return counts
-    if counts == 0 and state["schedule_steps"] > 0:
+    if counts == 0 and state.schedule_steps > 0:
         raise ValueError(
             f"{folder} was written by an older version of hrl, which lost the step count of AdamW's moments: the "
             "model's first parameter never had a gradient. Start anew from the model in its hf folder"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from hrl.workers.engine.background import BackgroundWriter, is_written, write_record
+from hrl.workers.engine.background import BackgroundWriter, PartError, is_hashed, is_written, recorded, write_record
 from hrl.workers.engine.digest import FileDigest, Written
 
 
@@ -79,3 +79,16 @@ def test_a_record_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "replace", lambda *_: None)
     write_record(tmp_path / "written.json", [Written.by_reading(tmp_path / "file")])
     assert not is_written(tmp_path / "written.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"files": []}', '{"files": {"a": {"size": -1}}}', '{"files": ' + "[" * 100_000]
+)
+def test_a_record_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    record = tmp_path / "written.json"
+    record.write_text(text)
+    with pytest.raises(PartError, match=f"{record} is damaged: "):
+        recorded(record)
+    if "size" not in text:
+        with pytest.raises(PartError, match=f"{record} is damaged: "):
+            is_hashed(record)
