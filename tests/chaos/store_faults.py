@@ -169,6 +169,8 @@ def _machine_lost(made: World) -> Outcome:
     shutil.move(made.folder / "lost", made.folder / "gone")
     ended = made.run("lost", 3, _STORE)
     shutil.copytree(made.folder / "gone" / "rollouts", made.folder / "lost" / "rollouts", dirs_exist_ok=True)
+    # Only the newest is fetched; where nothing was lost, an older one may wait for its upload.
+    shutil.rmtree(made.folder / "straight" / "checkpoints" / "step_1", ignore_errors=True)
     by_design = "checkpoint 2: state.json differs"  # it was made by a command with fewer steps, and says so
     wrong = [each for each in differences(made.folder / "straight", made.folder / "lost") if each != by_design]
     right = straight.status == lost.status == 0 and not wrong
