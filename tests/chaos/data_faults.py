@@ -430,9 +430,9 @@ PROCESS_DIES = {
     "by SIGKILL, once": goes_on(
         once("os.kill(os.getpid(), 9)"), lambda record: record["reward/num_retries"] >= 1 and is_finite(record)
     ),
-    "its connection closed": ends_run("    os.closerange(3, 64)", *SAMPLE, "its process", ", twice"),
+    "its connection closed": ends_run("    os.closerange(3, 4096)", *SAMPLE, "its process", ", twice"),
     "junk on its connection": ends_run(
-        "    for n in range(3, 64):\n        try: os.write(n, b'junk\\n')\n        except OSError: pass\n    return 1",
+        "    for n in range(3, 4096):\n        try: os.write(n, b'junk')\n        except OSError: pass\n    return 1",
         *SAMPLE,
         "to the connection that answers samples",
     ),
