@@ -18,7 +18,7 @@ from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, Checkpoint
 from hrl.cluster.manifest import Manifest
 from hrl.processes.signals import ENDING, RunStoppedError, StopRequest
 from hrl.protocol import DataProto
-from hrl.report.run_folder import read_jsonl
+from hrl.report.run_folder import RunFolder, read_jsonl, rollouts_steps
 from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.callbacks import Callback, Callbacks, RunState
 from tests.trainer.ppo.driver import Driver, Workers
@@ -138,6 +138,23 @@ def test_a_step_whose_save_was_refused_and_then_succeeded_is_the_end_of_a_run_th
     assert stopped.value.step == 2
     assert "step 2 is not saved" in " ".join(driver.shown.split())
     assert driver.trainer.checkpoints.steps() == [1, 2]
+
+
+def test_the_log_is_on_the_disk_before_a_checkpoint_of_its_steps_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, make_durable = [], RunFolder.make_log_durable
+
+    def look(self: RunFolder) -> None:
+        make_durable(self)
+        logged = [record["step"] for record in read_jsonl(self.metrics_file)]
+        seen.append((logged[-1], CheckpointStore(self.checkpoints).steps(), rollouts_steps(self.rollouts)))
+
+    monkeypatch.setattr(RunFolder, "make_log_durable", look)
+    driver = Driver(tmp_path, *NO_VALIDATION, "trainer.save_freq=2", steps=4)
+    driver.fit()
+    (first, before, samples), (last, then, _) = seen
+    assert first >= 2 and before == [] and samples[:2] == [1, 2] and last == 4 and then == [2]
 
 
 class Exports(Workers):
