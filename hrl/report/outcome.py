@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from hrl.masking import masked_text
 from hrl.report.run_folder import LOCK_NAME, TEXT, WHOLE, DamagedFileError, read_object, require_kinds
 
 FILE = "outcome.json"
+_OWNER = re.compile(r"process (?P<pid>[0-9]{1,9}) on (?P<host>\S+)\n")
 Status = Literal["running", "finished", "interrupted", "failed", "ended without a word"]
 
 
@@ -73,7 +75,7 @@ def is_live(folder: Path) -> bool:
     known, and it counts as alive.
     """
     lock = folder / LOCK_NAME
-    words = lock.read_text(encoding="utf-8").split() if lock.exists() else []
-    if len(words) != 4:  # "process 12 on host"
+    owner = _OWNER.fullmatch(lock.read_text(encoding="utf-8", errors="replace")) if lock.is_file() else None
+    if owner is None:
         return False
-    return words[3] != socket.gethostname() or psutil.pid_exists(int(words[1]))
+    return owner["host"] != socket.gethostname() or psutil.pid_exists(int(owner["pid"]))

@@ -153,6 +153,12 @@ def test_how_a_run_goes_is_read_from_its_folder(tmp_path):
     folder.close()
 
 
+@pytest.mark.parametrize("owner", [b"process one on {}\n", b"process 99999999999999999999 on {}\n", b"\xff\xfe", b""])
+def test_a_lock_that_no_run_wrote_is_of_no_live_run(tmp_path, owner):
+    (tmp_path / ".lock").write_bytes(owner.replace(b"{}", socket.gethostname().encode()))
+    assert not is_live(tmp_path)
+
+
 def test_a_run_that_left_no_outcome_ended_without_a_word(tmp_path):
     assert read_outcome(tmp_path).status == "ended without a word"
 
