@@ -81,7 +81,7 @@ def test_a_file_that_is_shorter_than_its_record_says_is_not_there(tmp_path: Path
     saving = Saving(tmp_path)
     saving.write(1)
     (saving.actor / "shard-0").write_bytes(b"we")
-    saving.record(0).write_text('{"files": {"shard-0": {"size": 7, "xxh3_128": "0"}}}')
+    saving.record(0).write_text(json.dumps({"files": {"shard-0": {"size": 7, "xxh3_128": "0" * 32}}}))
     assert saving.pending.stop(0.3) is None
 
 
