@@ -27,7 +27,7 @@ from hrl.cluster.manifest import damages
 from hrl.report.run_folder import RunFolder, read_metrics
 from tests.chaos import small
 from tests.chaos.faults import Fault, Outcome
-from tests.chaos.same_run import differences
+from tests.chaos.same_run import differences, of_checkpoints
 from tests.chaos.victims import Driver, Family, as_command, family_of, in_one_process
 
 KIND = "the driver killed, and the same command again"
@@ -48,8 +48,27 @@ STATEFUL = (
     "reward.shaping={standardise: null}",
     "data.val_max_samples=2",
     "trainer.test_freq=4",
-    "trainer.save_freq=1",
 )
+
+
+def of_prompts(folder: Path) -> list[str]:
+    """The arguments of a small run of PPO."""
+    return small.runner().arguments(folder)
+
+
+def of_pairs(folder: Path) -> list[str]:
+    """The arguments of a small run of DPO, whose reference is the model before its first step."""
+    return [
+        "quickstart=dpo",
+        f"trainer.default_local_dir={folder}",
+        f"model.path={small.runner().model}",
+        "model.fsdp_config.dtype=float32",
+        "optim.lr=1e-3",
+        "optim.lr_scheduler_type=cosine",
+        "data.train_batch_size=4",
+        "data.val_max_samples=2",
+        "trainer.test_freq=4",
+    ]
 
 
 class Straight(NamedTuple):
@@ -76,18 +95,30 @@ class Scene:
 
     Attributes:
         start: Starts it with these arguments; the number is the operation that kills it.
-        overrides: Its arguments.
+        overrides: What its arguments have beside those of `base`.
         steps: Its steps.
+        base: From its folder to its first arguments.
+        interval: Steps from one save to the next.
+        has_store: Whether its checkpoints go to a store, too.
     """
 
     start: Callable[[Sequence[str], int | None], Driver]
     overrides: tuple[str, ...]
     steps: int
+    base: Callable[[Path], list[str]] = of_prompts
+    interval: int = 1
+    has_store: bool = False
 
     def arguments(self, folder: Path) -> list[str]:
         """Of the command."""
-        ending = f"trainer.total_training_steps={self.steps}"
-        return small.runner().arguments(folder, "trainer.cpu_threads_per_worker=1", *self.overrides, ending)
+        return [
+            *self.base(folder),
+            "trainer.cpu_threads_per_worker=1",
+            *self.overrides,
+            f"trainer.save_freq={self.interval}",
+            f"trainer.total_training_steps={self.steps}",
+            *([f"trainer.default_remote_dir=file://{store_of(folder)}"] if self.has_store else []),
+        ]
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -128,7 +159,7 @@ class Chain:
         kills: How many there are.
         at_writes: Whether a kill comes in place of an operation that writes, and not by the clock.
         seed: Of the moments. By the clock, they are drawn evenly from the start to the first step, and for every second
-            kill from this start's first step or save to two steps later.
+            kill from this start's first step or save to two intervals later.
         done: How many were begun.
         killed: How many of these met a run that had not ended.
     """
@@ -151,14 +182,14 @@ class Chain:
 
     def kill(self, _: Path) -> Outcome:
         """Start the command, kill its driver, and look at what is left."""
-        straight, drawn = self.scene.straight, self._random.random()
+        straight, drawn, beyond = self.scene.straight, self._random.random(), 2 * self.scene.interval
         self.done += 1
         operation = seconds = None
         if self.at_writes:
-            operation = 1 + int(drawn * (straight.first_operations + 2 * straight.step_operations))
+            operation = 1 + int(drawn * (straight.first_operations + beyond * straight.step_operations))
         in_steps = not self.at_writes and self.done % 2 == 0
         if not self.at_writes:
-            seconds = drawn * (2 * straight.step_s if in_steps else straight.first_s)
+            seconds = drawn * (beyond * straight.step_s if in_steps else straight.first_s)
         progress = Progress(self.folder)
         family = family_of(lambda: self.scene.start(self.scene.arguments(self.folder), operation))
         if in_steps:
@@ -179,7 +210,7 @@ class Chain:
         when = "no kill, for the run had ended" if status == 0 else when
         if left:
             return Outcome(0, gone_s, f"{when}: {len(left)} left after {gone_s:.0f} s: {left[0]}")
-        return judged(self.folder, when, gone_s)
+        return judged(self.folder, when, gone_s, self.scene.interval)
 
     def finish(self, _: Path) -> Outcome:
         """Let the killed run end, and compare it with one that nobody kills."""
@@ -190,10 +221,13 @@ class Chain:
         if status != 0:
             return Outcome(0, seconds, f"the killed run ended with {status}: {last_line(family.driver.output())}")
         found = differences(straight.folder, self.folder) + other_generators(straight.folder, self.folder)
+        if self.scene.has_store:
+            found += [f"in its store, {each}" for each in of_checkpoints(straight.folder, store_of(self.folder))]
         if found:
             return Outcome(0, seconds, f"{len(found)} differences, the first: {found[0]}")
         aside = len(list((self.folder / "checkpoints" / "superseded").glob("*")))
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for each in (self.folder, store_of(self.folder)):
+            shutil.rmtree(each, ignore_errors=True)
         if self.killed < self.kills - MISSED:
             told = f"the run is the one that nobody kills, but only {self.killed} of {self.kills} kills met it"
             return Outcome(0, seconds, f"{told}: the others came after its end. Give the scene more steps")
@@ -259,20 +293,36 @@ def wait(
     return status
 
 
-def judged(folder: Path, when: str, seconds: float) -> Outcome:
-    """Judge what a kill has left: a whole checkpoint, at most one interval older than the newest that was begun."""
+def store_of(folder: Path) -> Path:
+    """The store beside a run folder; checkpoints lie in it as in a run folder."""
+    return folder.with_name(f"{folder.name}.store")
+
+
+def judged(folder: Path, when: str, seconds: float, interval: int = 1) -> Outcome:
+    """Judge what a kill has left: a whole checkpoint, at most one interval older than the newest that was begun.
+
+    Args:
+        folder: The run folder.
+        when: The kill came.
+        seconds: For the table.
+        interval: Steps from one save to the next.
+    """
     store = CheckpointStore(RunFolder.checkpoints_in(folder))
     steps = [record["step"] for record in read_metrics(folder)] if folder.exists() else []
     whole = [step for step in store.steps() if not damages(store.path(step))]
     logged, newest = max(steps, default=0), max(whole, default=0)
-    begun = max([int(each.name.rpartition("_")[2]) for each in store.interrupted()], default=logged - 1)
+    begun = max([int(each.name.rpartition("_")[2]) for each in store.interrupted()], default=0)
+    begun = begun or (logged - 1) // interval * interval  # the save of the last step that was logged may be to come
     where = f"{when}, step {logged} logged, {newest or 'none'} saved"
     if sorted(set(steps)) != steps:
         return Outcome(0, seconds, f"{where}: metrics.jsonl has the steps {steps}")
     if whole != store.steps():
         return Outcome(0, seconds, f"{where}: of the checkpoints {store.steps()} only {whole} are whole")
-    if newest < begun - 1:
-        return Outcome(0, seconds, f"{where}: step {begun} was begun, so step {begun - 1} has to be whole")
+    if newest < begun - interval:
+        return Outcome(0, seconds, f"{where}: step {begun} was begun, so step {begun - interval} has to be whole")
+    sent = CheckpointStore(RunFolder.checkpoints_in(store_of(folder)))
+    if torn := [step for step in sent.steps() if damages(sent.path(step))]:
+        return Outcome(0, seconds, f"{where}: in its store, the steps {torn} are not whole")
     return Outcome(2, seconds, f"{where}; nothing left")
 
 
@@ -319,11 +369,20 @@ TWO_RANKS = Scene(
     steps=24,
 )
 ONE_RANK = Scene(as_command, STATEFUL, steps=24)
+#: Three steps are logged for each that is saved, so that a kill has some made again.
+RARELY_SAVED = Scene(in_one_process, STATEFUL, steps=18, interval=3)
+#: Kills meet what is sent, too: a store's files lie beside the run folder.
+WITH_STORE = Scene(in_one_process, STATEFUL, steps=10, has_store=True)
+#: The reference is computed anew at each start, before the checkpoint is loaded.
+PAIRS = Scene(functools.partial(in_one_process, kind="dpo"), (), steps=14, base=of_pairs, interval=2)
 WITH_VLLM = Scene(as_command, (*STATEFUL, "actor_rollout_ref.rollout.name=vllm"), steps=24)
 
 CHAINS = [
     Chain("hf in one process, in place of a write", IN_ONE_PROCESS, kills=25, at_writes=True),
     Chain("hf in one process, by the clock", IN_ONE_PROCESS, kills=25, seed=1),
+    Chain("hf in one process, saved every third step", RARELY_SAVED, kills=5, at_writes=True, seed=5),
+    Chain("hf in one process, with a store", WITH_STORE, kills=5, at_writes=True, seed=25),
+    Chain("DPO in one process", PAIRS, kills=5, at_writes=True, seed=20),
     Chain("hf on one rank", ONE_RANK, kills=10, seed=2),
     Chain("hf on two ranks with a critic", TWO_RANKS, kills=10, seed=3),
     Chain("vLLM", WITH_VLLM, kills=10, seed=4),

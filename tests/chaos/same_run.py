@@ -13,8 +13,8 @@ from hrl.report.run_folder import RunFolder, read_config, read_jsonl, read_metri
 
 #: Metrics of time and memory, which no two runs share, and of what each process of a run has sent or could not write.
 NOISE = ("checkpoint/upload", "log/", "timing", "perf/", "weight_sync/", "tracking/", "time", "reward/call_s_")
-#: The key that says where a run lies.
-FOLDER = "default_local_dir"
+#: The keys that say where a run lies.
+PLACES = ("default_local_dir", "default_remote_dir")
 
 
 def differences(straight: Path, other: Path) -> list[str]:
@@ -23,7 +23,7 @@ def differences(straight: Path, other: Path) -> list[str]:
         *_of_metrics(straight, other),
         *_of_samples(straight, other),
         *_of_alarms(straight, other),
-        *_of_checkpoints(straight, other),
+        *of_checkpoints(straight, other),
         *([] if _config(read_config(straight)) == _config(read_config(other)) else ["config.yaml differs"]),
     ]
 
@@ -67,8 +67,8 @@ def _of_alarms(straight: Path, other: Path) -> list[str]:
     return [] if one == two else [f"{len(two)} alarms, not the same {len(one)}"]
 
 
-def _of_checkpoints(straight: Path, other: Path) -> list[str]:
-    """Weights, moments, generators, the driver's state: every byte but the name of the run folder."""
+def of_checkpoints(straight: Path, other: Path) -> list[str]:
+    """Weights, moments, generators, the driver's state: every byte but the name of the run folder and its store."""
     stores = [CheckpointStore(RunFolder.checkpoints_in(folder)) for folder in (straight, other)]
     if stores[0].steps() != stores[1].steps():
         return [f"checkpoints of the steps {stores[1].steps()}, not {stores[0].steps()}"]
@@ -95,5 +95,5 @@ def _content(file: Path) -> Any:
 
 
 def _config(config: dict[str, Any]) -> dict[str, Any]:
-    trainer = {key: value for key, value in config["trainer"].items() if key != FOLDER}
+    trainer = {key: value for key, value in config["trainer"].items() if key not in PLACES}
     return config | {"trainer": trainer}

@@ -84,17 +84,21 @@ def as_command(arguments: Sequence[str], operation: int | None = None) -> Driver
     return Command(launch("-m", "hrl.trainer.main_ppo", *arguments))
 
 
-def in_one_process(arguments: Sequence[str], operation: int | None = None, *, clock_jumps: bool = False) -> Driver:
-    """Start the same run in one process.
+def in_one_process(
+    arguments: Sequence[str], operation: int | None = None, *, kind: str = "ppo", clock_jumps: bool = False
+) -> Driver:
+    """Start a run in one process.
 
     Args:
         arguments: Those of the command line; the run folder is among them.
-        operation: Which writing operation in the run folder, counted from 1, is not made: it kills the process.
+        operation: Which writing operation in the run folder, or in a store beside it whose name begins with the
+            folder's, is not made: it kills the process. Counted from 1.
+        kind: Of the run.
         clock_jumps: Whether the time of day is a day late and a day early by turns.
     """
     folder = run_folder(arguments)
     said = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.said")
-    process = warm_context().Process(target=_live, args=(list(arguments), str(said), operation, clock_jumps))  # type: ignore[attr-defined]
+    process = warm_context().Process(target=_live, args=(kind, list(arguments), str(said), operation, clock_jumps))  # type: ignore[attr-defined]
     process.start()
     return Forked(process, said)
 
@@ -105,15 +109,18 @@ def run_folder(arguments: Sequence[str]) -> Path:
     return Path(named)
 
 
-def _live(arguments: list[str], said: str, operation: int | None, clock_jumps: bool) -> None:
+def _live(kind: str, arguments: list[str], said: str, operation: int | None, clock_jumps: bool) -> None:
     os.setsid()
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     os.environ["NO_COLOR"] = "1"
+    from hrl.config.compose import compose_kind
+    from hrl.config.run_kind import KINDS as RUN_KINDS
+    from hrl.trainer.kinds import KINDS
     from hrl.workers.runtime import seed_everything
-    from tests.runs.in_process import in_process, run_in_process
+    from tests.runs.in_process import in_process, run_configured
 
     if clock_jumps:
         _jump()
@@ -121,8 +128,10 @@ def _live(arguments: list[str], said: str, operation: int | None, clock_jumps: b
     operations, of_first_step = _kill_at(folder, operation), list[int]()
     with in_process():
         seed_everything(1)  # as a rank that joins its world
-        _note_generators(folder.with_name(f"{folder.name}.generators"), lambda: of_first_step.append(operations()))
-        run_in_process(*arguments)
+        config = compose_kind(RUN_KINDS[kind], [*arguments, "trainer.device=cpu"])
+        noted = folder.with_name(f"{folder.name}.generators")
+        _note_generators(KINDS[kind].trainer(config), noted, lambda: of_first_step.append(operations()))
+        run_configured(kind, config)
     made = [*of_first_step[1:2], operations()]
     folder.with_name(f"{folder.name}.operations").write_text(json.dumps(made))
 
@@ -157,14 +166,13 @@ def _kill_at(folder: Path, wanted: int | None) -> Callable[[], int]:
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"}
 
 
-def _note_generators(file: Path, begun: Callable[[], None]) -> None:
+def _note_generators(trainer: Any, file: Path, begun: Callable[[], None]) -> None:
     """Write down the states of the generators of Python, numpy and torch when a step begins, and tell that it has."""
     from hashlib import blake2b
 
-    from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
     from hrl.workers.engine.checkpoint import _rng_state
 
-    step = RayPPOTrainer.train_step
+    step = trainer.train_step
 
     def noted(self: Any, *arguments: Any) -> Any:
         begun()
@@ -173,7 +181,7 @@ def _note_generators(file: Path, begun: Callable[[], None]) -> None:
             opened.write(json.dumps({"step": self.global_steps, **states}) + "\n")
         return step(self, *arguments)
 
-    RayPPOTrainer.train_step = noted  # type: ignore[method-assign]
+    trainer.train_step = noted
 
 
 @dataclass
