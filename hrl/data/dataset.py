@@ -201,13 +201,10 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     def all_ids(self) -> Iterable[np.ndarray]:
         return (self.tokens[index] for index in self.known)
 
-    def beside_ids(self) -> dict[str, Iterator[Any]]:
-        rows = [self.rows[index] for index in self.known]
-        return {
-            "data_source": (row.data_source for row in rows),
-            "extra_info": (to_plain(row.extra_info) for row in rows),
-            **{name: _values(rows, name) for name in self.columns},
-        }
+    def beside_ids(self) -> Iterator[dict[str, Any]]:
+        for row in (self.rows[index] for index in self.known):
+            given = {"data_source": row.data_source, "extra_info": row.extra_info, **row.columns}
+            yield {name: to_plain(value) for name, value in given.items()}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return one prompt: `input_ids`, `attention_mask`, `position_ids`, int64 (P,), left-padded; and its row.
@@ -280,10 +277,6 @@ def columns_left_out(rows: Iterable[PromptRow]) -> dict[str, str]:
 def columns_of_rows(datasets: Iterable[RLHFDataset]) -> tuple[str, ...]:
     """Return the columns that rows of any of these data sets have, sorted."""
     return tuple(sorted({name for rows in datasets for name in rows.columns}))
-
-
-def _values(rows: Iterable[PromptRow], column: str) -> Iterator[Any]:
-    return (to_plain(row.columns.get(column)) for row in rows)
 
 
 def _belongings(row: PromptRow, index: int) -> dict[str, Any]:

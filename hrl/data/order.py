@@ -7,9 +7,10 @@ position reveals a resumed run that has other rows or another order.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -199,18 +200,18 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(
-    order: EpochOrder, tokens: Iterable[np.ndarray], columns: Mapping[str, Iterable[Any]] | None = None
+    order: EpochOrder, tokens: Iterable[np.ndarray], beside: Iterable[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Return everything that the row at a position and what is learnt from it depend on, for a checkpoint.
 
     Args:
         order: Order of the rows.
         tokens: Token ids of the rows, `(T,)` each, in their stored order.
-        columns: What rows have beside their tokens: for each name the plain value of every row.
+        beside: What each row has beside its tokens, plain values by name.
 
     Returns:
         Plain data. `rows`, their number; `shuffle`; `seed`, None without shuffling; `tokens`, a digest of the ids;
-        `columns`, a digest of each; `mix`, sizes and weights of sources with shares.
+        `columns`, a digest of each name's values; `mix`, sizes and weights of sources with shares.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for ids in tokens:
@@ -221,9 +222,17 @@ def fingerprint(
         "shuffle": order.shuffle,
         "seed": order.seed if order.shuffle else None,
         "tokens": digest.hexdigest(),
-        "columns": {name: digest_of(values) for name, values in (columns or {}).items()},
+        "columns": _digests_by_name(beside),
         **({"mix": [[*order.sizes], [*order.weights]]} if isinstance(order, MixedOrder) else {}),
     }
+
+
+def _digests_by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    digests: dict[str, hashlib.blake2b] = defaultdict(partial(hashlib.blake2b, digest_size=_DIGEST_BYTES))
+    for index, row in enumerate(rows):
+        for name, value in row.items():
+            digests[name].update(f"{index} {value!r}\n".encode(errors="surrogatepass"))
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def digest_of(values: Iterable[Any]) -> str:

@@ -335,8 +335,8 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         """Return the token ids of all rows, in their stored order."""
 
     @abstractmethod
-    def beside_ids(self) -> Mapping[str, Iterable[Any]]:
-        """Return what else is learnt from: for each name the plain value of every row, in their stored order."""
+    def beside_ids(self) -> Iterable[Mapping[str, Any]]:
+        """Return what else is learnt from each row, plain values by name, in their stored order."""
 
     # ------------------------------------------------------------------ common to all data sets
 

@@ -199,12 +199,12 @@ def test_code_of_the_user_is_known_by_its_content(model: Path, tmp_path: Path) -
 
 
 def test_rows_to_validate_on_are_known_by_what_they_hold_and_not_by_their_order(model: Path) -> None:
-    def validation(rows: int = 2, seed: int = 1, **columns: Any) -> Any:
-        found = fingerprint(EpochOrder(rows, seed), [np.array([1, 2])] * rows, {"level": columns.get("level", [3, 3])})
+    def validation(rows: int = 2, seed: int = 1, level: int = 3) -> Any:
+        found = fingerprint(EpochOrder(rows, seed), [np.array([1, 2])] * rows, [{"level": level}] * rows)
         return inputs_of(model, val=SimpleNamespace(fingerprint=found))["validation"]
 
     assert validation() == validation(seed=2)
-    assert len({validation(), validation(rows=3), validation(level=[3, 4]), inputs_of(model)["validation"]}) == 4
+    assert len({validation(), validation(rows=3), validation(level=4), inputs_of(model)["validation"]}) == 4
 
 
 def test_the_versions_are_those_of_this_environment(model: Path) -> None:

@@ -390,10 +390,9 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         )
 
     def all_ids(self) -> Iterator[np.ndarray]:
-        return (ids for answer in self._known() for ids in (answer.prompt, answer.answer))
+        known = (answer for index in self.known for answer in self.tokens[index])
+        return (ids for answer in known for ids in (answer.prompt, answer.answer))
 
-    def beside_ids(self) -> dict[str, Iterator[Any]]:
-        return {"trained tokens": (np.packbits(answer.trained).tobytes() for answer in self._known())}
-
-    def _known(self) -> Iterator[Answer]:
-        return (answer for index in self.known for answer in self.tokens[index])
+    def beside_ids(self) -> Iterator[dict[str, Any]]:
+        for index in self.known:
+            yield {"trained tokens": [np.packbits(answer.trained).tobytes() for answer in self.tokens[index]]}

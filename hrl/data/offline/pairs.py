@@ -145,9 +145,9 @@ class PairDataset(OfflineDataset[PairRow]):
                 found.append(passages_of_chat(self.tokenizer, [*row.prompt, *answer], len(row.prompt), kwargs))
         return found
 
-    def beside_ids(self) -> dict[str, Iterator[Any]]:
-        margins = {"margin": (self.rows[index].margin for index in self.known)}
-        return super().beside_ids() | (margins if isinstance(self.config, ScoredPairDataConfig) else {})
+    def beside_ids(self) -> Iterator[dict[str, Any]]:
+        for index, beside in zip(self.known, super().beside_ids(), strict=True):
+            yield beside | {"margin": self.rows[index].margin}  # None where the run has no use for margins
 
     def batch(self, indices: Iterable[int]) -> DataProto:
         """Return two rows per pair, chosen then rejected, with the same `uid`.
