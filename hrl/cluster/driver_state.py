@@ -29,7 +29,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Part(BaseModel):
-    """A part of the state; a default only says that older versions of hrl may have left something out."""
+    """A part of the state; a default only says that it may be missing, as in checkpoints of older versions of hrl."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -44,10 +44,10 @@ class _Data(_Part):
 
 
 class _Inputs(_Part):
-    kind: str
-    models: dict[str, str]
-    tokenizer: str
-    code: dict[str, str]
+    kind: str = ""
+    models: dict[str, str] = {}
+    tokenizer: str = ""
+    code: dict[str, str] = {}
     versions: dict[str, Any] = {}
 
 
@@ -58,7 +58,7 @@ class _State(_Part):
     contents: list[str] = []
     score: _Number | None = None
     config: dict[str, Any] = {}
-    inputs: _Inputs = _Inputs(kind="", models={}, tokenizer="", code={})
+    inputs: _Inputs = _Inputs()
     ranks: dict[str, _Count] = {}
     kl_coef: _Number = 0.0
     drift_gate_closed: bool = False

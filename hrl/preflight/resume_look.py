@@ -19,6 +19,8 @@ from hrl.preflight.machine_look import gpus_here, joins_a_cluster
 _SEED = "trainer.seed"
 #: Roles whose models may change: nothing of theirs is learnt in a run that samples.
 _FROZEN = ("rm",)
+#: What a run says of itself; a trainer that was built by hand, or an older version of hrl, says nothing.
+_COMPARED = {"kind", "models", "tokenizer", "code"}
 _ESTIMATOR = (
     "Set algorithm.adv_estimator to what it was, or begin another run with the model in its hf folder, in a "
     "trainer.default_local_dir of its own."
@@ -43,13 +45,13 @@ def look_at_changes(
     """
     if plan.checkpoint is None:
         return
-    if not plan.state.keys() >= {"config", "inputs", "ranks"}:
+    was: Mapping[str, Any] = plan.state.get("inputs", {})
+    if not (plan.state.keys() >= {"config", "ranks"} and was.keys() >= _COMPARED):
         findings.notes.append(
             f"{plan.checkpoint} does not say with which configuration it was made, so what has changed since is not "
-            "known: it is of an older version of hrl"
+            "known: it is of an older version of hrl, or of a trainer that was built by hand"
         )
         return
-    was: Mapping[str, Any] = plan.state["inputs"]
     key = "trainer.default_local_dir" if plan.continues else "trainer.resume_from_path"
     if was["kind"] != inputs["kind"]:
         what = f"leads to {plan.checkpoint}, of a run of kind {was['kind']}; this is a run of kind {inputs['kind']}."

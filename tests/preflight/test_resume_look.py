@@ -128,8 +128,9 @@ def test_other_rows_to_validate_on_are_told_and_refused_nowhere() -> None:
 
 
 def test_a_checkpoint_of_an_older_version_is_continued_and_says_what_is_not_known() -> None:
-    found = looked({"step": 7})
-    assert not found.problems and not found.changes and "older version of hrl" in found.notes[0]
+    for saved in ({"step": 7}, state(inputs={})):  # the latter of a trainer that was built by hand
+        found = looked(saved)
+        assert not found.problems and not found.changes and "older version of hrl" in found.notes[0]
 
 
 @pytest.fixture(scope="module")
