@@ -286,7 +286,7 @@ FAULTS = [
     Fault(
         TWICE,
         "Ctrl-C, and again",
-        ended_now(twice, lambda at, run: logged(at) >= 2, "trainer.save_freq=-1", "data.max_response_length=400"),
+        ended_now(twice, lambda at, run: logged(at) >= 2, "trainer.save_freq=-1", "data.max_response_length=190"),
     ),
     Fault(
         TWICE,
