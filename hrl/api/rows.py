@@ -132,7 +132,14 @@ def _without_missing(row: Mapping[str, Any]) -> dict[str, Any]:
 
     NA compares to NA, which has no truth value.
     """
-    return {str(name): None if _is_missing(value) else value for name, value in row.items()}
+    return {_text(name): None if _is_missing(value) else value for name, value in row.items()}
+
+
+def _text(name: Any) -> str:
+    try:
+        return str(name)
+    except ValueError as error:
+        raise UsageError("data has a column whose name is an integer of thousands of digits; use words") from error
 
 
 def _is_missing(value: Any) -> bool:

@@ -390,7 +390,7 @@ def _composition_problem(options: _Options, message: str) -> Problem:
     file, folder = f"{options.config_name}.yaml", options.folders[0]
     if any(engine in options.config_name or f"{engine}_trainer" in message for engine in OTHER_ENGINES):
         return Problem(file, "is for another engine:", ONLY_FSDP2.hint, reason=Reason.ABSENT)
-    if not (folder / file).is_file():
+    if not os.path.isfile(folder / file):  # which a name that no disk takes does not break
         return Problem(file, f"is not in {folder}.", "See --config-path and --config-name.", reason=Reason.UNREADABLE)
     return Problem(file, f"can't be composed: {message}.")
 

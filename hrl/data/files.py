@@ -236,7 +236,7 @@ def parquet_columns(path: Path) -> list[str]:
 
     try:
         names = list(pq.read_schema(path).names)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # names that are no UTF-8 are a ValueError
         raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
     _require_once(path, names)
     return names

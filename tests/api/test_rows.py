@@ -124,3 +124,8 @@ def test_an_iterable_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch)
         as_sources_or_rows({"prompt": str(a)} for a in itertools.count())
     _, rows = as_sources_or_rows({"prompt": str(a)} for a in range(100))
     assert rows is not None and len(rows) == 100
+
+
+def test_a_column_named_by_a_huge_integer_is_told():
+    with pytest.raises(UsageError, match="a column whose name is an integer of thousands of digits"):
+        as_sources_or_rows(pd.DataFrame([["1?"]], columns=pd.Index([10**5000], dtype=object)))

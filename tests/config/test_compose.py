@@ -205,6 +205,7 @@ def test_a_relative_path_starts_at_the_working_folder(own, monkeypatch):
         ("wrong", "trainer.sed is not a key of hrl. Did you mean trainer.seed?"),
         ("broken", "broken.yaml can't be composed"),
         ("missing", "missing.yaml is not in "),
+        ("x" * 400, "xx.yaml is not in "),
         ("mandatory", "data.train_files needs a value"),
     ],
 )

@@ -403,3 +403,11 @@ def test_a_parquet_schema_of_what_arrow_does_not_know_is_a_damaged_file(tmp_path
     monkeypatch.setattr(pq, "read_schema", unknown)
     with pytest.raises(DatasetError, match=r"rows\.parquet is not a readable Parquet file: Unrecognized"):
         columns_of(tmp_path / "rows.parquet")
+
+
+def test_a_parquet_column_whose_name_is_no_text_is_a_damaged_file(tmp_path):
+    pq.write_table(pa.table({"outer": [{"a_part": 1}]}), tmp_path / "rows.parquet")
+    damaged = (tmp_path / "rows.parquet").read_bytes().replace(b"a_part", b"\xf1_part")
+    (tmp_path / "rows.parquet").write_bytes(damaged)
+    with pytest.raises(DatasetError, match=r"rows\.parquet is not a readable Parquet file: "):
+        columns_of(tmp_path / "rows.parquet")
