@@ -72,7 +72,7 @@ def trainer(folder: Path, total: int, validate: bool = False) -> Asked:
     rows = [{"prompt": str(n), "chosen": "y", "rejected": "n"} for n in range(PAIRS)]
     train, val = (PairDataset(rows, tokenizer, config.data, stop_ids=[tokenizer.eos_token_id]) for _ in range(2))
     reporter = SimpleNamespace(
-        folder=SimpleNamespace(path=folder, checkpoints=folder / "checkpoints"),
+        folder=SimpleNamespace(path=folder, checkpoints=folder / "checkpoints", make_log_durable=lambda: None),
         phase=lambda name: nullcontext(),
         stage=in_silence,
         console=SimpleNamespace(note=lambda line: None),
