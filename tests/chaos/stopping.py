@@ -225,7 +225,8 @@ def ended_now(
 
 def twice(run: OnTerminal) -> None:
     ctrl_c(run)
-    time.sleep(0.7)
+    run.comes_to(lambda: "again to stop now" in run.text)  # Ray lets a process answer once in a second
+    time.sleep(0.7)  # less would be one request
     ctrl_c(run)
 
 
