@@ -52,6 +52,7 @@ PARTS = {
     "dashboard": "ray",
     "runtime_env": "ray",
     "VLLM": "engine",
+    "multiprocessing.spawn": "engine",
     "rollout/": "engine",
     "hrl.reward": "rewards",
     "reward/process": "rewards",
