@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hrl.processes import guard
+from hrl.processes.terminal import TerminalOutput
 
 ENDING = guard.ENDING
 """Signals that ask a command to end."""
@@ -105,7 +106,7 @@ class StopRequest:
         self._asked_at = self._latest_at = -float("inf")
         self._to_tell: SimpleQueue[signal.Signals | None] = SimpleQueue()
         self._is_installed = self._is_in_order = self._step_runs = False
-        self._on_terminal: list[int] = []
+        self._terminal = TerminalOutput()
         self.is_late = False
         """Whether the step's share of the grace has passed."""
 
@@ -129,7 +130,7 @@ class StopRequest:
         """Receive signals that ask for an end. Call it before anything that has to be undone, in the main thread."""
         answer_with(self.receive)
         self._is_installed = True
-        self._on_terminal = [stream for stream in (1, 2) if os.isatty(stream)]
+        self._terminal.survive()
 
     def receive(self, number: int, _: FrameType | None = None) -> None:
         """Take a signal.
@@ -138,7 +139,7 @@ class StopRequest:
             KeyboardInterrupt: The command is to end now.
         """
         if number == signal.SIGHUP:
-            self._leave_terminal()
+            self._terminal.leave()
         now = self._clock()
         if now - self._latest_at < _ONE_REQUEST_S or (self.is_asked and number == signal.SIGXCPU):
             return
@@ -183,14 +184,6 @@ class StopRequest:
             signal.signal(signal.SIGALRM, before)
             self._to_tell.put(None)
             thread.join()
-
-    def _leave_terminal(self) -> None:
-        """Write nowhere from now on: a terminal that was closed would answer with an error, which would end the run."""
-        if self._on_terminal:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in self._on_terminal:
-                os.dup2(nowhere, stream)
-            os.close(nowhere)
 
     def _hurry(self, *_: object) -> None:
         self.is_late = True
