@@ -132,7 +132,6 @@ READ_ELSEWHERE = {
     "data.custom_cls.name": "the rows are those of the built-in class",
     "data.truncation": "read where a prompt is too long",
     "trainer.grace_s": "the command reads it where a signal comes, and these runs have none",
-    "trainer.on_save_error": "read where the disk or a store refuses a checkpoint",
     "trainer.secrets": "read before a run, where its configuration is shown for the first time",
     "trainer.nnodes": "the configuration makes the size of pools of it",
     "trainer.total_epochs": "the configuration makes the number of steps of it",
