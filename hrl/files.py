@@ -47,6 +47,16 @@ def unfinished_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(".*.partial") if _UNFINISHED.fullmatch(path.name))
 
 
+def unfinished_beside(folder: Path) -> Path:
+    """Return the name under which a folder is made until it is whole."""
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.unfinished")
+
+
+def unfinished(name: str) -> str:
+    """Return the pattern of what processes left which were killed while they made a folder of this name."""
+    return f".{name}.{'[0-9a-f]' * 16}.unfinished"
+
+
 def add_whole(path: Path, text: str) -> None:
     """Add text to the end of a file, created if missing: all of it, or none if the disk refuses.
 

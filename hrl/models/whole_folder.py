@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hrl.files import make_durable, remove
+from hrl.files import make_durable, remove, unfinished_beside
 
 _CONFIG = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -26,7 +25,7 @@ def whole_model(folder: Path) -> Iterator[Path]:
         OSError: The disk refuses.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.unfinished")
+    beside = unfinished_beside(folder)
     beside.mkdir()
     try:
         yield beside
@@ -39,11 +38,6 @@ def whole_model(folder: Path) -> Iterator[Path]:
         make_durable(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def unfinished(name: str) -> str:
-    """Return the pattern of the folders that processes left which were killed while they wrote a model of this name."""
-    return f".{name}.{'[0-9a-f]' * 16}.unfinished"
 
 
 def _replace(folder: Path, new: Path) -> None:

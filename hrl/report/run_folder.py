@@ -19,8 +19,7 @@ from typing import IO, Any, Literal, TypeGuard
 import yaml
 
 from hrl.errors import HrlError, RefusedError, system_error
-from hrl.files import add_whole, make_durable, open_itself, remove, unfinished_in, write_whole
-from hrl.models.whole_folder import unfinished
+from hrl.files import add_whole, make_durable, open_itself, remove, unfinished, unfinished_in, write_whole
 from hrl.processes.plain_data import is_huge
 from hrl.report.environment import describe_environment
 from hrl.report.unwritten import Unwritten

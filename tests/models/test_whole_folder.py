@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hrl.models.whole_folder import unfinished, whole_model
+from hrl.files import unfinished
+from hrl.models.whole_folder import whole_model
 
 
 def files(folder: Path) -> dict[str, str]:

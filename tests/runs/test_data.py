@@ -82,7 +82,13 @@ def test_a_run_on_two_sources_with_a_sampler_resumes_exactly(runner: Runner, sou
     for step in range(1, 5):
         assert drawn(straight, step) == drawn(resumed, step)
     states = [json.loads((one / "checkpoints" / "step_4" / "state.json").read_text()) for one in (straight, resumed)]
-    assert states[0].keys() - PARTS == {"kl_coef", "drift_gate_closed", "reward_shaping", "sampler"}
+    assert states[0].keys() - PARTS == {
+        "kl_coef",
+        "drift_gate_closed",
+        "nonfinite_in_a_row",
+        "reward_shaping",
+        "sampler",
+    }
     assert states[0]["sampler"] == states[1]["sampler"]
     assert states[0]["data"]["mix"] == [[9, 4], [1.0, 1.0]]
     metrics = list(read_jsonl(straight / "metrics.jsonl"))
