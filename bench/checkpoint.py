@@ -119,7 +119,15 @@ class _Saves:
 
     def publish_after(self, records: list[Path]) -> None:
         """Have the checkpoint published when these are there."""
-        self._pending = PendingCheckpoint(self._store, self._step, {"step": self._step}, records, self._folder)
+        self._pending = PendingCheckpoint(
+            self._store,
+            self._step,
+            {"step": self._step},
+            records,
+            self._folder,
+            make_log_durable=lambda: None,  # there is no log
+            deadline_s=600.0,
+        )
 
     def publish(self) -> Path:
         """Wait until the last checkpoint is whole and the one before removed, and return its folder."""
