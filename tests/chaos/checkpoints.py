@@ -125,7 +125,7 @@ def falls_back(spoil: Callable[[Path], object], named: str) -> Callable[[Path], 
             *([f"exit status {status}"] if status else []),
             *([f"nothing says {expected!r}"] if expected not in said else []),
             *([f"nothing says that it continues after step {LAST - 1}"] if f"step_{LAST - 1}" not in said else []),
-            *([] if newest.with_name(f"damaged.{newest.name}").exists() else ["the damaged one was not set aside"]),
+            *([] if os.path.lexists(newest.with_name(f"damaged.{newest.name}")) else ["it was not set aside"]),
             *differences(straight(), mine),
         ]
         return judged(wrong, began, said, sentence(said, "is damaged"))
