@@ -32,7 +32,8 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
-_TRACKER_GRACE_S = 1.0
+_TRACKER_GRACE_S = 4.0
+"""On a busy machine a tracker takes seconds to notice that the others have ended, and to unlink what they left."""
 _POLL_S = 0.05
 _NOT_FOUND = 127
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -225,8 +226,8 @@ class _Run:
 
     def kill_all(self) -> None:
         """Kill what descends from this process, at once; resource trackers may clear up behind the others."""
-        deadline = time.monotonic() + _GRACE_S
         trackers_until = time.monotonic() + _TRACKER_GRACE_S
+        deadline = trackers_until + _GRACE_S
         while time.monotonic() < deadline:
             self.has_ended()
             left = _with_descendants({os.getpid()}, process_table()) - {os.getpid()}
