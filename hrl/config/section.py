@@ -7,6 +7,7 @@ A default is written once, at its field: as a plain value, as `follows(...)` if 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar
@@ -296,7 +297,10 @@ def flatten(tree: Mapping[str, Any] | Section, root: type[Section], prefix: str 
 
 
 def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Build a nested dict from dotted keys; a value in place of a section is kept for validation to report."""
+    """Build a nested dict from dotted keys; a value in place of a section is kept for validation to report.
+
+    Mappings are copied: a key below one, such as `data.map.question` beside the default of `data.map`, is put into it.
+    """
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *path, name = key.split(".")
@@ -307,7 +311,7 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
                 break
             node = child
         else:
-            node.setdefault(name, value)
+            node.setdefault(name, deepcopy(value) if isinstance(value, dict) else value)
     return tree
 
 

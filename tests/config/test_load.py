@@ -8,6 +8,7 @@ from hrl.algos.policy_losses import clip_bounds
 from hrl.config import ConfigError, load_config
 from hrl.config.load import validate_kind
 from hrl.config.run_kind import PPO
+from hrl.config.section import unflatten
 
 validate = partial(validate_kind, PPO)
 
@@ -219,3 +220,10 @@ def test_the_driver_waits_longer_for_a_sync_than_the_workers():
 def test_loading_what_was_resolved_changes_nothing():
     config = validate({"algorithm.adv_estimator": "gae", "trainer.nnodes": 2})
     assert load_config(config.model_dump()) == config
+
+
+def test_a_key_below_a_mapping_leaves_the_default_of_the_next_run_alone():
+    default = {"prompt": "question"}
+    tree = unflatten({"data.map": default, "data.map.answer": "solution"})
+    assert tree == {"data": {"map": {"prompt": "question", "answer": "solution"}}}
+    assert default == {"prompt": "question"}
