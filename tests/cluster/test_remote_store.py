@@ -475,6 +475,15 @@ def test_a_score_that_comes_while_its_checkpoint_is_sent_is_sent_too(
     assert in_memory.manifest(1).score == 0.5
 
 
+def assert_sent_again(sending: Sending, store: RemoteStore, why: str) -> None:
+    """Send a checkpoint whose first attempt fails; the run goes on."""
+    sending.send(1)
+    until(lambda: store.steps() == [1])
+    assert sending.uploads.close(patience_s=20) == {}
+    sending.uploads.look()  # which raises if the run is to end
+    assert any(why in line and "sent again" in line for line in sending.told)
+
+
 def test_an_outage_shorter_than_the_time_between_two_saves_costs_nothing(
     in_memory: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,11 +497,7 @@ def test_an_outage_shorter_than_the_time_between_two_saves_costs_nothing(
 
     monkeypatch.setattr(in_memory._fs, "open", open_or_fail)
     monkeypatch.setattr(remote_checkpoints, "_AGAIN_S", 0.01)
-    sending.send(1)
-    until(lambda: in_memory.steps() == [1])
-    assert sending.uploads.close(patience_s=20) == {}
-    sending.uploads.look()  # which raises if the run is to end
-    assert any("reset by peer" in line and "sent again" in line for line in sending.told)
+    assert_sent_again(sending, in_memory, "reset by peer")
 
 
 def test_a_checkpoint_that_the_disk_can_not_read_for_a_moment_is_sent_again(
@@ -511,11 +516,7 @@ def test_a_checkpoint_that_the_disk_can_not_read_for_a_moment_is_sent_again(
 
     monkeypatch.setattr(Manifest, "read", read_or_fail)
     monkeypatch.setattr(remote_checkpoints, "_AGAIN_S", 0.01)
-    sending.send(1)
-    until(lambda: in_memory.steps() == [1])
-    assert sending.uploads.close(patience_s=20) == {}
-    sending.uploads.look()  # which raises if the run is to end
-    assert any("OSError: [Errno 5]" in line and "sent again" in line for line in sending.told)
+    assert_sent_again(sending, in_memory, "OSError: [Errno 5]")
 
 
 def test_what_no_store_can_know_of_ends_no_thread(in_memory: RemoteStore, tmp_path: Path) -> None:

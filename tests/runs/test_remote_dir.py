@@ -13,7 +13,7 @@ from hrl.cluster.remote_store import RemoteStore, RemoteStoreError
 from hrl.report.run_folder import read_jsonl
 from tests.cluster.s3_server import STORES, s3_server
 from tests.runs.in_process import in_process, run_in_process
-from tests.runs.runner import Runner
+from tests.runs.runner import TWO_ROWS, Runner
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -31,12 +31,7 @@ def test_a_run_goes_on_elsewhere_from_its_store(
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
             "actor_rollout_ref.actor.optim.lr=1e-3",
             f"reward.custom_reward_function.path={runner.reward}",
-            "data.train_batch_size=2",
-            "data.max_response_length=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "actor_rollout_ref.rollout.n=2",
-            "trainer.val_before_train=false",
-            "trainer.test_freq=-1",
+            *TWO_ROWS,
             *overrides,
         )
         return tmp_path / folder
