@@ -155,11 +155,8 @@ class CheckpointStore:
                 score = Manifest.read(folder).score
             else:  # of an older version of hrl, which had no manifest
                 score = read_object(folder / STATE_FILE).get("score")
-        except (
-            ManifestError,
-            UnreadableError,
-            DamagedFileError,
-        ) as error:  # of an older checkpoint than one about to be published
+        except (ManifestError, UnreadableError, DamagedFileError) as error:
+            # Of an older checkpoint than one about to be published, which this need not keep from it.
             logger.warning("step %d counts as one without a validation: %s", step, error)
             return None
         return float(score) if is_number(score) and math.isfinite(score) else None
