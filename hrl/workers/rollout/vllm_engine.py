@@ -24,6 +24,7 @@ import os
 import runpy
 import select
 import signal
+import tempfile
 import weakref
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -171,19 +172,21 @@ class VllmEngine(RolloutEngine):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        with _own_environment(self.setup):
+        # vLLM's sockets are files, of which those of a process that is killed stay. Here their folder goes when both
+        # sides have met.
+        with tempfile.TemporaryDirectory(prefix="hrl-") as sockets, _own_environment(self.setup):
             try:
                 # Blocks this loop on purpose: the child's life is bound to that of the thread that starts it.
-                with taken_by_vllm(self._early):
+                with taken_by_vllm(self._early), changed_environment({"VLLM_RPC_BASE_PATH": sockets}):
                     self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.setup)))
             except Exception as error:  # reading a model runs vLLM's and transformers' code, which raise anything
                 raise RolloutError(
                     f"the vLLM engine for {self.setup.model.path} did not start: {error} (the engine process wrote "
                     "the cause to stderr; VLLM_LOGGING_LEVEL=INFO says more)"
                 ) from error
-        self._loaded_from_folder()
-        self._watch(child.pid for child in _engine_processes() if child.pid not in self._others)
-        self.processes = await self._call("hrl_join")
+            self._loaded_from_folder()
+            self._watch(child.pid for child in _engine_processes() if child.pid not in self._others)
+            self.processes = await self._call("hrl_join")
         self._lives = [ProcessLife(process["pid"]) for process in self.processes]
         self._watch(process["pid"] for process in self.processes)
         self._asking = asyncio.create_task(self._keep_asking())

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +88,7 @@ def host(folder, others, temporary) -> Iterator[RolloutHost]:
     host = make_host(folder, dtype=str(DTYPE).removeprefix("torch."))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
         host.start()
     with host:
         yield host
@@ -369,6 +371,7 @@ def test_a_model_with_another_set_of_tensors_is_refused_by_name(host, original):
 def test_an_engine_leaves_no_file_where_its_processes_met(host, temporary):
     assert host.engine.processes
     assert list(temporary.glob("vllm_dist_*")) == []
+    assert not any(path.is_socket() for path in temporary.rglob("*"))
 
 
 def test_an_idle_engine_uses_no_cpu(host):
