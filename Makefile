@@ -93,8 +93,8 @@ test-gpu: install-dev  ## the tests that need a CUDA device
 first-light:  ## what to run first on a machine with a GPU: 45 minutes at most, one table (docs/first-gpu.md)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.first_light
 
-chaos: install-dev  ## every known fault against real runs: fault, score, seconds, message; NAME="kill disk" injects some
-	$(BIN)/python -m tests.chaos $(NAME)
+chaos: install-dev  ## every known fault against real runs: fault, score, seconds, message; NAME="is killed" injects those of that name
+	$(BIN)/python -m tests.chaos $(if $(NAME),"$(NAME)")
 
 sbom: install-dev  ## build/sbom.json: every pinned package with version and licence, as CycloneDX
 	mkdir -p build

@@ -4,7 +4,7 @@ A model in float32 with AdamW's two moments, 100 to 400 MiB together, on one ran
 hrl's is what its trainer does: a new folder, the state taken down with the generators' and handed to the thread that
 writes it; here the next optimizer step comes at once, so that everything not yet written is copied first. The peer is
 `torch.save` of the same model and optimizer, one file each, as verl's checkpoint manager calls it on a rank; it leaves
-the bytes in the page cache. Beside it: a step that comes when the thread is done, as after sampling; the seconds until
+the bytes in the page cache, which are written to the disk before the next round begins. Beside it: a step that comes when the thread is done, as after sampling; the seconds until
 the checkpoint is whole, on disk (`fsync`), renamed, and the one before removed, against `torch.save` as it is; and
 `dcp.async_save`, torch's own, with a stager that keeps its shared memory. These have none of what hrl's trainer saves
 besides by default: a folder in bfloat16 that transformers loads, gathered while the step waits, and the tokenizer.
@@ -14,6 +14,7 @@ with its own default, in which the tokenizer is, and that folder is not.
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -63,10 +64,10 @@ def cases() -> Iterator[Case]:
             others, floor = None, None
             if mib == 400:
                 others, floor = partial(_others, state, ours, theirs, folder / "dcp"), 8.0
-            yield Case(f"{mib} MiB", _TORCH, ours, theirs, _equal, floor, mib, settle=ours.publish, others=others)
+            yield Case(f"{mib} MiB", _TORCH, ours, theirs, _equal, floor, mib, settle=ours.settle, others=others)
         model = _llama(folder / "llama")
         mine, other = _HrlDefault(model, folder / "hrl_default"), _VerlDefault(model, folder / "verl_default")
-        yield Case("400 MiB, default contents", VERL, mine, other, _equal_defaults, settle=mine.publish)
+        yield Case("400 MiB, default contents", VERL, mine, other, _equal_defaults, settle=mine.settle)
 
 
 @contextmanager
@@ -136,6 +137,11 @@ class _Saves:
             assert self._pending.stop() is not None
             self._pending = None
         return self._store.path(self._step)
+
+    def settle(self) -> None:
+        """Wait until nothing is left to be written, by the peer either: the disk's work would take a core from both."""
+        self.publish()
+        os.sync()
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -303,7 +309,7 @@ def _others(state: State, ours: _Hrl, theirs: _TorchSave, folder: Path) -> Itera
     ours.stands_still_for_a_change = False
     compared = partial(Comparison, rounds=(_ROUNDS, _ROUNDS))
     yield compared(label, _TORCH, "seconds until it is whole", _median(whole), _median(theirs))
-    yield compared(later, _TORCH, "seconds", _median(ours, ours.publish), _median(theirs))
+    yield compared(later, _TORCH, "seconds", _median(ours, ours.settle), _median(theirs, os.sync))
     ours.stands_still_for_a_change = True
     options = StagingOptions(False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False)
     stager, saved = DefaultStager(options), list[Any]()
@@ -315,8 +321,9 @@ def _others(state: State, ours: _Hrl, theirs: _TorchSave, folder: Path) -> Itera
     def wait() -> None:
         last = saved[-1]
         last.result() if not hasattr(last, "upload_completion") else last.upload_completion.result()
+        os.sync()
 
-    yield compared(label, _ASYNC, "seconds", _median(ours, ours.publish), _median(torchs, wait))
+    yield compared(label, _ASYNC, "seconds", _median(ours, ours.settle), _median(torchs, wait))
     stager.close()
 
 

@@ -53,6 +53,11 @@ _WORKER_ENVIRONMENT = {
     # THP_MEM_ALLOC_ENABLE) are no help: where memory is in pieces, the kernel stops the process to join them.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    # oneDNN compiles each matrix product for its shape, and it and torch keep 1,024 of these each. Packed rows make new
+    # shapes at every step, so a rank would grow by half a gigabyte of products that no step needs again. A micro-batch
+    # needs about twenty; to compile one takes one or two milliseconds.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
     # Ray's workers would yield to all other processes. Whatever else the machine did would hold one of the threads of a
     # matrix product, for which the others wait.
     "RAY_worker_niceness": "0",

@@ -1,18 +1,21 @@
 """Long runs, in which nothing may grow: memory, open files and threads of every process, shared memory, Ray's store.
 
-A series is fitted over its second half, when caches are full. Neighbouring steps are alike, so the line goes through
-means of blocks, and its standard error is theirs. It is flat if the slope is within three standard errors of nothing,
-or so small that a hundred thousand steps, a month at 25 seconds, would not matter. A series so noisy that a leak would
-hide within three standard errors is not flat: nothing is known of it.
+A series is fitted over its second half, when caches are full. A sample also counts what a step has in its hands just
+then, and neighbouring steps are alike, so the line goes through the least of each block, and its standard error is
+theirs. It is flat if the slope is within three standard errors of nothing, or so small that a hundred thousand steps, a
+month at 25 seconds, would not matter. A series so noisy that a leak would hide within three standard errors is not
+flat: nothing is known of it.
 
 A run keeps the memory that a tensor leaves for the next (`ray_cluster`), and a heap in pieces grows by one such tensor
-now and then. Here memory goes back at once, so that what grows is what somebody holds.
+now and then. Here memory goes back at once, so that what grows is what somebody holds. Prompts are of many lengths, so
+that every step brings shapes that were not there before, as it does in earnest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -40,8 +43,7 @@ PATIENCE_S = 3000.0
 BLOCKS = 15
 #: What a series may grow by in a step and still be flat. 4 KiB are 0.4 GiB in a month.
 ALLOWED = {"KiB": 4.0, "files": 0.01, "threads": 0.01}
-#: What three standard errors may be. 64 KiB are 19 MiB in the 300 steps of a soak, for which the means of ten steps
-#: have to vary by 3.5 MiB; a file or thread left in every tenth step is 30 of them.
+#: What three standard errors may be. 64 KiB are 19 MiB in the 300 steps of a soak; a file or thread left in every tenth step is 30 of them.
 NOISE = {"KiB": 64.0, "files": 0.1, "threads": 0.1}
 #: Parts of command lines, and what their processes are called.
 PARTS = {
@@ -68,7 +70,7 @@ class Trend(NamedTuple):
     Attributes:
         slope: Per step.
         error: Its standard error.
-        last: The mean of the last block.
+        last: The least of the last block.
     """
 
     slope: float
@@ -89,10 +91,10 @@ class Trend(NamedTuple):
 
 
 def trend(values: Sequence[float]) -> Trend:
-    """Fit a line to the second half of a series by least squares, through means of blocks."""
+    """Fit a line to the second half of a series by least squares, through the least of each block."""
     half = np.asarray(values[len(values) // 2 :], dtype=float)
     blocks = np.array_split(np.arange(len(half)), min(BLOCKS, len(half) // 2))
-    x, y = (np.array([series[block].mean() for block in blocks]) for series in (np.arange(len(half)), half))
+    x, y = (np.array(values) for values in ([b.mean() for b in blocks], [half[b].min() for b in blocks]))
     centred = x - x.mean()
     slope = float(centred @ y / (centred @ centred))
     residuals = y - y.mean() - slope * centred
@@ -152,6 +154,15 @@ def steps_of(folder: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
+def rows_of_many_lengths(folder: Path) -> list[str]:
+    """Write prompts of one to sixty words, and return the overrides for a run on them."""
+    file = folder / "rows.jsonl"
+    draw = random.Random(0)
+    lines = ({"prompt": " ".join(["and"] * draw.randint(1, 60)), "answer": ""} for _ in range(64))
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return [f"data.train_files={file}", f"data.val_files={file}", "data.max_prompt_length=128"]
+
+
 def real(engine: str, *overrides: str, steps: int = REAL_STEPS) -> Fault:
     """A run of the small model on a cluster, sampled after every step."""
 
@@ -163,6 +174,7 @@ def real(engine: str, *overrides: str, steps: int = REAL_STEPS) -> Fault:
                 f"trainer.total_training_steps={steps}",
                 f"actor_rollout_ref.rollout.name={engine}",
                 SMALL_CACHE,
+                *rows_of_many_lengths(folder),
                 "trainer.val_before_train=false",
                 "trainer.test_freq=50",
                 "trainer.log_rollouts_freq=-1",

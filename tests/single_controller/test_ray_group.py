@@ -487,9 +487,10 @@ class Reducer(Worker):
 
 
 def test_settings_of_memory_reach_the_ranks_and_do_not_stay_with_the_driver(adders: RayWorkerGroup) -> None:
-    name = "MALLOC_TRIM_THRESHOLD_"
-    assert set(adders.execute_all_sync(lambda worker: os.environ.get(name))) == {str(1 << 40)}
-    assert name not in os.environ
+    settings = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "LRU_CACHE_CAPACITY": "128"}
+    for found in adders.execute_all_sync(lambda worker: dict(os.environ)):
+        assert settings.items() <= found.items()
+    assert not settings.keys() & os.environ.keys()
 
 
 def test_a_process_does_its_preludes_before_it_imports_torch(merged: RayWorkerGroup) -> None:

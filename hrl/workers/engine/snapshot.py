@@ -8,7 +8,8 @@ written before the next optimizer step, and never more than one copy of what it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor
 
 #: What is read at once; `detach` waits no longer than that takes. Fits into a core's cache; a GPU's bus needs more.
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
+#: What one of the threads of `detach` copies at once.
+_PIECE_BYTES = 4 << 20
 
 
 class Snapshot:
@@ -47,8 +50,8 @@ class Snapshot:
             for name, source in unread.items():
                 if name not in self._kept or self._kept[name].numel() != source.numel():
                     self._kept[name] = torch.empty(source.numel(), dtype=torch.uint8)
-                _copy(source, self._kept[name])
-                self._sources[name] = self._kept[name]
+            _copy_all([(source, self._kept[name]) for name, source in unread.items()])
+            self._sources |= {name: self._kept[name] for name in unread}
 
     def read(self) -> Iterator[tuple[str, memoryview]]:
         """Yield the bytes of every tensor, in order, in chunks `(name, bytes)` that are valid until the next one."""
@@ -82,3 +85,24 @@ def _copy(source: Tensor, to: Tensor) -> None:
     else:
         # Not torch's copy: its threads would compete with those of training, or wait for the one that writes.
         np.copyto(to.numpy(), source.numpy())
+
+
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the first of each pair, bytes, to the second, in host memory."""
+    pieces = (piece for pair in pairs for piece in zip(*(whole.split(_PIECE_BYTES) for whole in pair), strict=True))
+    taking = threading.Lock()
+
+    def take_and_copy() -> None:
+        while True:
+            with taking:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            _copy(*piece)
+
+    # One core does not fill the way to memory. Each thread takes the next piece, so none waits for one that is held up.
+    on_device = any(source.is_cuda for source, _ in pairs)
+    num_threads = 1 if on_device else torch.get_num_threads()
+    with ThreadPoolExecutor(num_threads) as threads:
+        for copied in [threads.submit(take_and_copy) for _ in range(num_threads)]:
+            copied.result()
