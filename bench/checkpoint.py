@@ -4,12 +4,13 @@ A model in float32 with AdamW's two moments, 100 to 400 MiB together, on one ran
 hrl's is what its trainer does: a new folder, the state taken down with the generators' and handed to the thread that
 writes it; here the next optimizer step comes at once, so that everything not yet written is copied first. The peer is
 `torch.save` of the same model and optimizer, one file each, as verl's checkpoint manager calls it on a rank; it leaves
-the bytes in the page cache, which are written to the disk before the next round begins. Beside it: a step that comes when the thread is done, as after sampling; the seconds until
-the checkpoint is whole, on disk (`fsync`), renamed, and the one before removed, against `torch.save` as it is; and
-`dcp.async_save`, torch's own, with a stager that keeps its shared memory. These have none of what hrl's trainer saves
-besides by default: a folder in bfloat16 that transformers loads, gathered while the step waits, and the tokenizer.
-`default contents` has all of it, for a Llama under FSDP2; the peer is verl's `FSDPCheckpointManager.save_checkpoint`
-with its own default, in which the tokenizer is, and that folder is not.
+the bytes in the page cache, which are written to the disk before the next round begins. Beside it: a step that comes
+when the thread is done, as after sampling; the seconds until the checkpoint is whole, on disk (`fsync`), renamed, and
+the one before removed, against `torch.save` as it is; and `dcp.async_save`, torch's own, with a stager that keeps its
+shared memory. These have none of what hrl's trainer saves besides by default: a folder in bfloat16 that transformers
+loads, gathered while the step waits, and the tokenizer. `default contents` has all of it, for a Llama under FSDP2; the
+peer is verl's `FSDPCheckpointManager.save_checkpoint` with its own default, in which the tokenizer is, and that folder
+is not.
 """
 
 from __future__ import annotations

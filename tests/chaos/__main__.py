@@ -1,8 +1,8 @@
 """Inject every known fault, or those that are named, and print what came of it: `python -m tests.chaos [PART …]`.
 
 A fault is named by any part of the line that `--list` prints for it, which injects nothing. The table is also written
-to `build/chaos.md`, after one with a row for each kind. The exit status is 1 if an outcome is not what hrl promises, and
-2 if no fault was named.
+to `build/chaos.md`, after one with a row for each kind. The exit status is 1 if an outcome is not what hrl promises,
+and 2 if no fault was named.
 """
 
 from __future__ import annotations

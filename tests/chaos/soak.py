@@ -43,7 +43,8 @@ PATIENCE_S = 3000.0
 BLOCKS = 15
 #: What a series may grow by in a step and still be flat. 4 KiB are 0.4 GiB in a month.
 ALLOWED = {"KiB": 4.0, "files": 0.01, "threads": 0.01}
-#: What three standard errors may be. 64 KiB are 19 MiB in the 300 steps of a soak; a file or thread left in every tenth step is 30 of them.
+#: What three standard errors may be. 64 KiB are 19 MiB in the 300 steps of a soak; a file or thread left in every tenth
+#: step is 30 of them.
 NOISE = {"KiB": 64.0, "files": 0.1, "threads": 0.1}
 #: Parts of command lines, and what their processes are called.
 PARTS = {
