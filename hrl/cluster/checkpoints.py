@@ -138,6 +138,10 @@ class CheckpointStore:
         """Return steps with a checkpoint that is whole by its files' names and sizes, oldest first."""
         return [step for step in self._saved() if _seems_whole(self.path(step))]
 
+    def has_any(self) -> bool:
+        """Return whether there is a checkpoint, whole or not."""
+        return bool(self._saved())
+
     def _saved(self) -> list[int]:
         """Return steps with a folder of the final name, whatever it holds, oldest first."""
         return sorted(step for name in folders_in(self.folder) if (step := step_of(name)) is not None)

@@ -27,8 +27,10 @@ from hrl.processes.terminal import TerminalOutput
 
 ENDING = guard.ENDING
 """Signals that ask a command to end."""
+EXIT_STOPPED = 75
+"""`EX_TEMPFAIL` of sysexits.h: what was asked for is not done, and the same command goes on with it."""
 EXIT_INTERRUPTED = 130
-"""Of a command that a signal ended at once, as a shell has it for SIGINT."""
+"""Of a command that a signal ended in the midst of its work, as a shell has it for SIGINT."""
 
 #: Two signals within this time are one request: `timeout` sends to its child and then to the group that the child is
 #: in, and a terminal sends to a parent, which passes it on, and to the child.
@@ -71,7 +73,7 @@ def ending_at_once() -> Iterator[None]:
 def _end(_: int, __: FrameType | None) -> NoReturn:
     with suppress(OSError):  # nobody reads it
         os.write(2, b"\ninterrupted\n")
-    os._exit(EXIT_INTERRUPTED)
+    os._exit(EXIT_STOPPED)
 
 
 class RunStoppedError(KeyboardInterrupt):
@@ -86,6 +88,10 @@ class RunStoppedError(KeyboardInterrupt):
     def __init__(self, step: int) -> None:
         super().__init__(step)
         self.step = step
+
+
+class NotBegunError(KeyboardInterrupt):
+    """A signal has ended a command before there was anything to lose by it."""
 
 
 class StopRequest:
@@ -105,7 +111,7 @@ class StopRequest:
         self._asked_by: signal.Signals | None = None
         self._asked_at = self._latest_at = -float("inf")
         self._to_tell: SimpleQueue[signal.Signals | None] = SimpleQueue()
-        self._is_installed = self._is_in_order = self._step_runs = False
+        self._is_installed = self._has_begun = self._is_in_order = self._step_runs = False
         self._terminal = TerminalOutput()
         self.is_late = False
         """Whether the step's share of the grace has passed."""
@@ -136,16 +142,17 @@ class StopRequest:
         """Take a signal.
 
         Raises:
+            NotBegunError: It is the first, and nothing that is done in order has begun.
             KeyboardInterrupt: The command is to end now.
         """
         if number == signal.SIGHUP:
             self._terminal.leave()
-        now = self._clock()
+        now, is_first = self._clock(), self._latest_at == -float("inf")
         if now - self._latest_at < _ONE_REQUEST_S or (self.is_asked and number == signal.SIGXCPU):
             return
         self._latest_at = now
         if not self._is_in_order or self.is_asked:
-            raise KeyboardInterrupt
+            raise NotBegunError if is_first and not self._has_begun else KeyboardInterrupt
         self._asked_by, self._asked_at = signal.Signals(number), now
         self._to_tell.put(self._asked_by)  # a thread says it: this may have come in the midst of a line
         if self._step_runs and self.grace_s is not None:
@@ -173,7 +180,7 @@ class StopRequest:
         thread = threading.Thread(target=run, name="telling of a signal", daemon=True)
         thread.start()
         before = signal.signal(signal.SIGALRM, self._hurry)
-        self._is_in_order = True
+        self._has_begun = self._is_in_order = True
         try:
             yield
         except BaseException:

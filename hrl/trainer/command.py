@@ -13,7 +13,7 @@ from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError, NonFiniteError
 from hrl.masking import begin_masking, masked_text
 from hrl.processes.imports import quick_imports
-from hrl.processes.signals import EXIT_INTERRUPTED, RunStoppedError, StopRequest
+from hrl.processes.signals import EXIT_INTERRUPTED, EXIT_STOPPED, NotBegunError, RunStoppedError, StopRequest
 from hrl.report.display import display_of
 from hrl.report.run_folder import RunFolder
 from hrl.trainer.restarts import Attempt, Supervisor
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
 EXIT_NONFINITE = 3
-EXIT_STOPPED = 75
-"""`EX_TEMPFAIL` of sysexits.h: what was asked for is not done, and the same command goes on with it."""
 _SAME_COMMAND = "the same command"
 
 
@@ -74,11 +72,14 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
 
 def _resuming(config: RunConfiguration, attempt: Attempt) -> RunConfiguration:
     """Return the configuration of a run that is started again: it resumes from its own checkpoints, if it has any."""
-    store = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir))
-    if not attempt.restarts or not store.steps():
+    if not attempt.restarts or not _checkpoints_of(config).steps():
         return config
     trainer = config.trainer.model_copy(update={"resume_mode": "auto", "resume_from_path": None})
     return config.model_copy(update={"trainer": trainer})
+
+
+def _checkpoints_of(config: RunConfiguration) -> CheckpointStore:
+    return CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir))
 
 
 class PresentStandardError(logging.StreamHandler[TextIO]):
@@ -106,8 +107,8 @@ def exit_status(config: RunConfiguration, run: Callable[[], object], attempt: At
 
     Returns:
         0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if numbers
-        are not finite, 75 if a signal ended the run in order and the same command continues it, 130 if one ended it
-        now, or if the same command does not continue it.
+        are not finite, 75 if a signal ended the run in order, or before it had begun, and the same command goes on, 130
+        if one ended it in the midst of its work, or if the same command does not go on.
     """
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[PresentStandardError()]
@@ -131,6 +132,8 @@ def _status_of(config: RunConfiguration, run: Callable[[], object], attempt: Att
         return EXIT_NONFINITE if of_numbers else EXIT_FAILURE
     except RunStoppedError as stopped:
         return _ended(config, f"stopped after step {stopped.step}", in_order=True)
+    except NotBegunError:
+        return _ended(config, "interrupted", in_order=True)
     except KeyboardInterrupt:
         return _ended(config, "interrupted", in_order=False)
     return 0
@@ -150,6 +153,8 @@ def _ended(config: RunConfiguration, what: str, *, in_order: bool) -> int:
     It is 75 only where the very same command continues: whoever starts it again has nobody to change a key.
     """
     hint = _resume_hint(config)
+    if in_order and not hint and not _checkpoints_of(config).has_any():
+        hint = f"{_SAME_COMMAND} starts again: nothing was there to be saved\n"
     sys.stderr.write(masked_text(f"\n{what}\n{hint}"))
     return EXIT_STOPPED if in_order and hint.startswith(_SAME_COMMAND) else EXIT_INTERRUPTED
 
@@ -159,7 +164,7 @@ def _resume_hint(config: RunConfiguration) -> str:
 
     Names and sizes tell: to read what may be terabytes is for the next start, which has the time.
     """
-    store = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir))
+    store = _checkpoints_of(config)
     steps = store.steps()
     if not steps:
         return ""

@@ -198,9 +198,9 @@ def stopped(
 
 
 def ended_now(
-    act: Callable[[OnTerminal], None], reached: Callable[[Path, OnTerminal], bool], *overrides: str
+    act: Callable[[OnTerminal], None], status: int, reached: Callable[[Path, OnTerminal], bool], *overrides: str
 ) -> Callable[[Path], Outcome]:
-    """The run ends with status 130 and promises nothing."""
+    """The run ends with a status, and promises nothing."""
 
     def inject(folder: Path) -> Outcome:
         at = folder / "run"
@@ -214,7 +214,7 @@ def ended_now(
             seconds = time.monotonic() - began
         finally:
             run.close()
-        if wrong or run.popen.returncode != 130:
+        if wrong or run.popen.returncode != status:
             return Outcome(0, seconds, wrong or f"status {run.popen.returncode}: {run.text[-300:]!r}")
         if "the same command continues after step" in run.text:
             return Outcome(0, seconds, "it says that the same command continues, and nothing is saved")
@@ -287,17 +287,17 @@ FAULTS = [
     Fault(
         TWICE,
         "Ctrl-C, and again",
-        ended_now(twice, lambda at, run: logged(at) >= 2, "trainer.save_freq=-1", "data.max_response_length=190"),
+        ended_now(twice, 130, lambda at, run: logged(at) >= 2, "trainer.save_freq=-1", "data.max_response_length=190"),
     ),
     Fault(
         TWICE,
         "SIGTERM while Ray starts",
-        ended_now(to_driver(signal.SIGTERM), lambda at, run: "starting Ray" in run.text),
+        ended_now(to_driver(signal.SIGTERM), 75, lambda at, run: "starting Ray" in run.text),
     ),
     Fault(
         TWICE,
         "SIGTERM while models are loaded",
-        ended_now(to_driver(signal.SIGTERM), lambda at, run: "loading actor_rollout" in run.text),
+        ended_now(to_driver(signal.SIGTERM), 75, lambda at, run: "loading actor_rollout" in run.text),
     ),
     Fault(AGAIN, "a rank killed", killed("ray::RankProcess", *HF)),
     Fault(AGAIN, "an engine killed", killed("multiprocessing.spawn")),

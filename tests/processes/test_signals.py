@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hrl.processes.signals import ENDING, STEP_SHARE, StopRequest, kept_from_children
+from hrl.processes.signals import ENDING, STEP_SHARE, NotBegunError, StopRequest, kept_from_children
 
 
 class Clock:
@@ -51,10 +51,23 @@ def test_every_signal_that_asks_for_an_end_is_noted_and_told_in_order_and_ends_t
         os.kill(os.getpid(), number)
         assert stop.is_asked
     assert told == [number.name]
-    other, _ = installed()
-    with pytest.raises(KeyboardInterrupt):
+    other, clock = installed()
+    with pytest.raises(NotBegunError):
         os.kill(os.getpid(), number)
     assert not other.is_asked
+    clock.now += 1.0
+    with pytest.raises(KeyboardInterrupt) as second:
+        os.kill(os.getpid(), number)
+    assert second.type is KeyboardInterrupt
+
+
+def test_a_signal_after_work_that_failed_is_not_one_before_it_began() -> None:
+    stop, _ = installed()
+    with pytest.raises(ValueError, match="of the work"), stop.in_order(lambda name: None):
+        raise ValueError("of the work")
+    with pytest.raises(KeyboardInterrupt) as raised:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert raised.type is KeyboardInterrupt
 
 
 def test_the_second_signal_means_now() -> None:

@@ -81,9 +81,21 @@ def test_an_interruption_while_torch_is_imported_is_one_too(monkeypatch, capsys,
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
-def test_a_termination_in_the_first_seconds_is_an_interruption_that_gives_the_cursor_back(
-    monkeypatch, capsys, tmp_path
+@pytest.mark.parametrize(
+    ("is_saved", "overrides", "status", "said"),
+    [
+        (False, (), 75, "the same command starts again: nothing was there to be saved\n"),
+        (True, (), 75, "the same command continues after step 4\n"),
+        (True, ("resume_mode=disable",), 130, "trainer.resume_mode=auto continues after step 4\n"),
+    ],
+    ids=["of a new run", "of one with a checkpoint", "of one that would not continue it"],
+)
+def test_a_termination_at_the_start_loses_nothing_and_gives_the_cursor_back(
+    monkeypatch, capsys, tmp_path, is_saved, overrides, status, said
 ) -> None:
+    if is_saved:
+        saved_step_4(tmp_path, ["model"])
+
     @contextmanager
     def terminated(self, title):
         try:
@@ -95,12 +107,13 @@ def test_a_termination_in_the_first_seconds_is_an_interruption_that_gives_the_cu
     monkeypatch.setattr("hrl.report.console.RunConsole.stage", terminated)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
-        assert run_command("ppo", [f"trainer.default_local_dir={tmp_path}"]) == 130
+        given = [f"trainer.{each}" for each in (f"default_local_dir={tmp_path}", *overrides)]
+        assert run_command("ppo", given) == status
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     out, err = capsys.readouterr()
-    assert (out, err) == ("cursor shown\n", "\ninterrupted\n")
+    assert (out, err) == ("cursor shown\n", f"\ninterrupted\n{said}")
 
 
 def saved_step_4(folder, contents):
