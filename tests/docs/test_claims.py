@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _NAMED = re.compile(r"`(tests/[\w/.]+?\.py)(?:::(\w+))?`")
+_QUOTED = re.compile(r"`tests/[^`]+`")
 PAGES = ["SECURITY.md", "docs/reliability.md"]
 
 
@@ -24,6 +25,21 @@ def claims(page: str) -> list[str]:
 def names_a_test(claim: str) -> bool:
     """Whether pytest collects one of the files that it names; what such a file uses may stand beside it."""
     return any(Path(file).name.startswith("test_") for file, _ in _NAMED.findall(claim))
+
+
+def unfounded(text: str) -> list[str]:
+    """What it names under `tests/` that is neither a file nor, as `file::test`, a test that pytest collects from one."""
+    return [quoted.strip("`") for quoted in _QUOTED.findall(text) if not is_there(quoted)]
+
+
+def is_there(quoted: str) -> bool:
+    named = _NAMED.fullmatch(quoted)
+    if named is None or not (ROOT / named[1]).is_file():
+        return False
+    if named[2] is None:
+        return True
+    tests = [node.name for node in ast.parse((ROOT / named[1]).read_text()).body if isinstance(node, ast.FunctionDef)]
+    return named[2].startswith("test_") and named[2] in tests
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -42,12 +58,13 @@ def test_a_helper_alone_holds_no_claim() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_named_test_exists(page: str) -> None:
-    missing = []
-    for file, name in _NAMED.findall((ROOT / page).read_text()):
-        if not (ROOT / file).is_file():
-            missing.append(file)
-        elif name and name not in {
-            node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)
-        }:
-            missing.append(f"{file}::{name}")
-    assert missing == []
+    assert unfounded((ROOT / page).read_text()) == []
+
+
+def test_a_named_test_is_one_that_pytest_collects_under_that_name() -> None:
+    this = "tests/docs/test_claims.py"
+    assert unfounded(f"`{this}`, `{this}::test_every_claim_names_a_test`") == []
+    for name in (f"{this}::test_nothing", f"{this}::names_a_test", "tests/docs/test_nothing.py", "tests/docs"):
+        assert unfounded(f"- Nothing is left. (`{this}`, `{name}`)") == [name]
+    other_forms = [f"{this}::test_every_claim_names_a_test[SECURITY.md]", f"{this}:test_every_claim_names_a_test"]
+    assert unfounded(" ".join(f"`{form}`" for form in other_forms)) == other_forms
