@@ -28,7 +28,7 @@ def names_a_test(claim: str) -> bool:
 
 
 def unfounded(text: str) -> list[str]:
-    """What it names under `tests/` that is neither a file nor, as `file::test`, a test that pytest collects from one."""
+    """What it names under `tests/` that is neither a file nor, as `file::test`, a test that pytest collects there."""
     return [quoted.strip("`") for quoted in _QUOTED.findall(text) if not is_there(quoted)]
 
 
