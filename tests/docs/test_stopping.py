@@ -31,8 +31,8 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> number - 1 & 1)
 
 
-@pytest.mark.parametrize(("status", "requeued"), [(75, "requeue 17\n"), (1, "")])
-def test_the_batch_script_passes_the_signal_on_waits_and_asks_for_another_start_where_it_helps(
+@pytest.mark.parametrize(("status", "requeued"), [(75, "requeue 17\n"), (0, ""), (2, "")])
+def test_the_batch_script_passes_the_signal_on_waits_asks_for_another_start_where_it_helps_and_ends_as_the_run(
     status: int, requeued: str
 ) -> None:
     (script,) = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -46,6 +46,7 @@ def test_the_batch_script_passes_the_signal_on_waits_and_asks_for_another_start_
             time.sleep(0.01)
         process.send_signal(signal.SIGUSR1)
         assert process.communicate(timeout=30)[0] == requeued
+    assert process.returncode == status
 
 
 def test_the_kubernetes_job_starts_a_stopped_run_again_and_nothing_that_would_fail_again() -> None:
