@@ -29,7 +29,9 @@ from hrl.config.load import value_problems
 from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
 from hrl.config.section import Section, leaves
+from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.errors import ConfigError, DatasetError, Problem
+from hrl.files import expanded
 from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given, functions_named
 from hrl.report.run_folder import MODEL
 from hrl.reward.weighted import Rewards, entries_of
@@ -253,7 +255,7 @@ class Trainer:
     def save_hf(self, folder: str | Path) -> Path:
         """Write the present weights as a folder that transformers and vLLM load, and return it."""
         with self._running(asked=True) as loop:
-            return loop.export(Path(folder).expanduser().resolve())
+            return loop.export(expanded(folder).resolve())
 
     # ------------------------------------------------------------------ its processes
 
@@ -342,13 +344,21 @@ class Trainer:
             yield self._loop
 
     def _after_training(self, stack: ExitStack, run: Run) -> RunConfiguration:
-        """Return the configuration of processes that hold the trained model and leave the run's folder alone."""
+        """Return the configuration of processes that hold the trained model, and are no part of the run.
+
+        They leave its folder, its remote store and its trackers alone.
+        """
+        logger = [each for each in self.resolved().trainer.logger if each in WITHOUT_TRACKER]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hrl-"))
         changed = {
             self._model_key: str(run.model_path),
             "trainer.default_local_dir": folder,
             "trainer.resume_mode": "disable",
             "trainer.resume_from_path": None,
+            "trainer.default_remote_dir": None,
+            "trainer.logger": logger or ["console"],
+            "trainer.dashboard": False,
+            "trainer.save_freq": -1,  # else the folder is to be on a disk that all nodes share, with room for a save
         }
         return compose_kind(KINDS[self.kind], [*self.arguments, *_overrides(changed)])
 

@@ -8,13 +8,16 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import hrl
 from hrl.api.rows import UsageError
+from hrl.api.run import Run
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError
@@ -47,6 +50,26 @@ def test_every_argument_is_a_key_or_an_object_of_the_run(trainer: Any, tmp_path:
     optim = config.actor_rollout_ref.actor.optim if trainer.kind == "ppo" else config.optim
     model = config.actor_rollout_ref.model if trainer.kind == "ppo" else config.model
     assert (optim.lr, model.path) == (1e-4, "some/model")
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_what_is_asked_after_training_leaves_the_store_and_the_trackers_of_the_run_alone(
+    trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def running(_: str, config: Any, *__: object, **___: object) -> nullcontext[Any]:
+        asked.append(config.trainer)
+        return nullcontext(SimpleNamespace(evaluate=lambda rows: {}, export=lambda folder: folder))
+
+    monkeypatch.setattr("hrl.trainer.run.running", running)
+    keys = {"default_remote_dir": "memory://x", "logger": ["console", "tensorboard"], "dashboard": True}
+    made = trainer("some/model", data="a.jsonl", folder=tmp_path, save_freq=2, config={"trainer": keys})
+    made._trained = Run(tmp_path, made.kind)
+    made.save_hf(tmp_path / "out")
+    (one,) = asked
+    assert (one.default_remote_dir, one.logger, one.dashboard, one.save_freq) == (None, ["console"], False, -1)
+    assert one.default_local_dir != str(tmp_path) and one.resume_mode == "disable"
 
 
 @pytest.mark.parametrize(
