@@ -1,4 +1,4 @@
-"""How a file of a run is written: whole or not at all, and never through a link that somebody left in the folder."""
+"""How a file of a run is named and written: whole or not at all, and never through a link that somebody left there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ import shutil
 from pathlib import Path
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.partial", re.DOTALL)
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home folder in place of `~`.
+
+    A user whom nobody knows, or who has no home, as in a container with a number for a user, leaves `~name` as it is:
+    what is not there is told by its name. `Path.expanduser` raises a `RuntimeError`.
+    """
+    return Path(os.path.expanduser(path))
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> Path:

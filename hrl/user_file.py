@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from hrl.errors import RefusedError
+from hrl.files import expanded
 from hrl.nearest import listing, way_to
 
 
@@ -105,7 +105,7 @@ def _parsed(path: str | Path) -> ast.Module:
 
 
 def _python_file(path: str | Path) -> Path:
-    named = Path(os.path.expanduser(path))  # leaves an unknown user's `~name` as it is
+    named = expanded(path)
     file = named.resolve()
     if file.is_dir():
         found = sorted(other.name for other in file.glob("*.py"))

@@ -29,6 +29,13 @@ def test_what_is_not_there_is_status_2_and_named(capsys, tmp_path, command):
     assert missing in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["report", "rollouts", "eval", "export"])
+def test_a_folder_of_an_unknown_user_is_not_there(capsys, tmp_path, command):
+    more = {"eval": ["rows.jsonl"], "export": [str(tmp_path / "out")]}.get(command, [])
+    assert cli.main([command, "~nobody-has-this-name/run", *more]) == 2
+    assert "there is no folder ~nobody-has-this-name/run" in capsys.readouterr().err
+
+
 def test_without_a_command_the_help_is_an_error(capsys):
     assert cli.main([]) == 2
     out, err = capsys.readouterr()

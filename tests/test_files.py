@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 from pathlib import Path
 
 import pytest
 
-from hrl.files import add_whole, make_durable, open_itself, remove, unfinished_in, write_whole
+import hrl
+from hrl.files import add_whole, expanded, make_durable, open_itself, remove, unfinished_in, write_whole
+
+
+def test_a_home_that_is_not_known_leaves_the_name_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expanded("~/a") == Path("/home/me/a") and expanded(Path("~/a")) == Path("/home/me/a")
+    assert expanded("~nobody-has-this-name/a") == Path("~nobody-has-this-name/a")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 123456789)  # a container's number without a name
+    assert expanded("~/a") == Path("~/a")
+
+
+def test_homes_are_expanded_in_one_way_everywhere() -> None:
+    """`Path.expanduser` and `Path.home` end in a traceback where a home is not known."""
+    package = Path(hrl.__file__).parent
+    raises = re.compile(r"(?<!os\.path)\.expanduser\(|Path\.home\(")
+    assert [str(file) for file in package.rglob("*.py") if raises.search(file.read_text())] == []
 
 
 def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

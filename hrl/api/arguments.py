@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from hrl.files import expanded
 
 
 def dotted(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
@@ -28,5 +29,5 @@ def dotted(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> 
 
 def file_arguments(file: Path) -> list[str]:
     """Return the arguments that name a YAML file as the primary one."""
-    file = Path(os.path.expanduser(file))  # leaves an unknown user's `~name` as it is
+    file = expanded(file)
     return ["--config-path", str(file.parent), "--config-name", file.stem]

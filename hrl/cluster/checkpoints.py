@@ -48,7 +48,7 @@ from hrl.cluster.manifest import (
 from hrl.cluster.patience import UnreadableError, patiently
 from hrl.data.order import differences
 from hrl.errors import HrlError
-from hrl.files import make_durable, remove
+from hrl.files import expanded, make_durable, remove
 from hrl.report.run_folder import (
     DamagedFileError,
     folders_in,
@@ -363,7 +363,7 @@ class CheckpointStore:
         if mode == "disable":
             return Choice(None)
         if mode == "resume_path":
-            return Choice(self._named(Path(str(resume_from)).expanduser().resolve()))  # a worker may run elsewhere
+            return Choice(self._named(expanded(str(resume_from)).resolve()))  # a worker may run elsewhere
         damaged: list[DamagedCheckpoint] = []
         for step in reversed(self._saved()):
             found = damages_of_checkpoint(self.path(step))

@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Write the page and say where it is."""
-    from hrl.files import write_whole
+    from hrl.files import expanded, write_whole
     from hrl.report.compare import compare_page
     from hrl.report.html_report import render, run_page
     from hrl.report.run_folder import METRICS, RunFolderError, checked_run_folder
@@ -27,7 +27,7 @@ def run(options: Namespace) -> int:
         page, default = run_page(folders[0]), folders[0] / "report.html"
     else:
         page, default = compare_page(folders), Path("comparison.html")
-    out = default if options.out is None else options.out.expanduser()
+    out = default if options.out is None else expanded(options.out)
     if out.is_dir():
         out = out / default.name
     try:

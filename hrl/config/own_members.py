@@ -20,6 +20,7 @@ from hrl.algos.registry import (
     estimator_traits,
     member_name,
 )
+from hrl.files import expanded
 from hrl.nearest import did_you_mean
 from hrl.user_file import UserFileError, load_user_file
 
@@ -105,7 +106,7 @@ def traits_of_estimator(value: object) -> EstimatorTraits:
 
 
 def _load(file: str, value: str) -> _Loaded:
-    path = Path(file).expanduser().resolve()
+    path = expanded(file).resolve()
     try:
         digest = sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
     except OSError as error:

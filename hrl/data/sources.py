@@ -32,6 +32,7 @@ from hrl.data.files import (
 )
 from hrl.data.hub import converted, looks_like_hub, open_data_set
 from hrl.errors import DatasetError
+from hrl.files import expanded
 from hrl.nearest import listing
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Source:
     @property
     def path(self) -> Path:
         """The path, with `~` expanded; an unknown user's `~name` stays as it is."""
-        return Path(os.path.expanduser(self.options.path))
+        return expanded(self.options.path)
 
     @property
     def makes_rows(self) -> bool:

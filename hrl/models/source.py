@@ -29,6 +29,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hrl.errors import RefusedError, UnreachableError
+from hrl.files import expanded
 from hrl.nearest import listing, meant_by, nearest_path, way_to
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,15 @@ BUNDLED_MODELS: dict[str, BundledModel] = {
 
 
 def cache_root() -> Path:
-    """Return `$HRL_CACHE`, or `~/.cache/hrl`."""
-    root = os.environ.get("HRL_CACHE")
-    return Path(root).expanduser() if root else Path.home() / ".cache" / "hrl"
+    """Return `$HRL_CACHE`, or `~/.cache/hrl`.
+
+    Raises:
+        ModelSourceError: There is neither.
+    """
+    root = expanded(os.environ.get("HRL_CACHE") or "~/.cache/hrl")
+    if root.parts[0] == "~":
+        raise ModelSourceError("this user has no home folder: name a folder for converted models with HRL_CACHE")
+    return root
 
 
 def resolve_model(path: str | os.PathLike[str]) -> Path:
@@ -124,7 +131,7 @@ def is_path(name: str) -> bool:
 
 def no_folder(name: str) -> str:
     """Return the words that say that no folder here has the name of a model, with the folder that was perhaps meant."""
-    close = meant_by(Path(os.path.expanduser(name)), Path.is_dir)
+    close = meant_by(expanded(name), Path.is_dir)
     return f"no folder {name} here" + (f" (did you mean {close}?)" if close is not None else "")
 
 
@@ -134,7 +141,7 @@ def _local_folder(name: str) -> Path | None:
     Raises:
         ModelSourceError: It is not a model's folder, or it does not exist and can't be a hub id.
     """
-    folder = Path(os.path.expanduser(name))  # leaves an unknown user's `~name` as it is
+    folder = expanded(name)
     if folder.is_dir():
         if not _is_model(folder):
             raise ModelSourceError(_no_config(folder))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hrl.files import expanded
 from hrl.models.source import ModelSourceError, check_links, find_on_this_node, read_object
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class TokenIds:
 def resolve_tokenizer(path: str) -> str:
     """Return `model.tokenizer_path` as a folder's absolute path, or as the hub id that it is."""
     # Workers may run in another working folder than the driver.
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     return str(folder.resolve()) if folder.is_dir() else path
 
 

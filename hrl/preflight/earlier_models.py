@@ -7,7 +7,6 @@ same call when it continues the new run, whose `config.yaml` says where that is.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +17,7 @@ from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.section import Section, flatten
 from hrl.config.trainer import RunConfig
+from hrl.files import expanded
 from hrl.preflight.preflight import Preflight
 from hrl.report.run_folder import EARLIER, MODEL, RunFolder, RunFolderError, read_config
 
@@ -55,7 +55,7 @@ def with_models_of_before(config: RunC) -> RunC:
     Raises:
         DamagedFileError: A path leads there, and the `config.yaml` of the folder can't be read.
     """
-    folder = Path(config.trainer.default_local_dir).expanduser().resolve()
+    folder = expanded(config.trainer.default_local_dir).resolve()
     was, earlier = folder / MODEL, folder / EARLIER
     if not (folder / "config.yaml").exists() or (was.exists() and not _continues(config.trainer, folder)):
         return config
@@ -98,5 +98,5 @@ def _with_paths(section: SectionT, follow: Callable[[str, Path], Path | None], p
 
 def _moved(path: Path, was: Path, now: Path) -> Path | None:
     """Return where a path below `was` leads now; None for any other."""
-    whole = Path(os.path.expanduser(path)).resolve()
+    whole = expanded(path).resolve()
     return now / whole.relative_to(was) if whole.is_relative_to(was) else None

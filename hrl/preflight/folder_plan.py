@@ -15,7 +15,7 @@ from hrl.cluster.remote_checkpoints import require_step
 from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, named_checkpoint
 from hrl.config.arithmetic import Fact
 from hrl.config.trainer import RunConfig
-from hrl.files import open_itself
+from hrl.files import expanded, open_itself
 from hrl.preflight.findings import Findings
 from hrl.report.run_folder import (
     LOCK_NAME,
@@ -71,7 +71,7 @@ def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
         CheckpointError: The checkpoint to resume from is missing or damaged, or is of a run on other data.
         RunFolderError: The folder is in use, can't be written, or holds checkpoints that this run would not continue.
     """
-    path = Path(trainer.default_local_dir).expanduser().resolve()
+    path = expanded(trainer.default_local_dir).resolve()
     check_writable(path)
     store = CheckpointStore(RunFolder.checkpoints_in(path))
     choice = store.choose(trainer.resume_mode, trainer.resume_from_path)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hrl.config.outline import RunConfiguration
 from hrl.config.run_kind import KINDS
 from hrl.config.section import flatten
+from hrl.files import expanded
 from hrl.preflight.given import Given
 from hrl.report.environment import versions
 from hrl.reward.function import RewardFunctionError, unwrapped
@@ -128,8 +129,8 @@ def _files(config: RunConfiguration) -> Iterator[tuple[str, str]]:
     """Yield name and digest of every Python file that a key names, as `my.py` or `my.py:name`, and of its imports."""
     for key, value in flatten(config.model_dump(mode="json"), type(config)):
         for text in _texts(value):
-            file = Path(os.path.expanduser(text.partition(".py:")[0] + ".py" if ".py:" in text else text))
-            if file.suffix == ".py" and file.is_file():
+            file = expanded(text.partition(".py:")[0] + ".py" if ".py:" in text else text)
+            if file.suffix == ".py" and os.path.isfile(file):  # `Path.is_file` raises where a text is no path
                 yield f"{key} ({file.name})", _digest_of_file(file)
                 for other in imported_files(file):
                     yield f"{key} ({other.relative_to(file.resolve().parent)})", _digest_of_file(other)

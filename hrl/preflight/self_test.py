@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from hrl.models.source import cache_root
+from hrl.models.source import ModelSourceError, cache_root
 
 _CHILD_TIMEOUT_S = 90.0
 _SHARED_BYTES = 64 << 20
@@ -119,9 +119,9 @@ def cache() -> Outcome:
         cache_root().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache_root()):
             pass
-    except OSError as error:
+    except (OSError, ModelSourceError) as error:
         remedy = "Set HRL_CACHE to a folder that you may write."
-        return Outcome("model cache", False, f"can't be written: {error.strerror}", remedy)
+        return Outcome("model cache", False, f"can't be written: {getattr(error, 'strerror', error)}", remedy)
     return Outcome("model cache", True, "can be written")
 
 

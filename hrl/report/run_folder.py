@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, TypeGuard
 import yaml
 
 from hrl.errors import HrlError, RefusedError, system_error
-from hrl.files import add_whole, make_durable, open_itself, remove, unfinished, unfinished_in, write_whole
+from hrl.files import add_whole, expanded, make_durable, open_itself, remove, unfinished, unfinished_in, write_whole
 from hrl.processes.plain_data import is_huge
 from hrl.report.environment import describe_environment
 from hrl.report.unwritten import Unwritten
@@ -102,7 +102,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False, keeps_refused: bool = False) -> None:
-        self.path = Path(path).expanduser().resolve()
+        self.path = expanded(path).resolve()
         self.rollouts = self.path / "rollouts"
         self.earlier: Path | None = None
         self.unwritten = Unwritten(is_kept=keeps_refused)
@@ -130,7 +130,7 @@ class RunFolder:
     @staticmethod
     def checkpoints_in(path: str | Path) -> Path:
         """Return the checkpoint folder of a run folder, which need not be open."""
-        return Path(path).expanduser().resolve() / "checkpoints"
+        return expanded(path).resolve() / "checkpoints"
 
     def close(self) -> None:
         """Release the folder. Harmless when repeated."""
@@ -433,7 +433,7 @@ def existing_folder(folder: Path) -> Path:
     Raises:
         NoRunError: It is not there.
     """
-    folder = folder.expanduser()
+    folder = expanded(folder)
     if not os.path.isdir(folder):
         raise NoRunError(f"there is no folder {folder}; a run's first lines name its own, under “run folder”")
     return folder

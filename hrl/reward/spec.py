@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from hrl.files import expanded
 from hrl.processes.plain_data import from_plain, to_plain
 from hrl.reward.function import (
     BuiltIn,
@@ -160,7 +161,7 @@ class RewardSpec:
         if entry.path is not None:
             file, name = entry.file_and_function
             # By its absolute path: the process that loads it need not run in this folder.
-            return cls(UserFile(str(Path(file).expanduser().resolve()), name), entry.kwargs, columns)
+            return cls(UserFile(str(expanded(file).resolve()), name), entry.kwargs, columns)
         if entry.name == "data_source":
             return cls(BuiltIn(data_sources), entry.kwargs, columns)
         arguments = dict(entry.kwargs)

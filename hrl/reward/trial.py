@@ -13,6 +13,7 @@ from hrl.data.chat import as_messages, text_of
 from hrl.data.dataset import PromptRow
 from hrl.data.sources import show_value
 from hrl.errors import RefusedError
+from hrl.files import expanded
 from hrl.processes.plain_data import is_huge
 from hrl.reward.parts import numeric_parts
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
@@ -266,7 +267,7 @@ def records_in(path: Path) -> Iterator[tuple[str, Any]]:
         TrialError: It can't be read.
     """
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = expanded(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # also of a NUL in the name
         raise TrialError(f"responses {path} can't be read: {error}") from error
     text = text.removeprefix("\ufeff")

@@ -21,7 +21,7 @@ from hrl.config.run_kind import PPO
 from hrl.config.saved import masked_keys
 from hrl.config.section import flatten
 from hrl.errors import HrlError, RefusedError
-from hrl.files import write_whole
+from hrl.files import expanded, write_whole
 from hrl.models.source import no_folder
 from hrl.report.run_folder import CONFIG, read_jsonl, rollouts_file
 from hrl.trained.folders import Trained, find_trained, require_loadable
@@ -203,7 +203,7 @@ def evaluate(
     from hrl.trainer.run import running
 
     trained = find_trained(name)
-    folder = (folder or Path("outputs", "eval", trained.label)).expanduser().resolve()
+    folder = expanded(folder or Path("outputs", "eval", trained.label)).resolve()
     config = compose_kind(PPO, run_arguments(trained, sources, sampling, folder, overrides))
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     sizes = sampling.sizes or ((n,) if n > 1 else ())

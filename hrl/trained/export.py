@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import hrl
 from hrl.errors import HrlError, RefusedError
+from hrl.files import expanded
 from hrl.models.source import check_links, check_weights, resolve_model
 from hrl.models.whole_folder import whole_model
 from hrl.report.run_folder import read_jsonl
@@ -58,7 +58,7 @@ def export(name: str, out: Path, dtype: str | None = None) -> Exported:
     Raises:
         HrlError: There is no such model, or the folder can't be used.
     """
-    out = out.expanduser().resolve()
+    out = expanded(out).resolve()
     if out.is_dir() and any(out.iterdir()):
         raise RefusedError(f"{out} is not empty; name a new folder")
     if out.exists() and not out.is_dir():
@@ -216,7 +216,7 @@ def model_card(trained: Trained, dtype: str, title: str) -> str:
 def _public(name: object) -> str:
     """Return a model, rows or a file as the card may name them: without the folders of this machine."""
     place, mark, options = str(name).partition("?")
-    path = Path(os.path.expanduser(place))
+    path = expanded(place)
     is_local = path.is_absolute() or place.startswith((".", "~")) or path.exists() or path.suffix in _FILES
     return (path.name if is_local else place) + mark + options
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore, require_undamaged
 from hrl.errors import RefusedError
+from hrl.files import expanded
 from hrl.models.source import BUNDLED_PREFIX, ModelSourceError, is_path
 from hrl.nearest import way_to
 from hrl.report.run_folder import CONFIG, MODEL, RunFolder, read_config, read_object
@@ -80,7 +81,7 @@ def find_trained(name: str) -> Trained:
 
 
 def _find(name: str) -> Trained:
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.exists() and is_path(name):
         raise NoModelError(f"there is no folder {name}. {way_to(folder, Path.is_dir)}")
     if not folder.is_dir():

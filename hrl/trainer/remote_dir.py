@@ -17,6 +17,7 @@ from hrl.cluster.remote_checkpoints import Uploads, fetch, fetch_newer, supersed
 from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, named_checkpoint
 from hrl.config.outline import RunConfiguration
 from hrl.config.trainer import RunConfig
+from hrl.files import expanded
 from hrl.processes.signals import SENDING_SHARE, RunStoppedError, StopRequest
 from hrl.report.console import Display
 from hrl.report.run_folder import RunFolder, lock_folder, removed, writing_to
@@ -43,7 +44,7 @@ def with_fetched(config: RunC, display: Display) -> RunC:
         RunFolderError: The run folder is in use, or can't be written to.
     """
     trainer = config.trainer
-    folder = Path(trainer.default_local_dir).expanduser().resolve()
+    folder = expanded(trainer.default_local_dir).resolve()
     named = trainer.resume_from_path or ""
     if trainer.resume_mode == "resume_path" and is_in_store(named):
         store, step = named_checkpoint(named)

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.config.trainer import RunConfig
 from hrl.errors import may_pass
+from hrl.files import expanded
 from hrl.masking import masked_text
 from hrl.processes.evidence import exit_in_words
 from hrl.processes.lifetime import die_with_parent
@@ -83,7 +83,7 @@ class Supervisor:
         wait: Callable[[float], None] = time.sleep,
         say: Callable[[str], object] = sys.stderr.write,
     ) -> None:
-        self._most, self._folder = trainer.max_restarts, Path(trainer.default_local_dir).expanduser()
+        self._most, self._folder = trainer.max_restarts, expanded(trainer.default_local_dir)
         self._wait, self._say = wait, say
         self._child = 0
         self._is_asked = False

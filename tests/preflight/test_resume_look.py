@@ -17,6 +17,7 @@ from hrl.cluster.precision import with_dtypes
 from hrl.config import compose_cli
 from hrl.config.compose import compose_kind
 from hrl.config.outline import outline_of
+from hrl.config.override import as_override
 from hrl.config.run_kind import OFFLINE_KINDS
 from hrl.data.order import EpochOrder, fingerprint
 from hrl.preflight.findings import Findings
@@ -168,6 +169,13 @@ def test_a_model_is_known_by_its_weights_wherever_it_lies(model: Path, tmp_path:
     weights[names[3]] += 1e-3
     save_file({name: weights[name] for name in names[1:]}, other / "b.safetensors")
     assert inputs_of(other)["models"] != inputs_of(model)["models"]
+
+
+def test_a_text_that_speaks_of_a_python_file_is_no_path(model: Path) -> None:
+    prompt = "Judge this. " * 100 + "The candidate's file solution.py: {response}"
+    judge = {"name": "judge", "kwargs": {"prompt": prompt}}
+    own = compose_cli([f"reward.functions={as_override([judge])}"])
+    assert run_inputs(own, Given(), {"actor": model}, Tokenizer("a"), None)["code"] == {}  # type: ignore[arg-type]
 
 
 def test_code_of_the_user_is_known_by_its_content(model: Path, tmp_path: Path) -> None:

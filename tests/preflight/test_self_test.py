@@ -25,6 +25,14 @@ def test_the_model_runs_and_the_cache_can_be_written(tmp_path: Path, monkeypatch
     assert found.ok and "in bfloat16, loss" in found.detail
 
 
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HRL_CACHE", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 123456789)
+    found = self_test.cache()
+    assert not found.ok and "no home folder" in found.detail and "HRL_CACHE" in found.remedy
+
+
 def test_slower_logits_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_product, "obstacle", lambda: "the CPU has no bfloat16 instructions of AVX-512")
     slower = "float32 products, which are slower: the CPU has no bfloat16 instructions of AVX-512"

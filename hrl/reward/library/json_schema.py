@@ -6,9 +6,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from hrl.files import expanded
 from hrl.reward.library.base import ArgumentError, readable
 from hrl.reward.scorers.final_answer import after_thinking
 
@@ -34,7 +34,7 @@ class JsonSchema:
         from referencing import Registry
 
         if isinstance(schema, str):
-            file = Path(schema).expanduser()
+            file = expanded(schema)
             try:
                 schema = json.loads(file.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:

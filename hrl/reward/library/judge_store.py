@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hrl.files import expanded
 from hrl.reward.library.base import ArgumentError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class JudgeStore:
     """
 
     def __init__(self, path: str | Path | None, processes: int = 1) -> None:
-        where = _MEMORY if path is None else str(Path(path).expanduser())
+        where = _MEMORY if path is None else str(expanded(path))
         try:
             if path is not None:
                 Path(where).parent.mkdir(parents=True, exist_ok=True)
