@@ -14,6 +14,7 @@ from typing import NoReturn
 from hrl.commands.table import COMMANDS, Command
 from hrl.errors import HrlError, RefusedError
 from hrl.masking import begin_masking, masked_text
+from hrl.processes.terminal import write_any_text
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -33,14 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         after Ctrl-C; that of a run for `train` and `demo`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {command.name: command for command in COMMANDS}
-    if not arguments or arguments[0] not in commands:
-        return _without_command(arguments, commands)
-    command = commands[arguments[0]]
-    options = read_arguments(command, arguments[1:])
-    begin_masking(arguments)
+    write_any_text()
     try:
-        return command.load().run(options)
+        status = _answer(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where an error is told
+        return status
     except HrlError as error:
         sys.stderr.write(masked_text(f"{error}\n"))
         return EXIT_USAGE if isinstance(error, RefusedError) else EXIT_FAILURE
@@ -48,8 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("\ninterrupted\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `hrl rollouts RUN | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return 0
+    except OSError as error:
+        from hrl.report.run_folder import is_full
+
+        if error.filename is not None or not is_full(error):
+            raise
+        _write_no_more()
+        sys.stderr.write(f"the output can't be written: {error.strerror}; make room where it goes\n")
+        return EXIT_FAILURE
+
+
+def _answer(arguments: Sequence[str]) -> int:
+    commands = {command.name: command for command in COMMANDS}
+    if not arguments or arguments[0] not in commands:
+        return _without_command(arguments, commands)
+    command = commands[arguments[0]]
+    options = read_arguments(command, arguments[1:])
+    begin_masking(arguments)
+    return command.load().run(options)
+
+
+def _write_no_more() -> None:
+    """Have what standard output still holds go nowhere, so that it is no error when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_arguments(command: Command, arguments: Sequence[str]) -> Namespace:

@@ -1,5 +1,7 @@
 """The console script: it finds a command, imports nothing else, and turns errors into a status."""
 
+import io
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -120,6 +122,44 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         ["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["check", "--config-only"]])
+def test_a_full_disk_is_a_line_and_a_failure(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hrl.cli", *words], stdout=full, stderr=-1, text=True, timeout=60, check=False
+        )
+    told = "the output can't be written: No space left on device; make room where it goes\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"), [(["--help"], ""), (["--help"], "1"), (["check", "--config-only"], "")]
+)
+def test_a_closed_pipe_ends_a_command_without_a_word(words, unbuffered):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "hrl.cli", *words],
+        stdout=writing,
+        stderr=-1,
+        env=dict(os.environ, PYTHONUNBUFFERED=unbuffered),
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert done.returncode in (0, 1) and not done.stderr
+
+
+def test_what_the_encoding_lacks_is_no_error(monkeypatch):
+    from hrl.commands import env
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    monkeypatch.setattr(env, "run", lambda options: sys.stdout.write("a/rün/report.html \udcff\n") and 0)
+    assert cli.main(["env"]) == 0
+    assert written.getvalue() == b"a/r\\xfcn/report.html \\udcff\n"
 
 
 @pytest.mark.parametrize(

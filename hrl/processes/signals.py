@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hrl.processes import guard
-from hrl.processes.terminal import TerminalOutput
+from hrl.processes.terminal import StandardStreams
 
 ENDING = guard.ENDING
 """Signals that ask a command to end."""
@@ -103,16 +103,25 @@ class StopRequest:
         grace_s: Seconds that the sender of a signal waits before it kills the run; None if it waits as long as a step
             takes.
         clock: Seconds, replaced in tests.
+        streams: What of the standard streams the command goes on without; terminals by default.
+
+    Attributes:
+        streams: The standard streams.
     """
 
-    def __init__(self, grace_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        grace_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        streams: StandardStreams | None = None,
+    ) -> None:
         self.grace_s = grace_s
         self._clock = clock
         self._asked_by: signal.Signals | None = None
         self._asked_at = self._latest_at = -float("inf")
         self._to_tell: SimpleQueue[signal.Signals | None] = SimpleQueue()
         self._is_installed = self._has_begun = self._is_in_order = self._step_runs = False
-        self._terminal = TerminalOutput()
+        self.streams = streams or StandardStreams(only_terminals=True)
         self.is_late = False
         """Whether the step's share of the grace has passed."""
 
@@ -136,7 +145,7 @@ class StopRequest:
         """Receive signals that ask for an end. Call it before anything that has to be undone, in the main thread."""
         answer_with(self.receive)
         self._is_installed = True
-        self._terminal.survive()
+        self.streams.survive()
 
     def receive(self, number: int, _: FrameType | None = None) -> None:
         """Take a signal.
@@ -146,7 +155,7 @@ class StopRequest:
             KeyboardInterrupt: The command is to end now.
         """
         if number == signal.SIGHUP:
-            self._terminal.leave()
+            self.streams.leave_terminal()
         now, is_first = self._clock(), self._latest_at == -float("inf")
         if now - self._latest_at < _ONE_REQUEST_S or (self.is_asked and number == signal.SIGXCPU):
             return

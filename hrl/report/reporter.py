@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hrl.config.trainer import RunConfig
+from hrl.processes.terminal import StandardStreams
 from hrl.profiling.operators import Profile
 from hrl.report.answers import validation_series
 from hrl.report.charts import REWARD, Picture, write_picture
@@ -44,6 +45,7 @@ class RunReporter:
         config: The resolved configuration, written to `config.yaml` and sent to the trackers.
         num_devices: Number of processes, for throughput per device.
         picture: The picture of the run's curve.
+        streams: What the run writes to and goes on without.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class RunReporter:
         *,
         num_devices: int = 1,
         picture: Picture = REWARD,
+        streams: StandardStreams | None = None,
     ) -> None:
         self.folder = folder
         self.console = console
         self.num_devices = num_devices
         self._title = trainer.experiment_name
         self._picture = picture
+        self._streams = streams
         self._timing: dict[str, float] = {}
         self._is_refused = False
         self._pace = Pace(console.total_steps, trainer.test_freq, trainer.validates_last)
@@ -107,8 +111,8 @@ class RunReporter:
     def _close_with_report(self, outcome: Outcome) -> None:
         """Show what changed, then write picture and report."""
         self.folder.unwritten.try_again()
-        self._tell_of_refusal()
         files = self._write_report(outcome, show_changes=True)
+        self._tell_of_refusal()
         if files and self._health.summary:
             what = f"{self.folder.alarms_file} has what they mean and what helps"
             self.console.note(f"alarms: {self._health.summary}; {what}")
@@ -188,11 +192,12 @@ class RunReporter:
         return metrics
 
     def _failures(self) -> dict[str, float]:
-        """Return what trackers and the disk have refused so far, where there is any."""
+        """Return what trackers, the disk and the console have refused so far, where there is any."""
         counted = {
             "tracking/failures": self._tracking.failures,
             "log/records_waiting": len(self.folder.unwritten),
             "log/records_lost": self.folder.unwritten.lost,
+            "console/writes_lost": self._streams.lost if self._streams else 0,
         }
         return {name: float(count) for name, count in counted.items() if count}
 

@@ -14,6 +14,7 @@ from hrl.errors import ConfigError, HrlError, NonFiniteError
 from hrl.masking import begin_masking, masked_text
 from hrl.processes.imports import quick_imports
 from hrl.processes.signals import EXIT_INTERRUPTED, EXIT_STOPPED, NotBegunError, RunStoppedError, StopRequest
+from hrl.processes.terminal import StandardStreams, write_any_text
 from hrl.report.display import display_of
 from hrl.report.run_folder import RunFolder
 from hrl.trainer.restarts import Attempt, Supervisor
@@ -42,12 +43,15 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
         The exit status: 2 for a configuration that can't be composed, otherwise that of `exit_status`.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    write_any_text()
     begin_masking(arguments)
     try:
         config = compose_kind(KINDS[kind], arguments)
     except ConfigError as error:
         sys.stderr.write(masked_text(f"{error}\n"))
         return EXIT_CONFIG
+    streams = StandardStreams()
+    streams.survive()  # from here on, what counts is in the run folder
     attempt: int | Attempt = Attempt()
     if config.trainer.max_restarts > 0:
         try:
@@ -56,7 +60,7 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
             return _ended(config, "interrupted", in_order=True)
     if isinstance(attempt, int):
         return attempt
-    stop = StopRequest(config.trainer.grace_s)
+    stop = StopRequest(config.trainer.grace_s, streams=streams)
     stop.install()  # before the display, which hides the cursor of a terminal
 
     def whole() -> None:

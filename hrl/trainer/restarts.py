@@ -81,7 +81,7 @@ class Supervisor:
         self,
         trainer: RunConfig,
         wait: Callable[[float], None] = time.sleep,
-        say: Callable[[str], object] = sys.stderr.write,
+        say: Callable[[str], object] = lambda text: sys.stderr.write(text),
     ) -> None:
         self._most, self._folder = trainer.max_restarts, expanded(trainer.default_local_dir)
         self._wait, self._say = wait, say

@@ -153,6 +153,7 @@ def running(
                 saved_config(config),
                 num_devices=num_processes,
                 picture=made_of.picture,
+                streams=stop.streams if stop else None,
             )
         )
         uploads = stack.enter_context(sending(config.trainer, folder, display, stop))

@@ -1,5 +1,6 @@
 """What a run leaves and shows, from its first step to its end, whatever the end is."""
 
+import errno
 import io
 import socket
 from contextlib import closing
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from hrl.config import compose_cli
+from hrl.processes.terminal import StandardStreams
 from hrl.report.charts import LOSS, REWARD
 from hrl.report.console import RunConsole
 from hrl.report.dashboard import Dashboard
@@ -34,13 +36,14 @@ def samples(*scores, first="2"):
 class Run:
     """A reporter and what it writes to the terminal."""
 
-    def __init__(self, path, *, resume=False, picture=REWARD, keeps_refused=False):
+    def __init__(self, path, *, resume=False, picture=REWARD, keeps_refused=False, streams=None):
         self.path = path
         self.file = io.StringIO()
         console = RunConsole(Console(file=self.file, width=120, color_system=None))
         console.expect(2, KINDS["ppo"].line(CONFIG), ["gen"])
         folder = RunFolder(path, resume=resume, keeps_refused=keeps_refused)
-        self.reporter = RunReporter(folder, console, CONFIG.trainer, {"trainer": {"seed": 1}}, picture=picture)
+        config = {"trainer": {"seed": 1}}
+        self.reporter = RunReporter(folder, console, CONFIG.trainer, config, picture=picture, streams=streams)
 
     @property
     def shown(self):
@@ -212,6 +215,28 @@ def test_what_a_tracker_failed_to_take_is_counted_in_the_metrics(tmp_path):
         run.reporter._tracking = SimpleNamespace(failures=2, log=lambda *_: None, finish=lambda: None)
         run.step(2)
     assert [record.get("tracking/failures") for record in records_of(tmp_path)] == [None, 2]
+
+
+def test_what_the_console_lost_is_counted_in_the_metrics(tmp_path):
+    streams = StandardStreams()
+    run = Run(tmp_path, streams=streams)
+    with run.reporter:
+        run.step(1)
+        streams.refused(1, OSError(errno.ENOSPC, "full"))
+        run.step(2)
+    assert [record.get("console/writes_lost") for record in records_of(tmp_path)] == [None, 1]
+
+
+def test_how_a_run_ended_is_written_before_anything_is_said_of_it(tmp_path, monkeypatch):
+    def closed(*_):
+        raise BrokenPipeError
+
+    run = Run(tmp_path, keeps_refused=True)
+    with pytest.raises(BrokenPipeError), run.reporter:
+        (tmp_path / "alarms.jsonl").mkdir()
+        run.reporter.folder.write_alarm({})
+        monkeypatch.setattr(run.reporter.console, "note", closed)
+    assert read_outcome(tmp_path).status == "finished"
 
 
 def test_a_log_that_the_disk_refuses_is_told_once_and_counted_and_told_when_it_is_written_again(tmp_path):

@@ -72,6 +72,48 @@ def test_the_first_line_comes_before_torch_is_imported() -> None:
     assert took < 3.0
 
 
+TELLS = """
+import sys
+from types import SimpleNamespace
+
+def run(kind, config, *, display, stop, **_):
+    for step in range(1, 4):
+        display.note(f"lr: {step} → 2")
+    sys.stderr.write(f"{stop.streams.lost} lost")
+
+sys.modules["hrl.trainer.run"] = SimpleNamespace(run=run)
+from hrl.trainer.main_ppo import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "logger", "restarts", "lost"),
+    [
+        ("a full disk", "console", 1, 1 + 3),
+        ("a full disk", "console-json", 0, 2 + 3),
+        ("a closed pipe", "console", 0, 0),
+    ],
+)
+def test_a_run_goes_on_where_nobody_takes_what_it_shows(tmp_path, where, logger, restarts, lost) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    if where == "a full disk":
+        os.dup2(full := os.open("/dev/full", os.O_WRONLY), writing)
+        os.close(full)
+    overrides = [f"logger={logger}", f"max_restarts={restarts}", f"default_local_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", TELLS, *(f"trainer.{each}" for each in overrides)],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, f"{lost} lost")
+
+
 def test_an_interruption_while_torch_is_imported_is_one_too(monkeypatch, capsys, tmp_path) -> None:
     def interrupted(self, title):
         raise KeyboardInterrupt
