@@ -31,10 +31,11 @@ _VARIABLE = re.compile(
     r"CONNECTION_?STRING|(^|_)(AUTH|KEYS?|PAT|PASS|PWD|DSN)(_|$)",
     re.IGNORECASE,
 )
-_LOGIN = r"(?<=://)[^/\s@'\"]+(?=@)"
+_LOGIN = r"(?<=://)(?:[^/\s@'\"]+|[^/\s@:'\"\[]*:(?!\d+[/,])[^\s@'\"]{1,200})(?=@)"
+"""Before the host of an address; a password may have a slash, which a port (`host:80/a@b`) has behind its digits."""
 _WELL_KNOWN = (
     r"(?P<vague>\b(?:sk|rk|pk)[-_][A-Za-z0-9_-]{16,})|\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w+"
-    r"|\bglpat-[\w-]+|\bxox[a-z]-[\w-]+|\bAKIA[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}"
+    r"|\bnpm_[A-Za-z0-9]{36}|\bglpat-[\w-]+|\bxox[a-z]-[\w-]+|\bAKIA[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}"
     r"|\beyJ[A-Za-z0-9_-]{10,}\.[\w.-]*"
     r"|(?<=\bBearer )(?=\S*\d)[\w.~+/-]{8,}=*"
     r"|-----BEGIN (?:[\s\S]*?-----END [A-Z ]+-----|[\s\S]*)"
@@ -216,8 +217,16 @@ def remember(*values: str) -> None:
     """Have `masked_text` replace these texts too, in this process, wherever they stand and however they are quoted."""
     for value in values:
         if len(value) >= _SHORTEST and value != MASK:
-            _remembered.update((value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe="")))
+            _remembered.update((value, json.dumps(value)[1:-1], repr(value)[1:-1], _in_address(value)))
             _pattern.cache_clear()
+
+
+def _in_address(value: str) -> str:
+    """Return a text as an address has it; one that was no UTF-8 with the bytes that it had."""
+    try:
+        return quote(value, safe="", errors="surrogateescape")
+    except UnicodeEncodeError:  # half a pair, as JSON can write one
+        return quote(value, safe="", errors="surrogatepass")
 
 
 def remember_environment(environ: Mapping[str, str] | None = None) -> None:

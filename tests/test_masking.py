@@ -227,6 +227,18 @@ def test_a_name_that_begins_as_a_key_does_stays_wherever_it_stands(value):
     assert not is_secret_variable("RUN", value) and not is_written_secret("tag", value)
 
 
+@pytest.mark.parametrize("value", ["pass\udcffword1234", "pass\ud800word1234"], ids=["a byte", "half a pair"])
+def test_a_secret_that_is_no_utf_8_is_one_too(value):
+    remember_environment({"DB_PASSWORD": value})
+    remember_arguments([f"db_password={value}"])
+    assert masked_text(f"{value} {value!r}") == f"{MASK} '{MASK}'"
+
+
+def test_a_secret_that_is_no_utf_8_is_masked_in_an_address_as_its_bytes():
+    remember("pass\udcff/word1234")
+    assert masked_text("host/?x=pass%FF%2Fword1234") == f"host/?x={MASK}"
+
+
 @pytest.mark.parametrize("value", DRAWN)
 def test_a_key_that_was_drawn_by_lot_is_masked_wherever_it_stands(value):
     assert masked({"note": f"use {value}"}) == {"note": f"use {MASK}"}
@@ -324,6 +336,18 @@ def test_secrets_of_the_environment_and_of_a_command_line_are_masked():
         ("pad_token=0 max_tokens=8 tokens: 3", "pad_token=0 max_tokens=8 tokens: 3"),
         ("Incorrect API key provided: sk-abcdefghijklmnop12", f"Incorrect API key provided: {MASK}"),
         ("push to https://me:pw@host/x.git failed", f"push to https://{MASK}@host/x.git failed"),
+        ("redis://:p/w@host/0 and x://me:pa/s/s@host", f"redis://{MASK}@host/0 and x://{MASK}@host"),
+        *[
+            (address, address)
+            for address in (
+                "http://host:80/a@b",
+                "x://h:9092,h:9093/a@b",
+                "http://[::1]:80/a@b",
+                "s3://b/a:c@d",
+                "file:///a:b/c@d",
+            )
+        ],
+        (f"npm_{'aB3' * 12} npm_config_cache", f"{MASK} npm_config_cache"),
         ("-----BEGIN OPENSSH KEY-----\nabc\n-----END OPENSSH KEY----- x", f"{MASK} x"),
         ("step 3: loss 0.5, 12 tokens/s", "step 3: loss 0.5, 12 tokens/s"),
     ],
@@ -371,6 +395,7 @@ def test_a_short_text_is_not_replaced_in_others():
         "a=",
         "-----BEGIN ",
         "://a",
+        "://a:b",
         "eyJ",
         "sk-",
         "?key",
