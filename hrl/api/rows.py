@@ -80,7 +80,7 @@ def _items(data: Any) -> Iterable[Any]:
             data = data.reset_index()
         return [_without_missing(row) for row in data.to_dict("records")]
     if hasattr(data, "to_pylist"):  # pyarrow
-        return list(data.to_pylist())
+        return _arrow_rows(data)
     if hasattr(data, "to_dicts"):  # polars
         return list(data.to_dicts())
     if isinstance(data, Mapping):
@@ -103,6 +103,23 @@ def _items(data: Any) -> Iterable[Any]:
             "step: take some, e.g. with itertools.islice or .take(n), or name its files, which are streamed"
         )
     return found
+
+
+def _arrow_rows(data: Any) -> list[Any]:
+    """Return the rows of an Arrow table, batch or array.
+
+    Raises:
+        UsageError: One holds what Python's types can't.
+    """
+    from hrl.data.files import decoded
+
+    if not hasattr(data, "schema"):
+        return list(data.to_pylist())
+    rows = decoded(data)
+    for index, row in enumerate(rows):
+        if isinstance(row, str):
+            raise UsageError(f"row {index} of data {row}")
+    return rows
 
 
 def _rows_of_columns(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

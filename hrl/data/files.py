@@ -38,11 +38,15 @@ PACKED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz"
 """Suffix of a packed file → how it begins."""
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """What reading a damaged file raises."""
+UNREADABLE = (ValueError, OverflowError, LookupError)
+"""What Arrow raises for a value that Python's types can't hold: bytes that are no text, a date of the year 29,000, a
+moment in a time zone that nobody knows."""
 
 DEEPEST = 100
 """How deep rows may be nested; deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
 
 _LONGEST_NAME = 80
+_LONGEST_REASON = 160
 _ROWS_AT_ONCE = 1024
 _PARQUET_MAGIC = b"PAR1"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -452,24 +456,52 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
                 raise DatasetError(f"data file {path} is damaged after row {number}: {error}") from error
             if batch is None:
                 return
-            for row in _decoded(batch):
+            for row in decoded(batch):
                 origin = f"{path} row {number}"
                 number += 1
-                if isinstance(row, UnicodeDecodeError):
-                    yield origin, BadRow(origin, f"holds text that is not UTF-8 ({row.reason})")
-                else:
-                    yield origin, without_missing(row)
+                yield origin, BadRow(origin, row) if isinstance(row, str) else without_missing(row)
 
 
-def _decoded(batch: pa.RecordBatch) -> list[dict[str, Any] | UnicodeDecodeError]:
-    """Return the rows of a batch, or the error of those that hold text that can't be decoded."""
+@dataclass(frozen=True)
+class _Unreadable:
+    """A value that Python's types can't hold."""
+
+    reason: str
+
+
+def decoded(table: pa.RecordBatch | pa.Table) -> list[dict[str, Any] | str]:
+    """Return the rows of a table; for one with a value that Python's types can't hold, which value and why."""
     try:
-        return batch.to_pylist()
+        return table.to_pylist()  # type: ignore[no-any-return]
+    except UNREADABLE:
+        columns = [_values(field.name, table.column(index)) for index, field in enumerate(table.schema)]
+        return [_row(table.schema.names, values) for values in zip(*columns, strict=True)]
+
+
+def _values(name: str, column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]
+    except UNREADABLE:
+        return [_value(name, scalar) for scalar in column]
+
+
+def _value(name: str, scalar: pa.Scalar) -> Any:
+    where = f"in {name[:_LONGEST_NAME]!r}"
+    try:
+        return scalar.as_py()
     except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            return [error]
-        half = batch.num_rows // 2
-        return _decoded(batch.slice(0, half)) + _decoded(batch.slice(half))
+        return _Unreadable(f"holds text that is not UTF-8 {where} ({error.reason})")
+    except UNREADABLE as error:
+        what, why = str(scalar.type)[:_LONGEST_NAME], repr(error)[:_LONGEST_REASON]
+        return _Unreadable(
+            f"holds a value {where}, of the type {what!r}, that can't be read ({why}); write the column as text, or "
+            "leave it out of the file"
+        )
+
+
+def _row(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any] | str:
+    bad = next((value for value in values if isinstance(value, _Unreadable)), None)
+    return dict(zip(names, values, strict=True)) if bad is None else bad.reason
 
 
 def without_missing(row: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hrl.data.by_number import ByNumber
-from hrl.data.files import PARQUET, BadRow, is_saved_data_set, kind_of, without_missing
+from hrl.data.files import PARQUET, UNREADABLE, BadRow, decoded, is_saved_data_set, kind_of, without_missing
 from hrl.errors import DatasetError, UnreachableError
 from hrl.nearest import did_you_mean, listing
 
@@ -112,8 +112,9 @@ class Table(ByNumber[object]):
         """Return a row, or the `BadRow` that it is."""
         try:
             return without_missing(self._rows[index])
-        except UnicodeDecodeError as error:
-            return BadRow(f"{self._title} row {index}", f"holds text that is not UTF-8 ({error.reason})")
+        except UNREADABLE:
+            (row,) = decoded(self._rows.with_format("arrow")[index : index + 1])
+            return BadRow(f"{self._title} row {index}", row) if isinstance(row, str) else without_missing(row)
 
     def __iter__(self) -> Iterator[object]:
         """Yield all rows, many at once from the disk as long as all can be read."""
@@ -122,7 +123,7 @@ class Table(ByNumber[object]):
             for row in self._rows:
                 yield without_missing(row)
                 number += 1
-        except UnicodeDecodeError:
+        except UNREADABLE:
             yield from (self[index] for index in range(number, len(self)))
 
 

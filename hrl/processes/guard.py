@@ -214,7 +214,7 @@ class _Run:
         if self._pid == 0:
             _begin(command, mask, own)
         # What the process inherited is its alone: its peer is to notice when it closes it.
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        close_inherited()
 
     def has_ended(self) -> bool:
         """Return whether its process has ended; also takes note of others that have."""
@@ -248,6 +248,18 @@ class _Run:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
         os._exit(128 + number)
+
+
+def close_inherited() -> None:
+    """Close every descriptor but the standard streams.
+
+    Those that are open: a range up to the limit of open files, which containers set to a billion, is as many calls
+    where the kernel or Python has no close_range(2).
+    """
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2:
+            with contextlib.suppress(OSError):  # the one by which they were listed
+                os.close(number)
 
 
 def _begin(command: list[str], mask: set[int | signal.Signals], parent: int) -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import datetime
+import decimal
 import gzip
 import io
 import json
@@ -411,3 +413,73 @@ def test_a_parquet_column_whose_name_is_no_text_is_a_damaged_file(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(damaged)
     with pytest.raises(DatasetError, match=r"rows\.parquet is not a readable Parquet file: "):
         columns_of(tmp_path / "rows.parquet")
+
+
+FAR = pa.array([0, 10_000_000, 1], pa.int32()).cast(pa.date32())
+"""Days of which the second is in the year 29,349."""
+MICROSECONDS = pa.array([0, 2**62, 1])
+UNREADABLE = {
+    "date": (FAR, "date32[day]", "OverflowError"),
+    "timestamp": (MICROSECONDS.cast(pa.timestamp("us")), "timestamp[us]", "OverflowError"),
+    "timestamp with a zone": (
+        MICROSECONDS.cast(pa.timestamp("us", "Europe/Berlin")),
+        "timestamp[us, tz=Europe/Berlin]",
+        "OverflowError",
+    ),
+    "duration": (MICROSECONDS.cast(pa.duration("s")), "duration[s]", "OverflowError"),
+    "time": (MICROSECONDS.cast(pa.time64("us")), "time64[us]", "OverflowError"),
+    "date in an object": (pa.StructArray.from_arrays([FAR], ["day"]), "struct<day: date32[day]>", "OverflowError"),
+    "date in a list": (
+        pa.LargeListArray.from_arrays([0, 1, 2, 3], FAR),
+        "large_list<element: date32[day]>",
+        "Overflow",
+    ),
+    "no text": (pa.array([b"a", b"\xff", b"c"]).view(pa.string()), "text that is not UTF-8", "invalid start byte"),
+}
+
+
+@pytest.mark.parametrize("given", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_value_that_python_has_none_for_makes_its_row_bad_and_names_the_column(tmp_path, given):
+    values, kind, why = given
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"], "created_at": values}), tmp_path / "rows.parquet")
+    first, bad, last = read_rows([str(tmp_path / "rows.parquet")], check)
+    assert isinstance(first, PromptRow) and isinstance(last, PromptRow)
+    assert isinstance(bad, BadRow) and bad.origin.endswith("rows.parquet row 1")
+    assert "in 'created_at'" in bad.reason and kind in bad.reason and why in bad.reason
+
+
+@pytest.mark.parametrize("zone", ["Not/AZone", "+99:99", "../../etc/passwd", "\x1b[31m"])
+def test_in_a_time_zone_that_nobody_knows_every_moment_is_a_bad_row(tmp_path, zone):
+    created = pa.array([5, None, *range(2000)], pa.timestamp("us", zone))
+    pq.write_table(pa.table({"prompt": ["a"] * len(created), "created_at": created}), tmp_path / "rows.parquet")
+    rows = list(read_rows([str(tmp_path / "rows.parquet")], check))
+    assert isinstance(rows[1], PromptRow)  # a null is in no zone
+    bad = [row for row in rows if isinstance(row, BadRow)]
+    assert len(bad) == len(created) - 1 and bad[-1].origin.endswith("row 2001")
+    assert f"tz={zone}".encode("unicode_escape").decode() in bad[0].reason and "leave it out" in bad[0].reason
+    assert "\x1b" not in bad[0].reason
+
+
+def test_values_of_every_type_of_arrow_are_read_as_pythons(tmp_path):
+    day, moment = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.UTC)
+    table = pa.table({
+        "date": [day],
+        "moment": pa.array([moment], pa.timestamp("us", "UTC")),
+        "duration": [datetime.timedelta(days=1)],
+        "time": [datetime.time(12, 30)],
+        "decimal": [decimal.Decimal("1.50")],
+        "large_list": pa.array([["a"]], pa.large_list(pa.string())),
+        "dictionary": pa.array(["a"]).dictionary_encode(),
+        "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
+    })  # fmt: skip
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert rows_in(tmp_path / "rows.parquet") == [{
+        "date": day,
+        "moment": moment,
+        "duration": datetime.timedelta(days=1),
+        "time": datetime.time(12, 30),
+        "decimal": decimal.Decimal("1.50"),
+        "large_list": ["a"],
+        "dictionary": "a",
+        "map": [("a", 1)],
+    }]  # fmt: skip

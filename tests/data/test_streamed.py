@@ -110,6 +110,18 @@ def test_text_that_is_not_utf8_is_a_bad_row(tmp_path, tokenizer, config):
     assert [getattr(row, "reason", row) for row in table] == [getattr(table[n], "reason", table[n]) for n in range(3)]
 
 
+def test_a_date_that_python_has_none_for_is_a_bad_row_also_of_a_streamed_file(tmp_path, tokenizer, config):
+    config.train_batch_size, config.bad_rows = 1, "skip"
+    days = pa.array([0, 10_000_000, 1], pa.int32()).cast(pa.date32())
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"], "created_at": days}), tmp_path / "r.parquet")
+    dataset = RLHFDataset({"path": str(tmp_path / "r.parquet"), "streaming": True}, tokenizer, config)
+    assert [dataset.rows[index].messages[0]["content"] for index in dataset.known] == ["a", "c"]
+    (bad,) = dataset._intake.bad
+    assert bad.origin.endswith("r.parquet row 1") and "in 'created_at', of the type 'date32[day]'" in bad.reason
+    table = converted([tmp_path / "r.parquet"])
+    assert [getattr(row, "reason", row) for row in table] == [getattr(table[n], "reason", table[n]) for n in range(3)]
+
+
 def test_a_limit_takes_of_each_source_its_share(tmp_path, tokenizer, config):
     config.train_batch_size = 1
     paths = [write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}"} for n in range(30)]) for name in "ab"]

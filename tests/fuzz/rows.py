@@ -7,12 +7,15 @@ way to a rank, and every row on its way to the process of the rewards.
 from __future__ import annotations
 
 import bz2
+import datetime
+import decimal
 import functools
 import gzip
 import io
 import json
 import lzma
 import tempfile
+import zoneinfo
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,18 @@ from hrl.reward.trial import probes
 from hrl.single_controller.packing import pack_batch, unpack_batch
 from tests.data.conftest import make_tokenizer
 from tests.fuzz.cases import NoCaseError, PoorMessageError, Target
-from tests.fuzz.values import Change, Nested, changed, changes, json_values, plain, python_values, rows_of
+from tests.fuzz.values import (
+    Change,
+    Nested,
+    arrow_column,
+    arrow_columns,
+    changed,
+    changes,
+    json_values,
+    plain,
+    python_values,
+    rows_of,
+)
 
 TABLE = [
     {
@@ -64,6 +78,21 @@ DEEP_TABLE = [
         "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
         "extra_info": {"index": n, "tags": ["a", "b"]},
         "data_source": "numeric",
+    }
+    for n in range(40)
+]
+
+TYPED_TABLE = [
+    {
+        "prompt": f"{n} + 1?",
+        "answer": str(n + 1),
+        "chosen": "yes",
+        "rejected": "no",
+        "day": datetime.date(2024, 1, 1) + datetime.timedelta(n),
+        "created_at": datetime.datetime(2024, 1, 1, n % 24, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
+        "took": datetime.timedelta(seconds=n),
+        "time": datetime.time(n % 24),
+        "price": decimal.Decimal(n) / 4,
     }
     for n in range(40)
 ]
@@ -117,6 +146,7 @@ def valid_parquet() -> dict[str, bytes]:
             use_dictionary=False,
             column_encoding={"prompt": "DELTA_BYTE_ARRAY", "n": "DELTA_BINARY_PACKED"},
         ),
+        "typed.parquet": as_parquet(TYPED_TABLE, use_dictionary=False, compression="none"),
     }
 
 
@@ -239,6 +269,24 @@ def _well_formed(case: tuple[str, list[Any], str]) -> None:
         read(path, way)
 
 
+def _typed(case: tuple[dict[str, tuple[str, pa.DataType, list[int | None]]], str]) -> None:
+    """Write columns of types that JSON lacks, with values that Python may have none for, and read them."""
+    columns, way = case
+    good = {name: ["1 + 1?", "2 + 2?", "3 + 3?"] for name in ("prompt", "chosen", "completion")}
+    good["rejected"] = ["a", "b", "c"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.parquet"
+        try:
+            made = {name: arrow_column(*column) for name, column in columns.items()}
+            pq.write_table(pa.table(good | made), path)
+        except UNWRITABLE as error:
+            raise NoCaseError from error
+        if way == "arrow":
+            _from_python(("arrow table", pq.read_table(path)))
+        else:
+            read(path, way)
+
+
 def _deepest(value: Any) -> int:
     """Return the levels of the deepest value that is given by its depth."""
     if isinstance(value, Nested):
@@ -247,10 +295,10 @@ def _deepest(value: Any) -> int:
     return max(map(_deepest, inner), default=0)
 
 
-def _from_python(case: tuple[str, list[Any]]) -> None:
+def _from_python(case: tuple[str, Any]) -> None:
     """Give rows as objects, in one of the containers that Python users have."""
     container, given = case
-    rows: Any = [plain(row) for row in given]
+    rows: Any = given if container == "arrow table" else [plain(row) for row in given]
     try:
         if container == "pandas":
             rows = pd.DataFrame(rows)
@@ -283,6 +331,19 @@ TARGETS = [
             st.sampled_from(sorted(set(WAYS) - {"stream"})),
         ),
         _well_formed,
+    ),
+    Target(
+        "Parquet columns of types that JSON lacks",
+        st.tuples(
+            st.dictionaries(
+                st.sampled_from(("created_at", "prompt", "answer", "extra_info", "chosen", "completion")),
+                arrow_columns,
+                min_size=1,
+                max_size=2,
+            ),
+            st.sampled_from((*sorted(set(WAYS) - {"stream"}), "arrow")),
+        ),
+        _typed,
     ),
     Target(
         "rows given from Python",

@@ -7,6 +7,7 @@ import decimal
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from hypothesis import strategies as st
 
 SURROGATE = "a\ud800b"
@@ -91,6 +92,42 @@ python_values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=2), st.tuples(inner), st.dictionaries(names, inner, max_size=2)),
     max_leaves=4,
 )
+
+ARROW_TYPES = (
+    pa.date32(), pa.date64(), pa.timestamp("s"), pa.timestamp("us"), pa.timestamp("ns"), pa.timestamp("us", "UTC"),
+    pa.timestamp("ns", "Europe/Berlin"), pa.timestamp("ms", "+14:00"), pa.timestamp("us", "Not/AZone"),
+    pa.timestamp("us", "\x1b[31m"), pa.duration("s"), pa.duration("us"), pa.duration("ns"), pa.time32("s"),
+    pa.time64("us"), pa.time64("ns"), pa.decimal128(38, 5), pa.decimal256(76, 70), pa.float16(), pa.uint64(),
+)  # fmt: skip
+"""Types that JSON lacks."""
+ARROW_FORMS = ("plain", "large_list", "dictionary", "map", "object")
+"""How a column holds values of a type."""
+
+
+def arrow_column(form: str, kind: pa.DataType, bits: list[int | None]) -> pa.Array:
+    """Return a column with a value, null or not, for each of these integers, which its values are in memory."""
+    width = kind.bit_width // 8
+    content = b"".join(((bit or 0) % 2 ** (8 * width)).to_bytes(width, "little") for bit in bits)
+    valid = pa.array([bit is not None for bit in bits]).buffers()[1]
+    values = pa.Array.from_buffers(kind, len(bits), [valid, pa.py_buffer(content)])
+    offsets = pa.array(range(len(bits) + 1))
+    if form == "large_list":
+        return pa.LargeListArray.from_arrays(offsets.cast(pa.int64()), values)
+    if form == "dictionary":
+        return pa.DictionaryArray.from_arrays(pa.array(range(len(bits))), values)
+    if form == "map":
+        return pa.MapArray.from_arrays(offsets.cast(pa.int32()), pa.array(list(map(str, range(len(bits))))), values)
+    return pa.StructArray.from_arrays([values], ["value"]) if form == "object" else values
+
+
+arrow_bits = st.one_of(
+    st.none(), st.integers(-(2**31), 2**31), st.integers(-(2**63), 2**63 - 1), st.integers(-(2**127), 2**127),
+    st.sampled_from((0, 1, 10_000_000, 2**62, 2**63 - 1, -(2**63), -(2**31), -719_163, 253402300799999999)),
+)  # fmt: skip
+arrow_columns = st.tuples(
+    st.sampled_from(ARROW_FORMS), st.sampled_from(ARROW_TYPES), st.lists(arrow_bits, min_size=3, max_size=3)
+)
+"""Form, type and three values of a column."""
 
 
 def rows_of(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[Any, Any]]:

@@ -86,3 +86,25 @@ def test_what_a_process_has_started_in_whatever_session_ends_after_it_where_it_i
     os.kill(leader.pid, signal.SIGKILL)
     leader.wait()
     assert not psutil.wait_procs(family, timeout=15)[1]
+
+
+INHERITING = """
+import os, resource
+from hrl.processes.guard import close_inherited
+os.closerange = None
+os.dup2(1, 500)
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))  # what is open above it stays open
+os.pipe()
+close_inherited()
+print([number for number in range(1000) if os.path.exists(f"/proc/self/fd/{number}")])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is guarded")
+def test_what_is_open_is_closed_whatever_the_limit_of_open_files() -> None:
+    """A limit of a billion, as of a container, costs nothing: no range up to it is closed."""
+    said = subprocess.run(
+        [sys.executable, "-c", INHERITING], stdout=subprocess.PIPE, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert said.stdout == b"[0, 1, 2]\n"

@@ -7,6 +7,7 @@ The loss is the negative log-likelihood of the assistant's tokens, `-log pi(y_t 
 from __future__ import annotations
 
 import math
+import sys
 from typing import ClassVar
 
 from torch import Tensor
@@ -47,7 +48,7 @@ class SFTTrainer(OfflineTrainer):
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Learn from one batch; adds `train/perplexity`."""
         batch = super().train_step(batch, metrics)
-        metrics["train/perplexity"] = math.exp(metrics["train/nll"])
+        metrics["train/perplexity"] = perplexity(metrics["train/nll"])
         return batch
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
@@ -59,4 +60,13 @@ class SFTTrainer(OfflineTrainer):
         """Return the mean loss and the perplexity of every source, and its number of rows."""
         metrics = super().validate()
         losses = {name: value for name, value in metrics.items() if name.endswith("/loss")}
-        return metrics | {f"{name.removesuffix('loss')}perplexity": math.exp(value) for name, value in losses.items()}
+        return metrics | {f"{name.removesuffix('loss')}perplexity": perplexity(value) for name, value in losses.items()}
+
+
+def perplexity(nll: float) -> float:
+    """Return `exp(nll)`; infinity where it is more than a float holds, as with a model that diverges.
+
+    Args:
+        nll: Mean negative log-likelihood of a token, in nats.
+    """
+    return math.inf if nll > math.log(sys.float_info.max) else math.exp(nll)
