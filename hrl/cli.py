@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hrl.commands.table import COMMANDS, Command
-from hrl.errors import HrlError, RefusedError
+from hrl.errors import HrlError, RefusedError, refusal_of_system
 from hrl.masking import begin_masking, masked_text
 from hrl.processes.terminal import write_any_text
 
@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_no_more()
         return 0
     except OSError as error:
+        told = refusal_of_system(error)
+        if told:
+            sys.stderr.write(masked_text(f"{told}\n"))
+            return EXIT_FAILURE
         from hrl.report.run_folder import is_full
 
         if error.filename is not None or not is_full(error):

@@ -1,5 +1,6 @@
 """The base of all errors that a user can act on, and the error that lists all problems of a configuration."""
 
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -53,6 +54,27 @@ def system_error(error: Exception) -> OSError | None:
     """Return the system's error that a library written in Rust tells of in words, such as a full disk; else None."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+
+
+_WAY_OUT = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "its owner can allow it, or name another place"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there, or name another place"),
+    errno.EROFS: "name a place that can be written",
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN), "look after the disk or its mount"),
+    errno.ENAMETOOLONG: "name another place",
+}
+
+
+def refusal_of_system(error: OSError) -> str:
+    """Return in a line what the system refuses to do with a file, and the way out; nothing for another error.
+
+    Others, such as a file that is not there where hrl takes it for granted, may be bugs of hrl, and so may be those
+    without the name of a file: they need a traceback.
+    """
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+    if error.errno not in _WAY_OUT or not names:
+        return ""
+    return f"{' → '.join(names)}: {error.strerror}; {_WAY_OUT[error.errno]}"
 
 
 class Reason(StrEnum):

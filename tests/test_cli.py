@@ -1,5 +1,6 @@
 """The console script: it finds a command, imports nothing else, and turns errors into a status."""
 
+import errno
 import io
 import os
 import subprocess
@@ -112,6 +113,39 @@ def test_an_error_that_explains_itself_is_shown_without_a_traceback(monkeypatch,
     monkeypatch.setattr(env, "run", fails)
     assert cli.main(["env"]) == status
     assert capsys.readouterr().err.strip() == (str(error) or "interrupted")
+
+
+def test_what_the_system_refuses_is_a_line_and_what_may_be_a_bug_a_traceback(monkeypatch, capsys):
+    from hrl.commands import env
+
+    def fails(options):
+        raise error
+
+    monkeypatch.setattr(env, "run", fails)
+    error = PermissionError(errno.EACCES, "Permission denied", "/theirs/config.yaml")
+    assert cli.main(["env"]) == 1
+    told = "/theirs/config.yaml: Permission denied; its owner can allow it, or name another place\n"
+    assert capsys.readouterr().err == told
+    for error in (FileNotFoundError(errno.ENOENT, "No such file", "/ours"), OSError(errno.EIO, "I/O error")):
+        with pytest.raises(type(error)):
+            cli.main(["env"])
+    error = OSError(errno.ENOSPC, "No space left on device", "rollouts/a", None, "samples")  # as `copyfile` raises it
+    assert cli.main(["env"]) == 1
+    assert capsys.readouterr().err.startswith("rollouts/a → samples: No space left on device; make room there")
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "rollouts"])
+def test_a_folder_that_may_not_be_looked_into_is_not_said_to_be_missing(monkeypatch, capsys, command):
+    stat = os.stat
+
+    def refuses(path, *arguments, **keywords):
+        if str(path) == "/theirs/run":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **keywords)
+
+    monkeypatch.setattr("os.stat", refuses)
+    assert cli.main([command, "/theirs/run"]) == 1
+    assert capsys.readouterr().err.startswith("/theirs/run: Permission denied; ")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

@@ -7,6 +7,7 @@ same call when it continues the new run, whose `config.yaml` says where that is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from hrl.config.section import Section, flatten
 from hrl.config.trainer import RunConfig
 from hrl.files import expanded
 from hrl.preflight.preflight import Preflight
-from hrl.report.run_folder import EARLIER, MODEL, RunFolder, RunFolderError, read_config
+from hrl.report.run_folder import CONFIG, EARLIER, MODEL, RunFolder, RunFolderError, read_config
 
 RunC = TypeVar("RunC", bound=RunConfiguration)
 SectionT = TypeVar("SectionT", bound=Section)
@@ -57,7 +58,8 @@ def with_models_of_before(config: RunC) -> RunC:
     """
     folder = expanded(config.trainer.default_local_dir).resolve()
     was, earlier = folder / MODEL, folder / EARLIER
-    if not (folder / "config.yaml").exists() or (was.exists() and not _continues(config.trainer, folder)):
+    # A folder that may not be looked into is told of when the run folder is looked at: `Path.exists` raises.
+    if not os.path.exists(folder / CONFIG) or (os.path.exists(was) and not _continues(config.trainer, folder)):
         return config
 
     def began_with(key: str, path: Path) -> Path | None:

@@ -121,7 +121,7 @@ def check_writable(path: Path) -> None:
         RunFolderError: The folder can't be used; says what to do.
     """
     advice = "name a folder in another place with trainer.default_local_dir"
-    there = next(place for place in (path, *path.parents) if place.exists())
+    there = next(place for place in (path, *path.parents) if os.path.exists(place))
     if not there.is_dir():
         raise RunFolderError(f"the run folder {path} can't be created: {there} is a file; {advice}")
     with writing_to(path), tempfile.TemporaryFile(dir=there):
@@ -136,7 +136,9 @@ def check_writable(path: Path) -> None:
 def has_checkpoints(trainer: RunConfig) -> bool:
     """Return whether there is a checkpoint to read, which may take its time."""
     named = trainer.resume_mode == "resume_path"
-    return named or any(RunFolder.checkpoints_in(trainer.default_local_dir).glob("step_*"))
+    checkpoints = RunFolder.checkpoints_in(trainer.default_local_dir)
+    # `glob` alone raises where a folder above may not be looked into, which is told when the run folder is looked at.
+    return named or (os.path.isdir(checkpoints) and any(checkpoints.glob("step_*")))
 
 
 def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: Any) -> FolderPlan | None:

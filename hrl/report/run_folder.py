@@ -432,9 +432,10 @@ def existing_folder(folder: Path) -> Path:
 
     Raises:
         NoRunError: It is not there.
+        OSError: Nobody can tell.
     """
     folder = expanded(folder)
-    if not os.path.isdir(folder):
+    if not folder.is_dir():  # raises where a folder above may not be looked into, so that nobody can tell
         raise NoRunError(f"there is no folder {folder}; a run's first lines name its own, under “run folder”")
     return folder
 

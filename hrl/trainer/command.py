@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, load_state
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
-from hrl.errors import ConfigError, HrlError, NonFiniteError
+from hrl.errors import ConfigError, HrlError, NonFiniteError, refusal_of_system
 from hrl.masking import begin_masking, masked_text
 from hrl.processes.imports import quick_imports
 from hrl.processes.signals import EXIT_INTERRUPTED, EXIT_STOPPED, NotBegunError, RunStoppedError, StopRequest
@@ -134,6 +134,13 @@ def _status_of(config: RunConfiguration, run: Callable[[], object], attempt: Att
         sys.stderr.write(masked_text(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}"))
         of_numbers = isinstance(error, NonFiniteError) or isinstance(error.__cause__, NonFiniteError)
         return EXIT_NONFINITE if of_numbers else EXIT_FAILURE
+    except OSError as error:
+        told = refusal_of_system(error)
+        if not told:
+            raise
+        logger.debug("the run failed", exc_info=error)
+        sys.stderr.write(masked_text(f"\n{told}\n{_resume_hint(config)}"))
+        return EXIT_FAILURE
     except RunStoppedError as stopped:
         return _ended(config, f"stopped after step {stopped.step}", in_order=True)
     except NotBegunError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,9 @@ from hrl.config import compose_cli
 from hrl.config.run_kind import PPO
 from hrl.preflight.check import check
 from hrl.preflight.earlier_models import with_earlier_models, with_models_of_before
+from hrl.preflight.folder_plan import check_writable, has_checkpoints
 from hrl.preflight.preflight import Preflight
-from hrl.report.run_folder import DamagedFileError, RunFolder
+from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError
 from hrl.trainer import run as module
 
 
@@ -56,6 +59,25 @@ def test_every_path_into_the_earlier_model_is_followed(
     assert config.actor_rollout_ref.model.path == config.actor_rollout_ref.model.tokenizer_path == str(now)
     assert config.critic.model.path == "other/model"
     assert folders == {"actor": now, "critic": run.parent / "other"}
+
+
+def test_a_folder_of_somebody_else_is_left_to_the_look_at_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, theirs = os.stat, tmp_path / "theirs"
+
+    def refuses(path: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
+        if theirs in Path(os.fsdecode(path)).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **keywords)
+
+    theirs.mkdir()
+    monkeypatch.setattr("os.stat", refuses)
+    config = compose_cli([f"trainer.default_local_dir={theirs}/run", "data.train_files=rows.jsonl"])
+    assert with_models_of_before(config) is config and not has_checkpoints(config.trainer)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open(dir / "run" / "x", "w"))  # noqa: SIM115
+    with pytest.raises(RunFolderError, match="can't be written"):
+        check_writable(theirs / "run")
 
 
 def test_a_run_that_begins_with_another_model_is_left_as_it_is(run: Path) -> None:

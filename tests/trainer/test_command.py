@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -45,6 +46,18 @@ def test_numbers_that_are_not_finite_have_a_status_of_their_own_but_not_those_of
 ):
     assert exit_status(config, lambda: fail(cause)) == status
     assert "rank 2: actor.update_actor" in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_a_line_and_a_bug_a_traceback(config, capsys) -> None:
+    def refused() -> None:
+        raise error
+
+    error: OSError = PermissionError(errno.EACCES, "Permission denied", "/theirs/rows.jsonl")
+    assert exit_status(config, refused) == 1
+    assert "/theirs/rows.jsonl: Permission denied; " in capsys.readouterr().err
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory", "/ours")
+    with pytest.raises(FileNotFoundError):
+        exit_status(config, refused)
 
 
 START = """
