@@ -16,7 +16,7 @@ from hrl.processes.imports import quick_imports
 from hrl.processes.signals import EXIT_INTERRUPTED, EXIT_STOPPED, NotBegunError, RunStoppedError, StopRequest
 from hrl.processes.terminal import StandardStreams, write_any_text
 from hrl.report.display import display_of
-from hrl.report.run_folder import RunFolder
+from hrl.report.run_folder import RunFolder, RunFolderError
 from hrl.trainer.restarts import Attempt, Supervisor
 
 if TYPE_CHECKING:
@@ -171,12 +171,15 @@ def _ended(config: RunConfiguration, what: str, *, in_order: bool) -> int:
 
 
 def _resume_hint(config: RunConfiguration) -> str:
-    """Return what continues the run; nothing where no checkpoint of it does.
+    """Return what continues the run, or why nobody can tell; nothing where no checkpoint of it does.
 
     Names and sizes tell: to read what may be terabytes is for the next start, which has the time.
     """
     store = _checkpoints_of(config)
-    steps = store.steps()
+    try:
+        steps = store.steps()
+    except RunFolderError as error:
+        return f"whether anything continues the run can't be told: {error}\n"
     if not steps:
         return ""
     try:

@@ -24,7 +24,7 @@ from hrl.masking import masked_text
 from hrl.processes.evidence import exit_in_words
 from hrl.processes.lifetime import die_with_parent
 from hrl.processes.signals import ENDING, answer_with
-from hrl.report.run_folder import DamagedFileError, RunFolder, read_metrics
+from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, read_metrics
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
@@ -95,7 +95,7 @@ class Supervisor:
             KeyboardInterrupt: A signal came while no run was there.
         """
         answer_with(self._pass_on)
-        before, earlier, restarts = self._progress(), "", 0
+        before, earlier, restarts = self._progress(_Progress(0, 0)), "", 0
         while True:
             attempt = self._start(restarts)
             if isinstance(attempt, Attempt):
@@ -103,7 +103,7 @@ class Supervisor:
             ended = self._wait_for_end(attempt)
             if self._is_asked or not ended.may_pass:
                 return ended.status
-            now = self._progress()
+            now = self._progress(before)
             refusal = self._refusal(restarts, earlier, ended.error, has_moved=now > before)
             if refusal:
                 self._say(f"not started again: {refusal}\n")
@@ -124,13 +124,17 @@ class Supervisor:
             return f"it failed twice with no new step between\n  1. {earlier}\n  2. {error}"
         return ""
 
-    def _progress(self) -> _Progress:
-        steps = CheckpointStore(RunFolder.checkpoints_in(self._folder)).steps()
-        try:
-            logged = [record["step"] for record in read_metrics(self._folder)]
-        except DamagedFileError:  # the run says so itself when it starts
-            logged = []
-        return _Progress(steps[-1] if steps else 0, max(logged, default=0))
+    def _progress(self, before: _Progress) -> _Progress:
+        """Return how far the run has come; no further than before where it can't be read.
+
+        The run says itself, when it starts, what can't be read.
+        """
+        checkpoint, step = before
+        with suppress(RunFolderError):
+            checkpoint = max(CheckpointStore(RunFolder.checkpoints_in(self._folder)).steps(), default=0)
+        with suppress(OSError, DamagedFileError):
+            step = max((record["step"] for record in read_metrics(self._folder)), default=0)
+        return _Progress(checkpoint, step)
 
     def _start(self, restarts: int) -> int | Attempt:
         """Fork the run; return the pipe that it tells its end to, and in the child what it is."""

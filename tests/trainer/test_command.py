@@ -234,6 +234,26 @@ def test_a_signal_while_it_is_said_what_continues_a_run_ends_the_command_without
 
 
 @pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), 130), (RunStoppedError(4), 130), (WorkerError(0, "actor", "update", "it died"), 1)],
+    ids=["interrupted", "stopped", "failed"],
+)
+def test_a_folder_of_checkpoints_that_cannot_be_seen_does_not_hide_how_the_run_ended(
+    tmp_path, capsys, error, status
+) -> None:
+    (tmp_path / "checkpoints").symlink_to("/not/mounted")
+
+    def ended() -> None:
+        raise error
+
+    config = SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(tmp_path), resume_mode="auto"))
+    assert exit_status(config, ended) == status
+    err = capsys.readouterr().err
+    assert f"whether anything continues the run can't be told: {tmp_path}/checkpoints can't be read" in err
+    assert ("it died" in err) == (status == 1)
+
+
+@pytest.mark.parametrize(
     ("overrides", "status", "said"),
     [
         ((), 75, "the same command continues after step 4"),

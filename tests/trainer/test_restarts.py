@@ -130,6 +130,23 @@ def test_a_run_that_gets_further_is_started_again_after_pauses_that_grow_and_its
     ]
 
 
+def test_a_folder_that_cannot_be_read_when_a_run_has_ended_counts_as_no_progress(tmp_path: Path) -> None:
+    """The next start says what is wrong with it."""
+
+    def unmounts(attempt: Attempt, step: Callable[[int], None]) -> int:
+        if not attempt.restarts:
+            step(3)
+            (tmp_path / "checkpoints").symlink_to("/not/mounted")
+            (tmp_path / "metrics.jsonl").rename(tmp_path / "kept")
+            (tmp_path / "metrics.jsonl").mkdir()
+        attempt.failed(Fault("rank"))
+        return 1
+
+    told = ended(tmp_path, 5, unmounts)
+    assert (told.status, told.starts, told.pauses) == (1, 2, [5])
+    assert "not started again: it failed twice with no new step between" in told.said
+
+
 @pytest.mark.parametrize("letter", ["\N{GOTHIC LETTER AHSA}", "\udc80"], ids=["astral", "lone surrogate"])
 def test_an_error_in_any_script_reaches_the_parent(tmp_path: Path, letter: str) -> None:
     told = ended(tmp_path, 1, failing(Fault(letter * 600)))
