@@ -130,6 +130,7 @@ class TrainingLoop(ABC):
         self._save_sizes: dict[str, int] | None = None
         self._failed_saves = 0
         self._failed_step: int | None = None
+        self._saved_step = 0  # the one that the run began after, if it has saved none
         self._workers: WorkerGroups | None = None
         self.global_steps = 0
         self.data_position = Position()
@@ -229,12 +230,13 @@ class TrainingLoop(ABC):
             RunStoppedError: A signal asked for the end (`stop`), and the run was saved.
         """
         self.prepare()
+        self._saved_step = self.global_steps
         self.run_state._advance(self.global_steps)
         self._tell_of_steps_without_profile()
         with self.reporter.run(self.global_steps), self._finishing_saves():
             self._fit()
         if self.stop.is_asked and self.global_steps < self.total_training_steps:
-            raise RunStoppedError(self.global_steps)
+            raise RunStoppedError(self._saved_step)
 
     def _fit(self) -> None:
         if self.global_steps >= self.total_training_steps:
@@ -522,7 +524,9 @@ class TrainingLoop(ABC):
         self.run_state._advance(whole.step)
         late = f"it is not done within {STEP_SHARE:.0%} of trainer.grace_s={self.stop.grace_s:g}"
         if self._is_learning or not type(self).train_step.__module__.startswith("hrl."):
-            self.reporter.console.note(f"step {lost} is lost: {late}, and has begun to change the weights")
+            newest = self._saved_step if self._pending is None else self._pending.step
+            others = "" if newest == whole.step else f"; so is what came after step {newest}, which was not saved"
+            self.reporter.console.note(f"step {lost} is lost: {late}, and has begun to change the weights{others}")
             return True
         self.reporter.console.note(f"step {lost} is given up: {late}; the run is saved as it was after {whole.step}")
         self.data_position = whole.position
@@ -579,6 +583,7 @@ class TrainingLoop(ABC):
                 require_all_shards(pending.folder, self.workers.trained, self.reporter.folder.path)
                 final = pending.publish()
         if final is not None:
+            self._saved_step = pending.step
             took = f"{pending.seconds:.1f} s"
             if self._failed_step == pending.step:  # it was refused, and tried again
                 self._failed_step = None

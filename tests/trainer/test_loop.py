@@ -80,6 +80,26 @@ def test_a_signal_between_two_steps_ends_the_next_one_when_its_share_of_the_grac
     assert trainer.checkpoints.steps() == [2]
 
 
+def test_steps_that_go_with_one_that_had_begun_to_learn_are_told_and_not_said_to_be_saved(
+    tmp_path: Path, stop: StopRequest
+) -> None:
+    class LearnsForEverInStep4(Workers):
+        def update_actor(self, batch: DataProto, request: Any) -> Any:
+            if self.done.count("update") == 3:
+                terminate()
+                time.sleep(60)
+            return super().update_actor(batch, request)
+
+    driver = Driver(tmp_path, *NO_VALIDATION, "trainer.save_freq=2", steps=6, workers=LearnsForEverInStep4())
+    driver.trainer.stop = stop
+    with pytest.raises(RunStoppedError) as stopped:
+        driver.fit()
+    shown = " ".join(driver.shown.split())
+    assert "step 4 is lost: it is not done within 75%" in shown
+    assert "has begun to change the weights; so is what came after step 2, which was not saved" in shown
+    assert stopped.value.step == 2 and driver.trainer.checkpoints.steps() == [2]
+
+
 def test_a_step_that_is_made_is_not_lost_while_it_is_written_down(tmp_path: Path, stop: StopRequest) -> None:
     driver = Driver(tmp_path, *NO_VALIDATION, steps=4)
     trainer, step_done, describe = driver.trainer, driver.trainer.reporter.step_done, driver.trainer.describe
