@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.partial", re.DOTALL)
@@ -113,12 +114,16 @@ def remove(path: Path) -> None:
 
 
 def make_durable(path: Path) -> None:
-    """Have a file, or the names in a folder, outlive a crash of the machine."""
+    """Have a file, or the names in a folder, outlive a crash of the machine.
+
+    Some file systems (vboxsf, several of FUSE, CIFS) know no such thing for folders, and say so.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        raise naming(error, path) from error
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise naming(error, path) from error
     finally:
         os.close(handle)
 

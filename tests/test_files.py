@@ -102,6 +102,17 @@ def test_a_sync_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
         make_durable(tmp_path)
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_makes_no_folder_durable_is_good_enough_for_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+    make_durable(tmp_path)
+    with pytest.raises(OSError, match=f"'{tmp_path}/file'"):
+        make_durable(tmp_path / "file")
+
+
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path, is_folder: bool) -> None:
     own, link = tmp_path / "own", tmp_path / "link"
