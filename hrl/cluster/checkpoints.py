@@ -39,10 +39,8 @@ from hrl.cluster.manifest import (
     Damage,
     Manifest,
     ManifestError,
-    damage_by_size,
     damages,
     describe,
-    is_name_below,
     is_whole,
 )
 from hrl.cluster.patience import UnreadableError, patiently
@@ -52,9 +50,9 @@ from hrl.files import expanded, make_durable, remove
 from hrl.report.run_folder import (
     DamagedFileError,
     folders_in,
-    is_number,
     make_folder,
     next_numbered,
+    numbered_in,
     read_object,
     removed,
 )
@@ -63,6 +61,8 @@ from hrl.workers.engine.digest import FileDigest
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+SUPERSEDED = "superseded"
+"""The folder in the folder of checkpoints that holds what a run has made again, each time in a folder with a number."""
 SUPERSEDED_KEPT = 10
 """So many folders of records of steps that were made again are kept: a run that is killed each hour has one a kill."""
 #: How long a folder may take to be seen under its new name, in seconds.
@@ -136,7 +136,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return steps with a checkpoint that is whole by its files' names and sizes, oldest first."""
-        return [step for step in self._saved() if _seems_whole(self.path(step))]
+        return [step for step in self._saved() if is_whole(self.path(step))]
 
     def has_any(self) -> bool:
         """Return whether there is a checkpoint, whole or not."""
@@ -155,15 +155,12 @@ class CheckpointStore:
     def _score(self, step: int) -> float | None:
         folder = self.path(step)
         try:
-            if (folder / MANIFEST).exists():
-                score = Manifest.read(folder).score
-            else:  # of an older version of hrl, which had no manifest
-                score = read_object(folder / STATE_FILE).get("score")
-        except (ManifestError, UnreadableError, DamagedFileError) as error:
+            score = Manifest.read(folder).score
+        except (ManifestError, UnreadableError) as error:
             # Of an older checkpoint than one about to be published, which this need not keep from it.
             logger.warning("step %d counts as one without a validation: %s", step, error)
             return None
-        return float(score) if is_number(score) and math.isfinite(score) else None
+        return float(score) if score is not None and math.isfinite(score) else None
 
     def set_score(self, step: int, score: float | None) -> None:
         """Write down how good the validation of a checkpoint was, if it came after the checkpoint."""
@@ -177,8 +174,12 @@ class CheckpointStore:
         return self.folder / folder_name(step)
 
     def holds(self, path: Path) -> bool:
-        """Return whether a checkpoint is this run's own; another run's is only a starting point."""
-        return path.resolve().is_relative_to(self.folder.resolve())
+        """Return whether a checkpoint is this run's own; another run's is only a starting point.
+
+        A link of a step's name is, wherever it leads. What was superseded or set aside is of a history that this run
+        does not have.
+        """
+        return step_of(path.name) is not None and path.parent.resolve() == self.folder.resolve()
 
     # ------------------------------------------------------------------ writing one
 
@@ -317,12 +318,11 @@ class CheckpointStore:
 
     def next_superseded(self) -> Path:
         """Return the folder for records of steps that a run makes again; it does not exist yet."""
-        return next_numbered(self.folder / "superseded")
+        return next_numbered(self.folder / SUPERSEDED)
 
     def remove_superseded(self, keep: int = SUPERSEDED_KEPT) -> list[Path]:
         """Remove all but the newest folders of records of steps that were made again, and return what is gone."""
-        folders = [path for path in (self.folder / "superseded").glob("*") if path.name.isdigit()]
-        gone = sorted(folders, key=lambda path: int(path.name))[:-keep]
+        gone = numbered_in(self.folder / SUPERSEDED)[:-keep]
         for path in gone:
             remove(path)
         return gone
@@ -363,7 +363,9 @@ class CheckpointStore:
         if mode == "disable":
             return Choice(None)
         if mode == "resume_path":
-            return Choice(self._named(expanded(str(resume_from)).resolve()))  # a worker may run elsewhere
+            named = expanded(str(resume_from))
+            own = self.folder.absolute() / named.name if self.holds(named) else None
+            return Choice(self._named(own or named.resolve()))  # absolute, as a worker may run elsewhere
         damaged: list[DamagedCheckpoint] = []
         for step in reversed(self._saved()):
             found = damages_of_checkpoint(self.path(step))
@@ -431,8 +433,6 @@ def require_undamaged(path: Path, part: str) -> None:
         CheckpointError: Naming the file, and what is wrong with it.
     """
     with _not_judged_unread(path):
-        if _is_older_than_manifests(path):
-            return
         found = damages(path, part, STATE_FILE, needed=(STATE_FILE,))
     found = [damage for damage in found if not damage.is_foreign or _is_loaded(damage.file)]
     if found:
@@ -463,13 +463,6 @@ def _remember_undamaged(path: Path) -> None:
 
 
 def _damages(path: Path) -> Iterable[Damage]:
-    if _is_older_than_manifests(path):
-        logger.warning(
-            "%s was saved by a version of hrl before there were manifests: the sizes of its files were compared, and "
-            "what is in them can't be",
-            path,
-        )
-        return _damages_by_records(path)
     found = damages(path, needed=(STATE_FILE,))
     harmless = [damage for damage in found if damage.is_foreign and not _is_among_shards(damage.file)]
     if harmless:
@@ -496,54 +489,6 @@ def _is_loaded(name: str) -> bool:
     if _is_among_shards(name):
         return name.endswith(TENSORS)
     return name.endswith((TENSORS, ".bin", ".pt", ".pth")) and not PurePosixPath(name).name.startswith(".")
-
-
-def _seems_whole(path: Path) -> bool:
-    try:
-        return is_whole(path) or _is_older_than_manifests(path)
-    except UnreadableError:
-        return False
-
-
-def _is_older_than_manifests(path: Path) -> bool:
-    """Return whether a checkpoint is of a version of hrl that wrote no manifests.
-
-    Raises:
-        UnreadableError: The file system does not say.
-    """
-    if patiently((path / MANIFEST).exists, path / MANIFEST):
-        return False
-    return patiently((path / STATE_FILE).is_file, path / STATE_FILE) and not _says_that_it_has_a_manifest(path)
-
-
-def _says_that_it_has_a_manifest(path: Path) -> bool:
-    """Return whether a checkpoint is of a version of hrl that writes manifests, by what its writers left."""
-    return any(not isinstance(size, int) for _, sizes in _records(path) for size in (sizes or {}).values())
-
-
-def _damages_by_records(path: Path) -> Iterator[Damage]:
-    """Compare a checkpoint without a manifest with the sizes that its writers left in their records."""
-    try:
-        read_object(path / STATE_FILE)
-    except DamagedFileError as error:
-        yield Damage(STATE_FILE, str(error).removeprefix(f"{path / STATE_FILE} "))
-    for record, sizes in _records(path):
-        if sizes is None:
-            yield Damage(record.relative_to(path).as_posix(), "is damaged: it lists no files")
-        for name, size in (sizes or {}).items():
-            damage = damage_by_size(path, (record.parent / name).relative_to(path).as_posix(), size)
-            if damage is not None:
-                yield damage
-
-
-def _records(path: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
-    """Yield what each writer left of what it wrote: files and their sizes; None for a record that can't be read."""
-    for record in sorted(path.rglob("written*.json")):
-        try:
-            files = patiently(partial(read_object, record), record).get("files")
-        except (DamagedFileError, OSError):  # the latter for a folder of this name
-            files = None
-        yield record, files if isinstance(files, dict) and all(map(is_name_below, files)) else None
 
 
 def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:

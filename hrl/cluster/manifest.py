@@ -106,7 +106,7 @@ class Manifest:
         try:
             text = patiently(lambda: file.read_text(encoding="utf-8"), file)
         except FileNotFoundError as error:
-            raise ManifestError(f"{file} is missing") from error
+            raise ManifestError(f"{file} is missing: the folder was not written, or not copied, to its end") from error
         except OSError as error:
             raise ManifestError(f"{file} is no file: {error.strerror or error}") from error
         except ValueError as error:

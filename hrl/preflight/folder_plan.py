@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hrl.cluster.checkpoints import CheckpointStore, DamagedCheckpoint, check_data, load_state
+from hrl.cluster.checkpoints import SUPERSEDED, CheckpointStore, DamagedCheckpoint, check_data, load_state
 from hrl.cluster.remote_checkpoints import require_step
 from hrl.cluster.remote_store import RemoteStore, RemoteStoreError, is_in_store, named_checkpoint
 from hrl.config.arithmetic import Fact
@@ -90,15 +90,26 @@ def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
 
 
 def _check_lost_no_checkpoints(path: Path) -> None:
-    """Refuse to begin anew where an earlier run has saved, and the folder of its checkpoints is empty.
+    """Refuse to begin anew where an earlier run has saved, and no checkpoint is left in the folder of its checkpoints.
 
-    That is how the place of a disk looks that is not mounted. Whoever wants to begin anew removes the folder as well.
+    If it is empty, that is how the place of a disk looks that is not mounted. Whoever wants to begin anew removes the
+    folder as well.
 
     Raises:
-        RunFolderError: Two saves of the run were due, so that the first had been published, and nothing is there.
+        RunFolderError: The run has continued a checkpoint; or two saves of it were due, so that the first had been
+            published. None is there.
     """
     checkpoints = RunFolder.checkpoints_in(path)
-    if not checkpoints.is_dir() or any(checkpoints.iterdir()):
+    if not checkpoints.is_dir():
+        return
+    left = [entry.name for entry in checkpoints.iterdir()]
+    if SUPERSEDED in left:
+        raise RunFolderError(
+            f"{checkpoints} has no checkpoint left but what lies in {SUPERSEDED}/, from before the run there went back "
+            "to one that is gone. Put that one back; or begin with one of these, in a trainer.default_local_dir of its "
+            f"own: trainer.resume_mode=resume_path; to begin from scratch, remove {checkpoints}"
+        )
+    if not all(name.startswith("damaged.") for name in left):  # a save that was interrupted, the first
         return
     try:
         before, records = read_config(path).get("trainer"), read_metrics(path)
@@ -108,8 +119,9 @@ def _check_lost_no_checkpoints(path: Path) -> None:
         return
     save_freq, step = before.get("save_freq"), records[-1]["step"]
     if isinstance(save_freq, int) and 0 < 2 * save_freq <= step:
+        what = "has no checkpoint that is whole" if left else "is empty"
         raise RunFolderError(
-            f"{checkpoints} is empty, and the run there has made {step} steps, with a checkpoint every {save_freq}. "
+            f"{checkpoints} {what}, and the run there has made {step} steps, with a checkpoint every {save_freq}. "
             f"If they lie on a disk, mount it; to begin from scratch, remove {checkpoints}"
         )
 

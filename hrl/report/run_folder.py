@@ -36,10 +36,13 @@ EARLIER = "earlier"
 """The folder in the folder of a run that holds what earlier runs left there, each in a folder with a number."""
 PROFILE = "profile"
 """The folder of the profiles of steps, in the folder of a run."""
+NONFINITE = "nonfinite"
+"""The folder of batches with numbers that are not finite, in the folder of a run."""
 RolloutKind = Literal["train", "val"]
 
 _ROLLOUTS = re.compile(r"(?:val_)?step_([0-9]+)\.jsonl")
 _PROFILES = re.compile(r"step_([0-9]+)(?:_\w+)?\.(?:json|txt|json\.gz)")
+_NONFINITE = re.compile(r"step_([0-9]+)(?:_rank_[0-9]+)?\.[\w-]+\.(?:json|safetensors)")
 
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
 _OUTPUTS = (
@@ -50,7 +53,7 @@ _OUTPUTS = (
     "first_look.json",
     "outcome.json",
     "rollouts",
-    "nonfinite",
+    NONFINITE,
     PROFILE,
     "reward_curve.png",
     "loss_curve.png",
@@ -63,7 +66,7 @@ _OUTPUTS = (
 
 
 #: Folders of a run that files are written into as a whole, see `hrl.files.write_whole`.
-_WRITTEN_INTO = ("rollouts", "nonfinite", PROFILE)
+_WRITTEN_INTO = ("rollouts", NONFINITE, PROFILE)
 #: Folders that a run removes itself unless it is killed: of a look whether ranks see the disk, of what a store sends.
 _LEFTOVERS = (f".probe.{'[0-9a-f]' * 32}", "tmp.run", "fetched/*/tmp.step_*", unfinished(MODEL))
 
@@ -230,9 +233,9 @@ class RunFolder:
         return range(records[-1]["step"] + 1 if records else 1, step + 1)
 
     def rewind(self, step: int, aside: Path) -> bool:
-        """Move metrics, alarms, samples and profiles of the steps after `step` aside: a resumed run repeats them.
+        """Move metrics, alarms, samples, profiles and batches that were not finite of the steps after `step` aside.
 
-        An unfinished last line left by a crash is moved too.
+        A resumed run makes these steps again. An unfinished last line left by a crash is moved too.
 
         Args:
             step: The last step to keep.
@@ -243,7 +246,8 @@ class RunFolder:
         """
         with writing_to(self.path):
             moved = [_rewind(file, step, aside) for file in (self.metrics_file, self.alarms_file)]
-            for folder, names in ((self.rollouts, _ROLLOUTS), (self.path / PROFILE, _PROFILES)):
+            places = (self.rollouts, _ROLLOUTS), (self.path / PROFILE, _PROFILES), (self.path / NONFINITE, _NONFINITE)
+            for folder, names in places:
                 for file, made in _of_steps(folder, names):
                     if made > step:
                         (aside / folder.name).mkdir(parents=True, exist_ok=True)
@@ -456,8 +460,13 @@ def checked_run_folder(folder: Path) -> Path:
 
 def next_numbered(parent: Path) -> Path:
     """Return the next of the folders `1`, `2`, … below `parent`; it is not created."""
-    taken = [int(entry.name) for entry in parent.glob("*") if entry.name.isdecimal()]
-    return parent / str(max(taken, default=0) + 1)
+    taken = numbered_in(parent)
+    return parent / str(int(taken[-1].name) + 1 if taken else 1)
+
+
+def numbered_in(parent: Path) -> list[Path]:
+    """Return what lies below `parent` with a number for a name, in the order of the numbers."""
+    return sorted((entry for entry in parent.glob("*") if entry.name.isdecimal()), key=lambda entry: int(entry.name))
 
 
 def rollouts_file(rollouts: Path, step: int, kind: RolloutKind = "train") -> Path:

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hrl.algos.preference import PairOptions
 from hrl.algos.registry import IN_FILE
 from hrl.batching.plan import MiniBatchPlan, RankPlan
-from hrl.cluster.checkpoints import CheckpointStore, require_undamaged
+from hrl.cluster.checkpoints import SUPERSEDED, CheckpointStore, require_undamaged
 from hrl.config.actor import ActorConfig
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.config.critic import CriticConfig
@@ -331,9 +331,10 @@ def _checked(dumps: Sequence[Dump]) -> Sequence[Dump]:
 
 def _checkpoint_before(dump: Dump) -> Path | None:
     """Return the newest checkpoint of the run from before the step; None if it had none, and began with its model."""
-    if dump.path.parent.name != FOLDER:
+    run = dump.path.parent.parent
+    if dump.path.parent.name != FOLDER or run.parent.name == SUPERSEDED:
         raise ReplayError(f"{dump.path} is in no folder of a run: name weights with --checkpoint or --model")
-    store = CheckpointStore(RunFolder.checkpoints_in(dump.path.parent.parent))
+    store = CheckpointStore(RunFolder.checkpoints_in(run))
     steps = [step for step in store.steps() if step < dump.record["step"]]
     return store.path(steps[-1]) if steps else None
 

@@ -181,28 +181,23 @@ def test_a_state_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> 
         require_undamaged(path, "hf")
 
 
-def test_one_of_an_older_version_without_a_manifest_is_taken_with_a_warning_unless_a_size_is_wrong(
-    tmp_path: Path, caplog
-) -> None:
+@pytest.mark.parametrize("left", ["a shard that is cut", "records of sizes alone", "the state alone"])
+def test_a_copy_that_was_cut_short_before_its_manifest_is_no_checkpoint(tmp_path: Path, left: str) -> None:
     store = CheckpointStore(tmp_path)
-    path = save_with_record(store, 1)
-    (path / MANIFEST).unlink()
-    (path / "actor" / "written-rank-0.json").write_text('{"files": {"shard-1.safetensors": 5}}')  # as it was then
-    assert store.choose("auto", None) == Choice(path) and store.steps() == [1]
-    assert f"{path} was saved by a version of hrl before there were manifests" in caplog.text
-    require_undamaged(path, "actor")
-    for file, content, said in (
-        ("actor/shard-1.safetensors", "shar", "actor/shard-1.safetensors has 4 bytes, of 5 that were written"),
-        ("actor/written-rank-0.json", "{", "actor/written-rank-0.json is damaged"),
-        ("actor/written-rank-0.json", '{"files": {"/etc/passwd": 5}}', "actor/written-rank-0.json is damaged"),
-        ("actor/written-rank-0.json", '{"files": {"\\u0000": 5}}', "actor/written-rank-0.json is damaged"),
-        ("state.json", "{", "state.json is damaged"),
-    ):
-        whole = (path / file).read_text()
-        (path / file).write_text(content)
-        with pytest.raises(CheckpointError, match=said):
-            store.choose("auto", None)
-        (path / file).write_text(whole)
+    for step in (1, 2):
+        actor = save_with_record(store, step) / "actor"
+    (store.path(2) / MANIFEST).unlink()
+    (actor / "shard-1.safetensors").write_bytes(b"s")
+    if left == "records of sizes alone":  # of one of several ranks
+        (actor / "written-rank-0.json").write_text('{"files": {"shard-1.safetensors": 1}}')
+    else:
+        (actor / "written-rank-0.json").unlink()
+    if left == "the state alone":
+        shutil.rmtree(actor)
+    assert "manifest.json is missing: the folder was not written, or not copied, to its end" in damaged(store, 2)
+    assert store.steps() == [1]
+    with pytest.raises(CheckpointError, match=r"step_2 is damaged: manifest\.json is missing"):
+        require_undamaged(store.path(2), "hf")
 
 
 def test_a_checkpoint_that_cannot_be_read_is_neither_set_aside_nor_passed_over(
@@ -336,6 +331,42 @@ def test_a_relative_path_to_resume_from_means_the_same_wherever_a_worker_runs(
     whole = save(CheckpointStore(tmp_path), 7)
     monkeypatch.chdir(tmp_path)
     assert CheckpointStore(tmp_path / "branch").choose("resume_path", "step_7").path == whole
+
+
+def test_a_checkpoint_that_is_a_link_is_the_runs_own_wherever_it_leads(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    (tmp_path / "large").mkdir()
+    save(store, 7).rename(tmp_path / "large" / "step_7")
+    store.path(7).symlink_to(tmp_path / "large" / "step_7")
+    (tmp_path / "latest").symlink_to(store.path(7).parent)
+    for chosen in (
+        store.choose("auto", None),
+        store.choose("resume_path", str(store.path(7))),
+        store.choose("resume_path", str(tmp_path / "latest" / "step_7")),
+    ):
+        assert chosen.path == store.path(7) and store.holds(store.path(7))
+    (tmp_path / "newest").symlink_to(save(store, 8))
+    assert store.choose("resume_path", str(tmp_path / "newest")).path == store.path(8)
+    other = store.choose("resume_path", str(tmp_path / "large" / "step_7")).path
+    assert other == tmp_path / "large" / "step_7" and not store.holds(other)
+
+
+def test_what_was_superseded_or_set_aside_is_not_the_runs_own(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        save(store, step)
+    store.supersede(1, store.next_superseded())
+    aside = store.set_aside(store.path(1))
+    assert not store.holds(tmp_path / "superseded" / "1" / "step_2") and not store.holds(aside)
+    assert store.holds(store.path(1))
+
+
+def test_a_folder_whose_name_is_a_digit_but_no_number_is_not_of_steps_made_again(tmp_path: Path) -> None:
+    for name in ("\N{SUPERSCRIPT TWO}", "1", "10", "9"):
+        (tmp_path / "superseded" / name).mkdir(parents=True)
+    store = CheckpointStore(tmp_path)
+    assert store.remove_superseded(keep=1) == [tmp_path / "superseded" / name for name in ("1", "9")]
+    assert store.next_superseded().name == "11"
 
 
 def test_rotation_keeps_the_newest(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
+from hrl.cluster.manifest import Manifest
 from hrl.cluster.remote_store import RemoteStore
 from hrl.config import compose_cli
 from hrl.config.load import validate_kind
@@ -407,6 +408,7 @@ def test_the_run_folder_is_looked_at_before_anything_starts(run, tmp_path):
     (torn,) = refused(run)
     assert torn.startswith("trainer.default_local_dir can't be used") and "none is whole" in torn
     (state / "state.json").write_text(json.dumps({"step": 3, "data": {"rows": 1}}))
+    Manifest.of(state, 3).write(state)
     (other,) = refused(run)
     assert "was saved with other training data" in other
     (anew,) = refused(run, **{"trainer.resume_mode": "disable"})

@@ -170,6 +170,19 @@ def test_rewinding_moves_the_profiles_of_later_steps_aside(tmp_path):
     assert sorted(file.name for file in (aside / "profile").iterdir()) == sorted(names[2:])
 
 
+def test_rewinding_moves_the_batches_of_later_steps_that_were_not_finite_aside(tmp_path):
+    """Else they stay, and count as some of the few that are kept."""
+    folder, aside = RunFolder(tmp_path / "run"), tmp_path / "aside"
+    stay = ["step_2.old_log_prob.json", "step_2_rank_0.actor-0.safetensors", "step_3.notes.md"]
+    move = ["step_10.rewards.safetensors", "step_3.old_log_prob.json", "step_3_rank_11.actor-0.json"]
+    (folder.path / "nonfinite").mkdir()
+    for name in (*stay, *move):
+        (folder.path / "nonfinite" / name).touch()
+    assert folder.rewind(2, aside)
+    assert sorted(file.name for file in (folder.path / "nonfinite").iterdir()) == stay
+    assert sorted(file.name for file in (aside / "nonfinite").iterdir()) == move
+
+
 def test_rewinding_to_the_last_step_changes_nothing(tmp_path):
     folder, aside = RunFolder(tmp_path), tmp_path / "aside/1"
     folder.metrics_file.write_text('{"step": 1}\n{"step": 2}\n')

@@ -22,6 +22,7 @@ def run(tmp_path: Path) -> Path:
         (checkpoint / "hf").mkdir(parents=True)
         (checkpoint / "hf" / "config.json").write_text("{}")
         (checkpoint / "state.json").write_text(json.dumps({"step": step, "score": score}))
+        Manifest.of(checkpoint, step, score=score).write(checkpoint)
     (folder / "config.yaml").write_text("data: {prompt_key: question}\n")
     return folder
 
@@ -41,7 +42,8 @@ def test_a_checkpoint_and_the_model_in_it_are_the_same(run: Path, name: str) -> 
 
 def test_a_run_without_validation_means_its_newest_checkpoint(run: Path) -> None:
     for step in (1, 2):
-        (run / "checkpoints" / f"step_{step}" / "state.json").write_text(json.dumps({"step": step}))
+        checkpoint = run / "checkpoints" / f"step_{step}"
+        Manifest.read(checkpoint).with_score(None).write(checkpoint)
     assert find_trained(str(run)).name == str(run / "checkpoints" / "step_3" / "hf")
 
 
@@ -92,7 +94,9 @@ def test_a_folder_without_a_model_says_what_it_lacks(tmp_path: Path) -> None:
 
 def test_a_reward_model_is_not_sampled_from(run: Path) -> None:
     config = {"architectures": ["LlamaForSequenceClassification"]}
-    (run / "checkpoints" / "step_1" / "hf" / "config.json").write_text(json.dumps(config))
+    checkpoint = run / "checkpoints" / "step_1"
+    (checkpoint / "hf" / "config.json").write_text(json.dumps(config))
+    Manifest.of(checkpoint, 1, score=0.9).write(checkpoint)
     with pytest.raises(NoModelError, match="is a reward model: it scores answers"):
         require_loadable(find_trained(str(run)))
     (run / "config.yaml").write_text("data: [")

@@ -129,6 +129,41 @@ def test_an_older_checkpoint_of_the_folder_takes_log_and_checkpoints_back(tmp_pa
     assert sorted(path.name for path in aside.glob("step_*")) == ["step_2", "step_3"]
 
 
+def test_a_checkpoint_that_was_superseded_is_another_history_than_the_folders(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path)
+    opened(tmp_path, store.path(1))
+    left = store.folder / "superseded" / "1" / "step_3"
+    with pytest.raises(RunFolderError, match=r"holds checkpoints of an earlier run.* its own trainer"):
+        opened(tmp_path, left)
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+    assert left.is_dir() and store.steps() == [1]
+    assert opened(tmp_path / "branch", left).log is None and left.is_dir()
+
+
+def test_a_checkpoint_that_is_a_link_is_continued(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path / "run")
+    store.path(3).rename(tmp_path / "large")
+    store.path(3).symlink_to(tmp_path / "large")
+    for resume_from in (None, store.path(3)):
+        assert opened(tmp_path / "run", resume_from).log == [1, 2, 3]
+
+
+def test_a_folder_with_nothing_but_what_was_superseded_or_set_aside_is_no_fresh_start(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path)
+    about = {"save_freq": 1, "on_save_error": "stop"}
+    (tmp_path / "config.yaml").write_text(json.dumps({"trainer": about}))
+    opened(tmp_path, store.path(2))
+    shutil.rmtree(store.path(1))
+    store.set_aside(store.path(2))
+    with pytest.raises(RunFolderError, match=r"no checkpoint left but what lies in superseded/.*resume_mode=resume_pa"):
+        planned(tmp_path)
+    shutil.rmtree(store.folder / "superseded")
+    with pytest.raises(RunFolderError, match=r"no checkpoint that is whole, and the run there has made 2 steps"):
+        planned(tmp_path)
+    shutil.rmtree(store.folder)
+    assert planned(tmp_path).checkpoint is None
+
+
 def test_of_the_steps_that_were_made_again_the_newest_ten_records_are_kept(tmp_path: Path) -> None:
     store = earlier_run(tmp_path, steps=1)
     aside = store.folder / "superseded"

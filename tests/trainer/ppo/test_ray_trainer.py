@@ -45,7 +45,12 @@ def saved(tmp_path: Path) -> Path:
         "drift_gate_closed": False,
         "reward_shaping": {"scale": {"count": 3, "mean": 1.0, "deviation": 8.0}},
     }
+    return write_state(checkpoint, state)
+
+
+def write_state(checkpoint: Path, state: dict[str, Any]) -> Path:
     (checkpoint / "state.json").write_text(json.dumps(state))
+    Manifest.of(checkpoint, 2).write(checkpoint)
     return checkpoint
 
 
@@ -148,7 +153,7 @@ def test_the_spread_of_the_runs_rewards_goes_on_after_a_resume(tmp_path: Path, s
 def test_a_checkpoint_without_a_part_of_the_state_is_named(tmp_path: Path, saved: Path) -> None:
     state = json.loads((saved / "state.json").read_text())
     del state["drift_gate_closed"]
-    (saved / "state.json").write_text(json.dumps(state))
+    write_state(saved, state)
     driver = Driver(tmp_path)
     with pytest.raises(CheckpointError, match=f"{saved}/state.json has no drift_gate_closed"):
         driver.trainer.restore()
@@ -159,7 +164,7 @@ def test_a_part_of_the_state_that_the_run_has_no_place_for_is_refused_in_its_own
     tmp_path: Path, saved: Path
 ) -> None:
     state = json.loads((saved / "state.json").read_text())
-    (saved / "state.json").write_text(json.dumps(state | {"curriculum": [1]}))
+    write_state(saved, state | {"curriculum": [1]})
     driver = Driver(tmp_path)
     with pytest.raises(CheckpointError, match=r"state.json has the state of curriculum, .*resume_mode=resume_path"):
         driver.trainer.restore()
