@@ -36,16 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     write_any_text()
     try:
-        status = _answer(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where an error is told
+        try:
+            status = _status_of(arguments)
+        except SystemExit:  # a command's help
+            _flush()
+            raise
+        _flush()
         return status
-    except HrlError as error:
-        sys.stderr.write(masked_text(f"{error}\n"))
-        return EXIT_USAGE if isinstance(error, RefusedError) else EXIT_FAILURE
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        return EXIT_INTERRUPTED
     except BrokenPipeError:  # `hrl rollouts RUN | head`: the reader has seen enough
         _write_no_more()
         return 0
@@ -63,14 +60,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILURE
 
 
-def _answer(arguments: Sequence[str]) -> int:
+def _status_of(arguments: Sequence[str]) -> int:
     commands = {command.name: command for command in COMMANDS}
     if not arguments or arguments[0] not in commands:
         return _without_command(arguments, commands)
     command = commands[arguments[0]]
     options = read_arguments(command, arguments[1:])
     begin_masking(arguments)
-    return command.load().run(options)
+    try:
+        return command.load().run(options)
+    except HrlError as error:
+        sys.stderr.write(masked_text(f"{error}\n"))
+        return EXIT_USAGE if isinstance(error, RefusedError) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return EXIT_INTERRUPTED
+
+
+def _flush() -> None:
+    """Write out what standard output holds: when the process ends, nobody could tell of an error."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def _write_no_more() -> None:

@@ -158,18 +158,25 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["check", "--config-only"]])
+@pytest.mark.parametrize("words", [["--help"], ["check", "--config-only"], ["tasks", "--help"]])
 def test_a_full_disk_is_a_line_and_a_failure(words):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "hrl.cli", *words], stdout=full, stderr=-1, text=True, timeout=60, check=False
+            [sys.executable, "-m", "hrl.cli", *words],
+            stdout=full,
+            stderr=-1,
+            env=dict(os.environ, PYTHONUNBUFFERED=""),  # else argparse meets the error, and says nothing
+            text=True,
+            timeout=60,
+            check=False,
         )
     told = "the output can't be written: No space left on device; make room where it goes\n"
     assert (done.returncode, done.stderr) == (1, told)
 
 
 @pytest.mark.parametrize(
-    ("words", "unbuffered"), [(["--help"], ""), (["--help"], "1"), (["check", "--config-only"], "")]
+    ("words", "unbuffered"),
+    [(["--help"], ""), (["--help"], "1"), (["tasks", "--help"], ""), (["check", "--config-only"], "")],
 )
 def test_a_closed_pipe_ends_a_command_without_a_word(words, unbuffered):
     reading, writing = os.pipe()

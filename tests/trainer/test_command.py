@@ -127,6 +127,35 @@ def test_a_run_goes_on_where_nobody_takes_what_it_shows(tmp_path, where, logger,
     assert (done.returncode, done.stderr) == (0, f"{lost} lost")
 
 
+STARTED_AGAIN = """
+import os, sys
+from types import SimpleNamespace
+
+def run(kind, config, *, restarts, **_):
+    print(f"start {restarts}")
+    if not restarts:
+        os._exit(1)
+
+sys.modules["hrl.trainer.run"] = SimpleNamespace(run=run)
+from hrl.trainer import main_ppo, restarts
+restarts.FIRST_PAUSE_S = 0.01
+sys.exit(main_ppo.main(sys.argv[1:]))
+"""
+
+
+def test_a_run_is_started_again_where_nobody_reads_that_it_is(tmp_path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    overrides = ["trainer.max_restarts=1", f"trainer.default_local_dir={tmp_path}"]
+    command = [sys.executable, "-c", STARTED_AGAIN, *overrides]
+    done = subprocess.run(command, stdout=-1, stderr=writing, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert (done.returncode, [line for line in done.stdout.splitlines() if line.startswith("start ")]) == (
+        0,
+        ["start 0", "start 1"],
+    )
+
+
 def test_an_interruption_while_torch_is_imported_is_one_too(monkeypatch, capsys, tmp_path) -> None:
     def interrupted(self, title):
         raise KeyboardInterrupt
