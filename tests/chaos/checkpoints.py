@@ -191,6 +191,33 @@ def named_one(folder: Path) -> Outcome:
     return judged(wrong, began, said, sentence(said, "is damaged"))
 
 
+def superseded(folder: Path) -> Outcome:
+    """`trainer.resume_from_path` names a checkpoint that the run has superseded: refused, and nothing is changed."""
+    mine = folder / "run"
+    copy(straight(), mine)
+    checkpoints = mine / "checkpoints"
+
+    def resumed(named: Path, to: Path = mine) -> tuple[int, str]:
+        return run(arguments(to, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}"))
+
+    status, said = resumed(checkpoints / "step_1")
+    assert status == 0, said
+    aside = checkpoints / "superseded" / "1" / "step_2"
+    before = {path: path.stat().st_mtime_ns for path in mine.rglob("*") if path.is_file()}
+    began = time.monotonic()
+    status, said = resumed(aside)
+    after = {path: path.stat().st_mtime_ns for path in mine.rglob("*") if path.is_file()}
+    status_of_branch, said_of_branch = resumed(aside, folder / "branch")
+    wrong = [
+        *([] if status == 2 else [f"exit status {status}"]),
+        *([] if "holds checkpoints of an earlier run" in said and "Traceback" not in said else ["poorly said"]),
+        *([] if before == after else ["the folder was changed"]),
+        *([] if not status_of_branch else [f"in a folder of its own: exit status {status_of_branch}"]),
+        *([] if f"resumed from {aside}" in said_of_branch else ["in a folder of its own, it was not begun with"]),
+    ]
+    return judged(wrong, began, said, sentence(said, "holds checkpoints"))
+
+
 def evaluated(folder: Path) -> Outcome:
     """`hrl eval` and `hrl export` are given a checkpoint whose weights are damaged."""
     from hrl.trained.export import export
@@ -255,6 +282,20 @@ def pointer(path: Path) -> None:
 
 def without_manifest(path: Path) -> None:
     (path / MANIFEST).unlink()
+
+
+def copied_in_part(path: Path) -> None:
+    """As a copy leaves it that was cut short: neither a manifest nor a record, and half of a shard."""
+    without_manifest(path)
+    for record in path.rglob("written*.json"):
+        record.unlink()
+    cut(SHARD)(path)
+
+
+def state_alone(path: Path) -> None:
+    state = (path / STATE_FILE).read_bytes()
+    empty(path)
+    (path / STATE_FILE).write_bytes(state)
 
 
 def cut(file: str) -> Callable[[Path], None]:
@@ -473,11 +514,14 @@ FAULTS = [
     Fault(TORN, "a folder without files", falls_back(empty, f"{MANIFEST} is missing")),
     Fault(TORN, "a link that leads nowhere", falls_back(pointer, f"{MANIFEST} is missing")),
     Fault(TORN, "no manifest", falls_back(without_manifest, f"{MANIFEST} is missing")),
+    Fault(TORN, "a copy that was cut short", falls_back(copied_in_part, f"{MANIFEST} is missing: the folder was not")),
+    Fault(TORN, "nothing but its state", falls_back(state_alone, f"{MANIFEST} is missing: the folder was not")),
     Fault(
         TORN,
         "another run's shard among the shards",
         falls_back(lambda path: shutil.copy(path / SHARD, path / "actor" / "shard-9.safetensors"), "actor/shard-9"),
     ),
+    Fault("a checkpoint of another history", "from superseded/, in the same folder", superseded),
     Fault("no checkpoint is whole", "a flipped byte in each", none_is_whole),
     Fault(FULL, "at the shard", full(40)),
     Fault(FULL, "at the exported weights", full(80)),
