@@ -1,4 +1,7 @@
-"""Every process of a run dies, or is stopped and stays so: the run ends in time with its name, or goes on."""
+"""Every process of a run dies, or is stopped and stays so: the run ends in time with its name, or goes on.
+
+So does a run of which something else fills the shared memory that its processes share.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.faults import Fault, Outcome
+from tests.chaos.checkpoints import NO_MOUNT, can_mount
+from tests.chaos.faults import Fault, Outcome, not_tried
 from tests.chaos.small import runner
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +31,8 @@ _GRACE_S = 60.0
 _LEFT_S = 20.0
 _STEPS_BEFORE = 2
 _STOPPED = 75
+_STORE_BYTES = 80 << 20
+"""Of an object store that is no larger than Ray allows."""
 _ERROR = re.compile(r"^\w+Error: .*", re.MULTILINE)
 
 
@@ -80,15 +86,21 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, *overrides: str) -> Iterator[Run]:
-    """Yield a run that has made two steps of a thousand; nothing of it is left after the block."""
+def running(folder: Path, *overrides: str, before: Sequence[str] = ()) -> Iterator[Run]:
+    """Yield a run that has made two steps of a thousand; nothing of it is left after the block.
+
+    Args:
+        folder: Its folder.
+        *overrides: Of its configuration.
+        before: A command that becomes the run's, which follows it.
+    """
     output = folder / "output.txt"
     arguments = runner().arguments(
         folder / "run", "trainer.cpu_threads_per_worker=1", "trainer.total_training_steps=1000", *overrides
     )
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "hrl.trainer.main_ppo", *arguments],
+            [*before, sys.executable, "-m", "hrl.trainer.main_ppo", *arguments],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -142,23 +154,47 @@ def ends(
     """
     with running(folder, *overrides) as run:
         victim = find(run)
-        family = [each for each in run.family() if each.pid != run.process.pid]
-        allowed_s = 2 * run.step_s + _GRACE_S
-        began = time.monotonic()
-        os.kill(victim, sign)
-        try:
-            code = run.process.wait(allowed_s)
-        except subprocess.TimeoutExpired:
-            return Outcome(0, allowed_s, f"the run has not ended: {run.output.read_text()[-300:]}")
-        took = time.monotonic() - began
-        left = _left(family)
-        said = _message(run)
-        if left:
-            return Outcome(0, took, f"left running: {left}; {said}")
-        if code == 0:
-            return Outcome(0, took, f"exit status 0; {said}")
-        missing = [word for word in words if word.replace("PID", str(victim)) not in said]
-        return Outcome(1, took, f"without {missing}: {said}") if missing else Outcome(2, took, said)
+        return _end_of(run, lambda: os.kill(victim, sign), [word.replace("PID", str(victim)) for word in words])
+
+
+def _end_of(run: Run, disturb: Callable[[], object], words: Sequence[str]) -> Outcome:
+    """Disturb a run, which is to end within two steps and a minute, and say all of the words."""
+    family = [each for each in run.family() if each.pid != run.process.pid]
+    allowed_s = 2 * run.step_s + _GRACE_S
+    began = time.monotonic()
+    disturb()
+    try:
+        code = run.process.wait(allowed_s)
+    except subprocess.TimeoutExpired:
+        return Outcome(0, allowed_s, f"the run has not ended: {run.output.read_text()[-300:]}")
+    took = time.monotonic() - began
+    left = _left(family)
+    said = _message(run)
+    if left:
+        return Outcome(0, took, f"left running: {left}; {said}")
+    if code == 0:
+        return Outcome(0, took, f"exit status 0; {said}")
+    missing = [word for word in words if word not in said]
+    return Outcome(1, took, f"without {missing}: {said}") if missing else Outcome(2, took, said)
+
+
+def full_shared_memory(folder: Path) -> Outcome:
+    """Something else takes all of `/dev/shm`, a small one of the run's own, once it has made two steps."""
+    if not can_mount():
+        return not_tried(NO_MOUNT)
+    small = f'mount -t tmpfs -o size={_STORE_BYTES * 5 // 4} tmpfs /dev/shm && exec "$0" "$@"'
+    store = f"trainer.ray_kwargs.object_store_memory={_STORE_BYTES}"
+    with running(folder, *_HF, store, before=("unshare", "--mount", "sh", "-c", small)) as run:
+        its_own = Path(f"/proc/{run.process.pid}/root/dev/shm")
+        if its_own.stat().st_dev == Path("/dev/shm").stat().st_dev:
+            return Outcome(0, 0.0, "the run has no /dev/shm of its own, and the machine's is left alone")
+
+        def fill() -> None:
+            with contextlib.suppress(OSError), (its_own / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 20))
+
+        return _end_of(run, fill, ("/dev/shm ", "MiB free", "--shm-size"))
 
 
 def goes_on(
@@ -261,5 +297,6 @@ FAULTS: list[Fault] = [
     _on("a guard is stopped", "of a rank", _signalled(GUARD, STOP)),
     _end("the engine is killed", "vLLM", ENGINE, KILL, "vLLM engine (pid PID)", "died during", overrides=_VLLM),
     _end("the engine is stopped", "vLLM", ENGINE, STOP, "vLLM engine (pid PID)", "SIGSTOP", overrides=_VLLM),
+    Fault("a full /dev/shm during a run", "something else takes what is free", full_shared_memory),
     _on("a run is suspended", "Ctrl-Z and fg 15 s later", _ctrl_z_and_fg),
 ]

@@ -12,6 +12,7 @@ from hrl.protocol import DataProto
 from hrl.single_controller import transport
 from hrl.single_controller.dispatch import BatchRows, RankCall
 from hrl.single_controller.packing import PackedBatch
+from hrl.single_controller.worker_errors import SharedMemoryError
 
 ROWS = [[0, 5, 2], [7], [], [1, 1, 3], [4, 6]]
 
@@ -111,4 +112,19 @@ def test_a_column_that_another_group_was_sent_is_not_packed_again(
 def test_no_batch_no_object(stored: list[PackedBatch]) -> None:
     (message,), _ = transport.send("actor", "save", [RankCall(("folder",), {})] * 2, "ab")
     assert transport.receive(message, []) == ("actor", "save", RankCall(("folder",), {}))
+    assert not stored
+
+
+@pytest.mark.parametrize("nodes", ["aaaaa", "aabbb"])
+def test_nothing_is_put_where_shared_memory_lacks_room(
+    nodes: str, stored: list[PackedBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise SharedMemoryError("/dev/shm has only 0 MiB free")
+
+    monkeypatch.setattr(transport, "require_shared_memory", full)
+    with pytest.raises(SharedMemoryError):
+        received(batch_of(8), nodes, stored)
+    with pytest.raises(SharedMemoryError):
+        transport.send("actor", "look", [RankCall((), {"batch": batch_of(4)})], "a")
     assert not stored

@@ -1,15 +1,19 @@
 """What a run shows of itself before it starts."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from hrl.config import compose_cli
 from hrl.config.arithmetic import Fact
 from hrl.config.compose import compose_kind
+from hrl.config.outline import RunConfiguration
 from hrl.config.run_kind import DPO
 from hrl.preflight.findings import Findings
 from hrl.trainer.banner import run_facts, title
+from hrl.trainer.run import _show
 
 LOOKED = [
     Fact("model", "some/model: llama, 8,192 positions"),
@@ -68,3 +72,24 @@ def test_a_run_without_checkpoints_does_not_promise_to_continue() -> None:
 )
 def test_the_title_has_the_method_and_the_name_of_the_run(kind: str, config: object, method: str) -> None:
     assert title(config, kind).split(" · ")[1:] == [method, "sums"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "compose", "key"),
+    [
+        ("ppo", compose_cli, "actor_rollout_ref.model.trust_remote_code"),
+        ("dpo", lambda given: compose_kind(DPO, ["data.train_files=a.jsonl", *given]), "model.trust_remote_code"),
+    ],
+)
+def test_the_start_tells_that_code_of_a_model_will_run_and_that_is_off_otherwise(
+    kind: str, compose: Callable[[list[str]], RunConfiguration], key: str
+) -> None:
+    shown: list[str] = []
+    display: Any = SimpleNamespace(banner=lambda heading, _: shown.append(heading), note=shown.append)
+    _show(display, compose([]), cast(Any, ready()), kind)
+    assert "trust_remote_code" not in " ".join(shown)
+    shown.clear()
+    config = compose([f"{key}=true"])
+    _show(display, config, cast(Any, ready()), kind)
+    assert shown[0] == title(config, kind)
+    assert f"warning: {key}=true: code from the model's folder runs with your rights." in shown[1:]
