@@ -40,21 +40,24 @@ class Ranks(Protocol):
         """Return what each rank sees below a folder, see `ModelWorker.files_below`."""
 
 
-def require_shared(run_folder: Path, groups: Iterable[Ranks], patience_s: float = _TOKEN_PATIENCE_S) -> None:
+def require_shared(
+    folder: Path, groups: Iterable[Ranks], patience_s: float = _TOKEN_PATIENCE_S, *, is_of_run: bool = True
+) -> None:
     """Let every rank look for a file that the driver has just written.
 
     Args:
-        run_folder: Of the run.
-        groups: Those that write checkpoints.
+        folder: The run folder, or another that ranks are to write to.
+        groups: Those that write there.
         patience_s: How long to go on looking, in seconds.
+        is_of_run: Whether the configuration says where the folder is.
 
     Raises:
-        CheckpointError: A rank does not see it; names rank, node and the key to change.
+        CheckpointError: A rank does not see it; names rank, node and what to change.
         RunFolderError: The driver can't write there.
     """
-    probe = run_folder / f".probe.{uuid.uuid4().hex}"  # a new name: no node has cached that it is not there
+    probe = folder / f".probe.{uuid.uuid4().hex}"  # a new name: no node has cached that it is not there
     try:
-        with writing_to(run_folder):
+        with writing_to(folder, is_of_run=is_of_run):
             probe.mkdir()
             (probe / "token").touch()
         written = file_sizes(probe)
@@ -62,7 +65,8 @@ def require_shared(run_folder: Path, groups: Iterable[Ranks], patience_s: float 
     finally:
         shutil.rmtree(probe, ignore_errors=True)
     if blind is not None:
-        raise CheckpointError(f"{blind} does not see what the driver writes to {run_folder}. {_advice(run_folder)}")
+        advice = _advice(folder, is_of_run=is_of_run)
+        raise CheckpointError(f"{blind} does not see what the driver writes to {folder}. {advice}")
 
 
 def require_all_shards(
@@ -85,7 +89,7 @@ def require_all_shards(
         rank, file = missing
         raise CheckpointError(
             f"{folder} is not whole and is not published: {rank} wrote {file}, which is not there as the driver sees "
-            f"it. {_advice(run_folder)}"
+            f"it. {_advice(run_folder, is_of_run=True)}"
         )
 
 
@@ -108,8 +112,9 @@ def _first(failures: Callable[[], Iterator[T]], patience_s: float) -> T | None:
     return failure
 
 
-def _advice(run_folder: Path) -> str:
+def _advice(folder: Path, *, is_of_run: bool) -> str:
+    named = f"trainer.default_local_dir={folder}" if is_of_run else str(folder)
     return (
-        f"trainer.default_local_dir={run_folder} must be on a disk that all nodes share, under the same path; or keep "
-        "the trained models on one node, the driver's"
+        f"{named} must be on a disk that all nodes share, under the same path; or keep the trained models on one node, "
+        "the driver's"
     )

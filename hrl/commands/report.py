@@ -31,10 +31,13 @@ def run(options: Namespace) -> int:
     if out.is_dir():
         out = out / default.name
     try:
-        write_whole(out, render(page))
+        if out.exists() and not out.is_file():  # a pipe or a device, such as /dev/stdout, which must stay
+            out.write_text(render(page), encoding="utf-8")
+        else:
+            write_whole(out if options.out is None else out.resolve(), render(page))  # `--out` may name a link
     except OSError as error:
         raise RunFolderError(f"{out} can't be written: {error.strerror}; name another file with --out") from error
-    sys.stdout.write(f"{out}\n")
+    (sys.stdout if out.is_file() else sys.stderr).write(f"{out}\n")
     for folder in folders:
         if not (folder / METRICS).exists():
             sys.stderr.write(f"{folder} has no {METRICS}: the run has made no step yet, and has no curves\n")

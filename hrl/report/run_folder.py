@@ -390,8 +390,12 @@ def take_lock(folder: Path, lock: IO[str], kind: int = fcntl.LOCK_EX) -> None:
 
 
 @contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Convert an `OSError` in the block to an error that names the run folder, its configuration key and what to do.
+def writing_to(folder: Path, *, is_of_run: bool = True) -> Iterator[None]:
+    """Convert an `OSError` in the block to an error that names the folder and what to do.
+
+    Args:
+        folder: The run folder, or another.
+        is_of_run: Whether its configuration key says where it is.
 
     Raises:
         RunFolderError: An `OSError` was raised.
@@ -399,22 +403,22 @@ def writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _unwritable(folder, error, is_of_run=is_of_run) from error
     except Exception as error:  # a tokenizer's library, for one, raises nothing more special
         told = system_error(error)
         if told is None:
             raise
-        raise _unwritable(folder, told) from error
+        raise _unwritable(folder, told, is_of_run=is_of_run) from error
 
 
-def _unwritable(folder: Path, error: OSError) -> RunFolderError:
+def _unwritable(folder: Path, error: OSError, *, is_of_run: bool) -> RunFolderError:
     if error.errno == errno.ELOOP:
         error, advice = OSError(error.errno, f"{error.filename}: {error.strerror}"), "remove the link, or"
     else:
         advice = "make room there, or" if is_full(error) else "make it writable, or"
+    what, key = ("the run folder ", " with trainer.default_local_dir") if is_of_run else ("", "")
     return RunFolderError(
-        f"the run folder {folder} can't be written: {error.strerror or error}; {advice} name a folder in another "
-        "place with trainer.default_local_dir"
+        f"{what}{folder} can't be written: {error.strerror or error}; {advice} name a folder in another place{key}"
     )
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hrl
+from hrl.cluster.checkpoints import STATE_FILE
 from hrl.errors import HrlError, RefusedError
 from hrl.files import expanded
 from hrl.models.source import check_links, check_weights, resolve_model
-from hrl.models.whole_folder import whole_model
-from hrl.report.run_folder import read_jsonl
+from hrl.models.whole_folder import is_free, whole_model
+from hrl.report.run_folder import OBJECT, WHOLE, read_metrics, read_object, require_kinds
 from hrl.trained.folders import Trained, find_trained
 
 if TYPE_CHECKING:
@@ -59,23 +61,40 @@ def export(name: str, out: Path, dtype: str | None = None) -> Exported:
         HrlError: There is no such model, or the folder can't be used.
     """
     out = expanded(out).resolve()
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and not is_free(out):
         raise RefusedError(f"{out} is not empty; name a new folder")
     if out.exists() and not out.is_dir():
         raise RefusedError(f"{out} is a file; name a folder")
     trained = find_trained(name)
     try:
         with whole_model(out) as unfinished:
-            if trained.is_sharded:
-                written = _from_shards(trained, unfinished, dtype)
-            else:
-                written = _copy(resolve_model(trained.name), unfinished, dtype)
+            with _reading(trained.name, unfinished):
+                if trained.is_sharded:
+                    written = _from_shards(trained, unfinished, dtype)
+                else:
+                    written = _copy(resolve_model(trained.name), unfinished, dtype)
             (unfinished / _CARD).write_text(model_card(trained, written, out.name), encoding="utf-8")
     except OSError as error:
         raise ExportError(f"{out} can't be written: {error}") from error
     check_weights(out)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return Exported(out, written, size)
+
+
+@contextmanager
+def _reading(name: str, out: Path) -> Iterator[None]:
+    """Convert an `OSError` that is not about the folder which is written to an error of the model.
+
+    Raises:
+        ExportError: Something of the model can't be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        place = error.filename2 or error.filename
+        if error.errno is not None and (place is None or Path(place).is_relative_to(out)):
+            raise
+        raise ExportError(f"{name} can't be read: {error}") from error  # transformers raises some without a number
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -85,7 +104,7 @@ def _copy(source: Path, out: Path, dtype: str | None) -> str:
     """Copy a model's folder, with its weights in another dtype if one is asked for; return the dtype."""
     check_links(source)
     check_weights(source)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_object(source / "config.json")
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     weights = {file.name for pattern in _WEIGHTS for file in source.glob(pattern)}
     for file in sorted(source.iterdir()):
@@ -173,7 +192,7 @@ def _read_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    saved = json.loads((folder / "state.json").read_text())
+    saved = _state(folder, {"tensors": OBJECT})
     missing = sorted(name for name, each in tensors.items() if saved["tensors"].get(name) != list(each.shape))
     if missing:
         what = "it was saved without `model`, or the run began with another model"
@@ -250,15 +269,20 @@ def _facts(trained: Trained) -> Iterator[tuple[str, str]]:
 def _step(trained: Trained) -> int | None:
     if trained.checkpoint is None:
         return None
-    return int(json.loads((trained.checkpoint / "state.json").read_text())["step"])
+    return int(_state(trained.checkpoint, {"step": WHOLE})["step"])
+
+
+def _state(folder: Path, kinds: Mapping[str, str]) -> dict[str, Any]:
+    file = folder / STATE_FILE
+    state = read_object(file)
+    require_kinds(str(file), state, kinds, needed=kinds)
+    return state
 
 
 def _measured(trained: Trained, step: int) -> Iterator[tuple[str, str]]:
     """Yield what the run's validations measured at the step, or last before it."""
-    log = None if trained.run is None else trained.run / "metrics.jsonl"
-    if log is None or not log.is_file():
-        return
-    validated = [record for record in read_jsonl(log) if record["step"] <= step and any(map(_is_score, record))]
+    records = [] if trained.run is None else read_metrics(trained.run)
+    validated = [record for record in records if record["step"] <= step and any(map(_is_score, record))]
     if validated:
         last = validated[-1]
         yield from ((f"{name} after step {last['step']}", f"{last[name]:.4g}") for name in filter(_is_score, last))

@@ -34,7 +34,7 @@ from hrl.processes.signals import STEP_SHARE, RunStoppedError, StopRequest
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
-from hrl.report.run_folder import RunFolderError, writing_to
+from hrl.report.run_folder import RunFolderError, make_folder, writing_to
 from hrl.single_controller.worker import RayClassWithInitArgs
 from hrl.single_controller.worker_errors import WorkerDiedError
 from hrl.single_controller.worker_errors import phase as worker_phase
@@ -741,8 +741,11 @@ class TrainingLoop(ABC):
     def export(self, folder: Path) -> Path:
         """Write the present weights and the tokenizer as a folder that transformers and vLLM load, or nothing."""
         self.prepare()
-        require_shared(folder.parent, self.workers.trained)
-        with writing_to(folder), whole_model(folder) as unfinished:
+        is_of_run = folder.is_relative_to(self.reporter.folder.path)
+        with writing_to(folder, is_of_run=is_of_run):
+            make_folder(folder.parent)
+        require_shared(folder.parent, self.workers.trained, is_of_run=is_of_run)
+        with writing_to(folder, is_of_run=is_of_run), whole_model(folder) as unfinished:
             with worker_phase("save_checkpoint"):
                 self.workers.export(unfinished)
             self.tokenizer.save_pretrained(unfinished)

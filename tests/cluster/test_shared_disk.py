@@ -8,6 +8,7 @@ import pytest
 
 from hrl.cluster.checkpoints import CheckpointError
 from hrl.cluster.shared_disk import require_all_shards, require_shared
+from hrl.report.run_folder import RunFolderError
 from hrl.workers.engine.background import write_record
 from hrl.workers.engine.digest import Written
 from hrl.workers.model_worker import file_sizes
@@ -57,6 +58,14 @@ def elsewhere(tmp_path: Path) -> Path:
 def test_a_disk_that_all_share_passes_and_nothing_is_left_there(tmp_path: Path) -> None:
     require_shared(tmp_path, [Nodes(HERE, HERE), Nodes(HERE)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_of_the_run_is_told_without_its_key(tmp_path: Path, elsewhere: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not see what the driver writes") as blind:
+        require_shared(tmp_path, [Nodes(HERE, elsewhere)], 0.0, is_of_run=False)
+    with pytest.raises(RunFolderError, match=f"^{tmp_path}/gone can't be written: No such") as missing:
+        require_shared(tmp_path / "gone", [Nodes(HERE)], is_of_run=False)
+    assert not any("default_local_dir" in str(told.value) for told in (blind, missing))
 
 
 def test_a_rank_that_does_not_see_the_run_folder_is_named_before_the_first_step(

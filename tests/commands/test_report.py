@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,26 @@ def test_a_run_without_a_step_is_told_to_have_no_curves(run: Path, capsys: pytes
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     assert cli.main(["report", str(run)]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_or_a_device_is_written_to_and_stays(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "stdout").symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDWR)  # both ends, so that neither waits for the other
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "stdout")]) == 0
+    assert os.read(reader, 15) == b"<!doctype html>"
+    os.close(reader)
+    assert pipe.is_fifo() and (tmp_path / "stdout").is_symlink()
+    assert capsys.readouterr().out == "", "where a page may go"
+    (tmp_path / "stdout").unlink()
+    (tmp_path / "stdout").symlink_to(tmp_path / "page.html")  # as after `> page.html`
+    (tmp_path / "page.html").touch()
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "stdout")]) == 0
+    assert (tmp_path / "stdout").is_symlink() and (tmp_path / "page.html").stat().st_size > 0
 
 
 def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hrl.files import unfinished
-from hrl.models.whole_folder import whole_model
+from hrl.models.whole_folder import is_free, whole_model
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -55,6 +55,51 @@ def test_of_a_model_before_no_weights_stay_and_what_is_no_model_does(tmp_path: P
         "model/mine.safetensors": "old",
         "model/templates/new": "new",
     }
+
+
+def test_a_folder_that_is_there_is_filled_from_within_and_its_configuration_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, replace, moved = tmp_path / "model", Path.replace, []
+    folder.mkdir()
+
+    def told(self: Path, target: Path) -> Path:
+        moved.append(target.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", told)
+    monkeypatch.setattr(Path, "rename", None)  # as a place where a disk is mounted, and one in a folder of others
+    with whole_model(folder) as new:
+        assert new.parent == folder and [*tmp_path.iterdir()] == [folder]
+        (new / "config.json").write_text("new")
+        (new / "tokenizer.json").write_text("new")
+    assert moved == ["tokenizer.json", "config.json"] and len(files(folder)) == len([*folder.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "a[b]"
+    if is_there:
+        folder.mkdir()
+    place = folder if is_there else tmp_path
+    left = place / f".{folder.name}.{'0' * 16}.unfinished"
+    mine = place / ".other.0000000000000000.unfinished"
+    for each in (left, mine):
+        each.mkdir()
+        (each / "config.json").write_text("half")
+    assert not is_there or not is_free(folder)
+    with whole_model(folder) as first:
+        assert not left.exists() and mine.exists()
+        with pytest.raises(OSError, match="full"), whole_model(folder):
+            assert first.exists(), "somebody writes there"
+            raise OSError("full")
+        (first / "config.json").write_text("new")
+    assert (folder / "config.json").read_text() == "new" and mine.exists()
+    left.mkdir(parents=True)
+    mine.joinpath("config.json").unlink()
+    mine.rmdir()
+    (folder / "config.json").unlink()
+    assert is_free(folder)
 
 
 def test_a_replacement_that_is_cut_off_leaves_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -27,7 +29,8 @@ from hrl import cli
 from hrl.cluster.manifest import Manifest
 from hrl.models.source import ModelSourceError
 from hrl.models.tokenizer import TokenIds
-from hrl.trained.export import Exported, ExportError, export, model_card, push
+from hrl.report.run_folder import DamagedFileError
+from hrl.trained.export import Exported, ExportError, _read_shards, _step, export, model_card, push
 from hrl.trained.folders import Trained
 from hrl.workers.rollout.host import RolloutHost
 from tests.data.conftest import make_tokenizer
@@ -254,6 +257,44 @@ def test_a_folder_that_is_in_use_is_refused(base: Path, tmp_path: Path, capsys: 
     assert cli.main(["export", str(tmp_path), str(tmp_path / "other")]) == 2
     assert "holds no model" in capsys.readouterr().err
     assert not (tmp_path / "other").exists() and not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_what_can_not_be_read_is_not_told_as_what_can_not_be_written(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(source), None, str(target) if number == errno.ENOSPC else None)
+
+    monkeypatch.setattr("shutil.copyfile", refuses)
+    number = errno.EACCES
+    with pytest.raises(ExportError, match=r"base can't be read: .*Permission denied: '.*base/"):
+        export(str(base), tmp_path / "out")
+    number = errno.ENOSPC
+    with pytest.raises(ExportError, match="out can't be written: .*No space"):
+        export(str(base), tmp_path / "out")
+    (base / "config.json").write_text('{"dtype": ')
+    with pytest.raises(DamagedFileError, match=r"base/config\.json is damaged"):
+        export(str(base), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("state", ["{", "[]", "{}", '{"step": "two", "tensors": []}'])
+def test_a_damaged_state_is_told_and_no_traceback(state: str, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(state)
+    for read in (lambda: _step(Trained("x", "x", tmp_path)), lambda: _read_shards(tmp_path, {})):
+        with pytest.raises(DamagedFileError, match=r"state\.json is damaged"):
+            read()
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_an_empty_folder_is_filled_from_within_also_after_a_process_that_was_killed(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "theirs" / "out"
+    left = out / f".out.{'0' * 16}.unfinished"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_text("half")
+    export(str(base), out)
+    assert not left.exists() and (out / "config.json").is_file()
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)

@@ -18,7 +18,7 @@ from hrl.cluster.checkpoints import CheckpointError, CheckpointStore, Checkpoint
 from hrl.cluster.manifest import Manifest
 from hrl.processes.signals import ENDING, RunStoppedError, StopRequest
 from hrl.protocol import DataProto
-from hrl.report.run_folder import RunFolder, read_jsonl, rollouts_steps
+from hrl.report.run_folder import RunFolder, RunFolderError, read_jsonl, rollouts_steps
 from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.callbacks import Callback, Callbacks, RunState
 from tests.trainer.ppo.driver import Driver, Workers
@@ -198,6 +198,19 @@ def test_a_trained_model_is_there_when_all_of_it_is_or_not_at_all(tmp_path: Path
         assert not list((tmp_path / "run").glob(".model.*"))
         assert (tmp_path / "run" / "model").exists() == (error is None)
     assert sorted(file.name for file in (tmp_path / "run/model").iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_a_model_goes_into_a_new_folder_and_one_that_can_not_be_made_is_not_called_the_run_folder(
+    tmp_path: Path,
+) -> None:
+    driver = Driver(tmp_path / "run", *NO_VALIDATION, steps=1, workers=Exports(None))
+    driver.trainer.tokenizer = SimpleNamespace(save_pretrained=lambda to: None)
+    (tmp_path / "file").touch()
+    with closing(driver.folder):
+        driver.trainer.export(tmp_path / "new" / "dir" / "model")
+        with pytest.raises(RunFolderError, match=f"^{tmp_path}/file/model can't be written: ") as told:
+            driver.trainer.export(tmp_path / "file" / "model")
+    assert (tmp_path / "new/dir/model/config.json").exists() and "default_local_dir" not in str(told.value)
 
 
 class StopWhenSaved(Callback):
