@@ -86,9 +86,15 @@ def _items(data: Any) -> Iterable[Any]:
     if isinstance(data, Mapping):
         return _rows_of_columns(data)
     if hasattr(data, "with_format") and hasattr(data, "column_names"):  # datasets: plain values, not tensors
+        from hrl.data.files import UNREADABLE
         from hrl.data.hub import undecoded
 
         data = undecoded(data)
+        if hasattr(data, "__len__"):
+            try:
+                return list(data)
+            except UNREADABLE:
+                return _arrow_rows(data.with_format("arrow")[:])
     if not isinstance(data, Iterable) or isinstance(data, bytes):
         raise UsageError(
             f"data is a {type(data).__name__}; give a list of rows (dicts), a dict of columns, a data set, or a file's "

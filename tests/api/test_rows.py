@@ -131,10 +131,10 @@ def test_a_column_named_by_a_huge_integer_is_told():
         as_sources_or_rows(pd.DataFrame([["1?"]], columns=pd.Index([10**5000], dtype=object)))
 
 
-def test_a_date_of_an_arrow_table_that_python_has_none_for_names_row_and_column() -> None:
+def test_a_date_of_a_table_that_python_has_none_for_names_row_and_column() -> None:
     days = pa.array([0, 10_000_000], pa.int32()).cast(pa.date32())
     table = pa.table({"prompt": ["a", "b"], "created_at": days})
-    for data in (table, table.to_batches()[0]):
+    for data in (table, table.to_batches()[0], datasets.Dataset(table)):
         with pytest.raises(
             UsageError, match=r"row 1 of data holds a value in 'created_at', of the type 'date32\[day\]'"
         ):
