@@ -35,6 +35,8 @@ def run(options: Namespace) -> int:
             out.write_text(render(page), encoding="utf-8")
         else:
             write_whole(out if options.out is None else out.resolve(), render(page))  # `--out` may name a link
+    except BrokenPipeError:  # who reads the pipe has seen enough
+        raise
     except OSError as error:
         raise RunFolderError(f"{out} can't be written: {error.strerror}; name another file with --out") from error
     (sys.stdout if out.is_file() else sys.stderr).write(f"{out}\n")

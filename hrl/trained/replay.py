@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -83,6 +84,44 @@ class ReplayError(RefusedError, ValueError):
     """A step can't be computed again from these files."""
 
 
+class _MicroBatchOfRecord(BaseModel):
+    loss: float
+    uids: list[str]
+
+
+class _NotFiniteOfRecord(BaseModel):
+    columns: list[str]
+
+
+class _ConfigOfRecord(BaseModel):
+    optim: dict[str, Any]
+    grad_clip: float
+    total_steps: StrictInt
+    seed: StrictInt
+
+
+class _Record(BaseModel):
+    """The fields of a record that are read here, to be looked at; numbers that are not finite are texts."""
+
+    update: str
+    step: StrictInt
+    mini_batch: StrictInt
+    rank: StrictInt
+    world_size: StrictInt
+    grad_norm: float
+    micro_batches: list[_MicroBatchOfRecord]
+    not_finite: _NotFiniteOfRecord
+    counts: dict[str, Any]
+    response_width: StrictInt
+    asked_for: str
+    request: dict[str, Any]
+    config: _ConfigOfRecord
+    num_threads: Annotated[StrictInt, Field(gt=0)]
+    model: dict[str, Any]
+    fsdp: dict[str, Any]
+    weights_checksum: StrictInt
+
+
 @dataclass(frozen=True)
 class Dump:
     """What a rank kept of a mini-batch.
@@ -104,23 +143,30 @@ class Dump:
         Raises:
             ReplayError: They can't be read, or are no mini-batch of a rank.
         """
-        tensors = path.with_suffix(".safetensors")
         try:
-            record, columns = json.loads(path.with_suffix(".json").read_text()), load_file(tensors)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ReplayError(f"{path} and {tensors.name} beside it can't be read: {error}") from error
+            path = Path(os.path.realpath(path))  # the folder that it lies in tells the run
+            text = path.with_suffix(".json").read_text(encoding="utf-8")
+            record, columns = json.loads(text), load_file(path.with_suffix(".safetensors"))
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
+            raise ReplayError(f"{path} and the .safetensors file beside it can't be read: {error}") from error
         if not isinstance(record, dict):
             raise ReplayError(f"{path} is no JSON object: it was not written by a run of hrl")
         if "phase" in record:
             raise ReplayError(
-                f"{path} is a batch that no rank has learnt from: its column {record['column']} was not finite after "
-                f"phase {record['phase']}. Only a mini-batch of a rank is replayed (step_N_rank_R.<update>-<k>.json)"
+                f"{path} is a batch that no rank has learnt from: its column {record.get('column')} was not finite "
+                f"after phase {record['phase']}. Only a mini-batch of a rank is replayed (step_N_rank_R.<update>-<k>.json)"
             )
-        missing = {"asked_for", "counts", "model", "fsdp", "weights_checksum"} - record.keys()
-        if missing:
+        try:
+            _Record.model_validate(record)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
             raise ReplayError(
-                f"{path} has no {', '.join(sorted(missing))}: it was not written by a run of this version of hrl"
-            )
+                f"{path} was not written by a run of this version of hrl: {place}: {first['msg']}"
+            ) from error
+        missing = {"prompts", "responses", "prompt_lengths", "response_lengths", "micro_batch"} - columns.keys()
+        if missing:
+            raise ReplayError(f"the .safetensors file beside {path} has no column {', '.join(sorted(missing))}")
         return cls(path, record, columns)
 
     @property
@@ -289,7 +335,7 @@ def replay(
     torch.set_num_threads(record["num_threads"])
     with _world_of_one():
         request, batch = _request(dumps), DataProto.concat([dump.batch() for dump in dumps])
-        learner = _learner(record, request, model, trust_code=trust_code)
+        learner = _learner(dumps[0], request, model, trust_code=trust_code)
         engine = learner.engine
         weights = model or engine._source.path
         if checkpoint is not None:
@@ -354,27 +400,29 @@ def _request(dumps: Sequence[Dump]) -> Any:
     for dump in dumps:
         micro_batches += dump.micro_batches(first)
         first += dump.rows
-    plan = RankPlan((MiniBatchPlan(tuple(micro_batches), **record["counts"]),))
     kind = _REQUESTS.get(record["asked_for"])
     if kind is None:
         raise ReplayError(f"{dumps[0].path} was asked for by {record['asked_for']}, which is no update of hrl")
     try:
         fields = {name: _SECTIONS.get(name, lambda value: value)(value) for name, value in record["request"].items()}
-        return kind(plan=plan, **fields)
+        return kind(plan=RankPlan((MiniBatchPlan(tuple(micro_batches), **record["counts"]),)), **fields)
     except (ValidationError, TypeError, ValueError) as error:
         raise ReplayError(f"the request in {dumps[0].path} is not one of this version of hrl: {error}") from error
 
 
-def _learner(record: Mapping[str, Any], request: Any, model: str | None, *, trust_code: bool) -> Policy | ValueModel:
-    config = record["config"]
-    training = Training(
-        optim=OptimConfig.model_validate(config["optim"]),
-        grad_clip=config["grad_clip"],
-        total_steps=config["total_steps"],
-        seed=config["seed"],
-        run_folder=None,
-    )
-    source = replace(ModelSource(**record["model"]), trust_remote_code=trust_code)
+def _learner(dump: Dump, request: Any, model: str | None, *, trust_code: bool) -> Policy | ValueModel:
+    record, config = dump.record, dump.record["config"]
+    try:
+        training = Training(
+            optim=OptimConfig.model_validate(config["optim"]),
+            grad_clip=_NUMBER.validate_python(config["grad_clip"]),
+            total_steps=config["total_steps"],
+            seed=config["seed"],
+            run_folder=None,
+        )
+        source = replace(ModelSource(**record["model"]), trust_remote_code=trust_code)
+    except (ValidationError, TypeError) as error:
+        raise ReplayError(f"config or model in {dump.path} is not one of this version of hrl: {error}") from error
     if model is not None:
         source = replace(source, path=model)
     if not Path(source.path).is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -58,6 +59,18 @@ def test_a_pipe_or_a_device_is_written_to_and_stays(
     (tmp_path / "page.html").touch()
     assert cli.main(["report", str(run), "--out", str(tmp_path / "stdout")]) == 0
     assert (tmp_path / "stdout").is_symlink() and (tmp_path / "page.html").stat().st_size > 0
+
+
+def test_a_reader_of_the_page_that_has_seen_enough_is_no_error(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object, **__: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(Path, "write_text", closed)
+    monkeypatch.setattr(cli, "_write_no_more", lambda: None)
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "pipe")]) == 0
 
 
 def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

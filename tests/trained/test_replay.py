@@ -1,27 +1,79 @@
-"""From which weights a batch that was kept is computed again."""
+"""Which files `hrl replay` takes for a mini-batch of a rank, wherever it is called; what comes of it: tests/runs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from hrl.cluster.checkpoints import CheckpointStore, state_text
-from hrl.trained.replay import ReplayError, _checkpoint_before
+from hrl import cli
+from hrl.trained.replay import Dump, ReplayError, _checkpoint_before
+
+RECORD: dict[str, Any] = {
+    "update": "actor",
+    "step": 3,
+    "mini_batch": 0,
+    "rank": 0,
+    "world_size": 1,
+    "grad_norm": "NaN",
+    "micro_batches": [{"loss": "-Infinity", "uids": ["ü"]}],
+    "not_finite": {"columns": ["advantages"]},
+    "counts": {"num_tokens": 1, "num_sequences": 1, "num_groups": 1},
+    "response_width": 1,
+    "asked_for": "PolicyUpdate",
+    "request": {},
+    "config": {"optim": {}, "grad_clip": 1.0, "total_steps": 3, "seed": 1},
+    "num_threads": 1,
+    "model": {},
+    "fsdp": {},
+    "weights_checksum": 15,
+}
 
 
-def dump(path: Path, step: int) -> Any:
-    return SimpleNamespace(path=path, record={"step": step})
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """What a rank kept, in the folder of a run."""
+    folder = tmp_path / "run" / "nonfinite"
+    folder.mkdir(parents=True)
+    columns = ("prompts", "responses", "prompt_lengths", "response_lengths", "micro_batch")
+    save_file({name: torch.ones(1, dtype=torch.int64) for name in columns}, folder / "a.safetensors")
+    (folder / "a.json").write_text(json.dumps(RECORD, ensure_ascii=False), encoding="utf-8")
+    return folder / "a.json"
 
 
-def test_the_newest_checkpoint_before_the_step_is_that_of_the_same_history(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints")
-    for step in (1, 2):
-        store.begin(step)
-        store.commit(step, state_text({"step": step}))
-    assert _checkpoint_before(dump(tmp_path / "nonfinite" / "step_2_rank_0.actor-0.json", 2)) == store.path(1)
-    superseded = store.next_superseded() / "nonfinite" / "step_3_rank_0.actor-0.json"
-    with pytest.raises(ReplayError, match="is in no folder of a run: name weights with --checkpoint"):
-        _checkpoint_before(dump(superseded, 3))
+@pytest.mark.parametrize("place", ["", "..", "../.."])
+def test_the_run_of_a_file_is_known_wherever_it_is_named_from(
+    place: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = (file.parent / place).resolve()
+    monkeypatch.chdir(here)
+    dump = Dump.read(file.relative_to(here))
+    assert dump.record == RECORD and _checkpoint_before(dump) is None
+
+
+@pytest.mark.parametrize("name", [".", "/", "..", "no/such.json", "n\0l", "loop"])
+def test_what_is_no_file_is_told(
+    name: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(file.parent)
+    Path("loop").symlink_to("loop")
+    assert cli.main(["replay", name]) == 2
+    assert "can't be read: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", RECORD)
+def test_a_field_that_is_missing_or_of_another_kind_is_named(field: str, file: Path) -> None:
+    for record in ({name: value for name, value in RECORD.items() if name != field}, RECORD | {field: None}):
+        file.write_text(json.dumps(record))
+        with pytest.raises(ReplayError, match=f"a.json was not written by a run of this version of hrl: {field}: "):
+            Dump.read(file)
+
+
+def test_a_column_that_is_missing_is_named(file: Path) -> None:
+    save_file({"prompts": torch.ones(1)}, file.with_suffix(".safetensors"))
+    with pytest.raises(ReplayError, match="has no column micro_batch, prompt_lengths, response_lengths, responses"):
+        Dump.read(file)
