@@ -154,7 +154,8 @@ class Dump:
         if "phase" in record:
             raise ReplayError(
                 f"{path} is a batch that no rank has learnt from: its column {record.get('column')} was not finite "
-                f"after phase {record['phase']}. Only a mini-batch of a rank is replayed (step_N_rank_R.<update>-<k>.json)"
+                f"after phase {record['phase']}. Only a mini-batch of a rank is replayed "
+                "(step_N_rank_R.<update>-<k>.json)"
             )
         try:
             _Record.model_validate(record)
