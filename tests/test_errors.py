@@ -19,6 +19,7 @@ SIGNALS = {
     "RowError",
     "GarbledError",
     "LeftOutError",
+    "NotBegunError",
     "RunStoppedError",
 }
 

@@ -54,12 +54,14 @@ PARTS = {
     "log_monitor": "ray",
     "dashboard": "ray",
     "runtime_env": "ray",
+    "ray::DashboardAgent": "ray",
+    "ray::RuntimeEnvAgent": "ray",
     "VLLM": "engine",
     "multiprocessing.spawn": "engine",
     "rollout/": "engine",
     "hrl.reward": "rewards",
     "reward/process": "rewards",
-    "RewardLoop": "rewards",
+    "ray::_Actor": "rewards",  # `hrl.reward.actor`
     "ray::IDLE": "idle",
     "ray::": "ranks",
 }
