@@ -57,6 +57,7 @@ class OwnRay:
             title: processes[kind][0].process for kind, title in _VITAL.items() if kind in processes
         }
         raylet = self.raylet_pid
+        self._lost: str | None = None
         self._over = threading.Event()
         self._noticed = threading.Event()
         self._agents = {  # with which the raylet ends
@@ -70,11 +71,18 @@ class OwnRay:
 
     def lost(self) -> str | None:
         """Return the sentence about the first vital process that has ended; None while all are there."""
+        self._lost = self._lost or self._first_that_ended()  # the others end with it, or by `kill`
+        return self._lost
+
+    def _first_that_ended(self) -> str | None:
+        codes = {title: process.poll() for title, process in self._vital.items()}
+        # An agent ends when its raylet is killed. A raylet whose agent was killed ends by itself, with an exit code.
+        by_signal = [title for title, code in codes.items() if code is not None and code < 0]
         for agent, title in self._agents.items():
-            if is_gone(agent.pid):
+            if is_gone(agent.pid) and not by_signal:
                 return self._obituary(f"Ray's {title}", agent.pid, "has ended, and the raylet ends with it")
         for title, process in self._vital.items():
-            code = process.poll()
+            code = codes[title]
             if code is not None or is_gone(process.pid):
                 return self._obituary(title, process.pid, "has ended" if code is None else exit_in_words(code))
             if NEEDED.why_it_ended(process.pid) is not None:

@@ -1,13 +1,18 @@
-"""A /dev/shm that is too full for a batch is an error before the batch is written: writing would kill the process."""
+"""What a run says of a Ray of its own: who of its processes ended first, and that `/dev/shm` lacks room for a batch."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 
+from hrl.processes import guard
 from hrl.single_controller import own_ray
 from hrl.single_controller.own_ray import OwnRay, require_shared_memory
 from hrl.single_controller.worker_errors import SharedMemoryError
@@ -53,3 +58,42 @@ def test_a_store_elsewhere_or_of_a_cluster_that_was_joined_is_not_asked_about(mo
     monkeypatch.setattr(OwnRay, "raylet_pid", os.getpid())
     monkeypatch.setattr(own_ray, "_own", object.__new__(OwnRay))
     require_shared_memory()  # one whose store is a file in /tmp
+
+
+@pytest.fixture
+def raylet_and_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OwnRay, list[subprocess.Popen[bytes]]]]:
+    """A Ray of two processes that sleep."""
+    node = SimpleNamespace(get_logs_dir_path=lambda: "logs")
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    (entry,) = (each for each in guard.process_table() if each.pid == processes[1].pid)
+    found = object.__new__(OwnRay)
+    found.__dict__ |= {"_lost": None, "_vital": {"Ray's raylet": processes[0]}, "_agents": {entry: "agent"}}
+    yield found, processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_raylet_that_is_killed_is_named_though_its_agent_has_ended_with_it(
+    raylet_and_agent: tuple[OwnRay, list[subprocess.Popen[bytes]]],
+) -> None:
+    found, processes = raylet_and_agent
+    assert found.lost() is None
+    for process in processes:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert f"Ray's raylet on this machine (pid {processes[0].pid}) was killed by SIGKILL" in str(found.lost())
+
+
+def test_an_agent_that_is_killed_stays_the_one_that_is_named_when_the_rest_was_killed_after_it(
+    raylet_and_agent: tuple[OwnRay, list[subprocess.Popen[bytes]]],
+) -> None:
+    found, (raylet, agent) = raylet_and_agent
+    agent.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+    named = f"Ray's agent on this machine (pid {agent.pid}) has ended, and the raylet ends with it"
+    assert named in str(found.lost())
+    raylet.kill()
+    raylet.wait()
+    assert named in str(found.lost())
