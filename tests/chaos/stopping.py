@@ -70,7 +70,7 @@ class OnTerminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_own_terminal,
             env={**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"},
         )
         os.close(slave)
@@ -117,6 +117,11 @@ class OnTerminal:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self.master)
+
+
+def _own_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these faults may be injected under `nohup`
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def arguments(folder: Path, *overrides: str) -> list[str]:
