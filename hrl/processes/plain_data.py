@@ -25,11 +25,16 @@ def is_huge(value: Any) -> bool:
     return isinstance(value, int) and value.bit_length() > _LARGEST_BITS
 
 
-def first_problem(error: ValidationError) -> str:
-    """Return in a short line which part of plain data is the first that is not of its kind, and why."""
+def first_misfit(error: ValidationError) -> tuple[str, str]:
+    """Return which part of plain data is the first that is not of its kind, as a dotted name, and why."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    part = ".".join(map(str, first["loc"]))
-    return f"{part!r:.80} is not what hrl writes there: {first['msg'].removeprefix('Value error, ')}"
+    return ".".join(map(str, first["loc"])), first["msg"]
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return `first_misfit` as a short line."""
+    part, why = first_misfit(error)
+    return f"{part!r:.80} is not what hrl writes there: {why.removeprefix('Value error, ')}"
 
 
 def to_plain(value: Any, where: str = "value") -> Any:

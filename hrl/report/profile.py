@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from hrl.files import write_whole
+from hrl.processes.plain_data import first_misfit
 from hrl.profiling.operators import CLASSES, PRODUCTS, Phase, Profile, Spent
 from hrl.report.phases import TITLES
 from hrl.report.run_folder import PROFILE, DamagedFileError, read_object
@@ -153,10 +154,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return _Record.model_validate(read_object(file)).model_dump(by_alias=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        part, why = first_misfit(error)
         raise DamagedFileError(
-            f"{file} is damaged: it holds no profile ({what}). Remove it; nothing else needs it."
+            f"{file} is damaged: it holds no profile ({part}: {why}). Remove it; nothing else needs it."
         ) from error
 
 

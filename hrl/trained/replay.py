@@ -37,6 +37,7 @@ from hrl.config.critic import CriticConfig
 from hrl.config.model import OptimConfig
 from hrl.errors import RefusedError
 from hrl.models.loading import ModelSource
+from hrl.processes.plain_data import first_misfit
 from hrl.protocol import DataProto
 from hrl.report.run_folder import RunFolder
 from hrl.workers.engine.engine import Engine
@@ -160,11 +161,8 @@ class Dump:
         try:
             _Record.model_validate(record)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ReplayError(
-                f"{path} was not written by a run of this version of hrl: {place}: {first['msg']}"
-            ) from error
+            part, why = first_misfit(error)
+            raise ReplayError(f"{path} was not written by a run of this version of hrl: {part}: {why}") from error
         missing = {"prompts", "responses", "prompt_lengths", "response_lengths", "micro_batch"} - columns.keys()
         if missing:
             raise ReplayError(f"the .safetensors file beside {path} has no column {', '.join(sorted(missing))}")

@@ -20,7 +20,7 @@ from hrl.data.order import Position, differences
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import FolderPlan
 from hrl.preflight.resume_look import look_at_changes
-from hrl.workers.engine.background import is_hashed, recorded
+from hrl.workers.engine.background import recorded
 from hrl.workers.engine.checkpoint import FORMAT, _SavedState
 from tests.fuzz.cases import NoCaseError, Target
 from tests.fuzz.values import BAD_TEXT, changed, changes, json_values, names, plain, scalars
@@ -143,7 +143,6 @@ def read_records(case: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "written-rank-00000.json"
         record.write_text(text)
-        is_hashed(record)
         recorded(record)
 
 

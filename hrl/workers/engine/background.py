@@ -107,28 +107,12 @@ def recorded(record: Path) -> dict[Path, FileDigest]:
         FileNotFoundError: There is no such record.
         PartError: It is none.
     """
-    named = _named_in(record)
-    try:
-        return {record.parent / name: FileDigest.of_plain(digest) for name, digest in named.items()}
-    except ValueError as error:
-        raise PartError.of(record, error) from error
-
-
-def is_hashed(record: Path) -> bool:
-    """Return whether a record is there and has hashes; those of older versions of hrl have sizes alone.
-
-    Raises:
-        PartError: It is no record.
-    """
-    if not record.is_file():
-        return False
-    return not any(isinstance(digest, int) for digest in _named_in(record).values())
-
-
-def _named_in(record: Path) -> dict[str, Any]:
     match read_part(record):
-        case {"files": dict(files)}:
-            return files
+        case {"files": dict(named)}:
+            try:
+                return {record.parent / name: FileDigest.of_plain(digest) for name, digest in named.items()}
+            except ValueError as error:
+                raise PartError.of(record, error) from error
     raise PartError(f"{record} is damaged: it lists no files")
 
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from xxhash import xxh3_128
 
 from hrl.processes.plain_data import first_problem
-from hrl.workers.engine.background import PartError, is_hashed, read_part, recorded
+from hrl.workers.engine.background import PartError, read_part, recorded
 from hrl.workers.engine.checksum import WeightsDifferError
 from hrl.workers.engine.digest import DigestingFile, FileDigest, Written
 from hrl.workers.engine.host_memory import local
@@ -292,7 +292,7 @@ def _check_loaded(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     file, record = _shard_file(folder, rank), record_of(folder)
     shards = _shards_of(tensors, rank)
     header = _header(shards)
-    if not shards or not is_hashed(record) or not _begins_with(file, header):
+    if not shards or not record.is_file() or not _begins_with(file, header):
         return
     loaded = _digest_of(header, Snapshot({name: local(tensors[name]) for name in shards}, {}))
     if loaded != recorded(record)[file]:
