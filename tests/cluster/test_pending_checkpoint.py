@@ -131,18 +131,20 @@ def test_whatever_goes_wrong_in_the_thread_is_raised(tmp_path: Path, monkeypatch
 def test_a_file_system_that_does_not_answer_is_waited_for_no_longer_than_allowed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, publish = threading.Event(), CheckpointStore.publish
+    asked, answers, publish = threading.Event(), threading.Event(), CheckpointStore.publish
 
     def hang(self: CheckpointStore, step: int) -> Path:
-        answers.wait(30.0)
+        asked.set()
+        assert answers.wait(60.0)
         return publish(self, step)
 
     saving = Saving(tmp_path, deadline_s=0.1)
     monkeypatch.setattr(CheckpointStore, "publish", hang)
     saving.write(0)
     saving.write(1)
+    assert asked.wait(60.0)
     with pytest.raises(CheckpointTimeoutError) as hangs:
-        saving.pending.stop(0.2)
+        saving.pending.stop()
     assert str(hangs.value).startswith(
         f"step 2 is not saved: its files in {tmp_path}/checkpoints were still being synced or read back after 0.1 s "
         "(trainer.timeouts.call_s). "
@@ -156,18 +158,21 @@ def test_a_file_system_that_does_not_answer_is_waited_for_no_longer_than_allowed
 def test_one_that_is_not_read_back_in_time_is_what_the_next_start_reads_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, read, hangs = threading.Event(), FileDigest.of, True
+    asked, answers, read, hangs = threading.Event(), threading.Event(), FileDigest.of, True
 
     def hang(path: Path, *, from_disk: bool = False) -> FileDigest:
-        assert not (hangs and from_disk) or answers.wait(30.0)
+        if hangs and from_disk:
+            asked.set()
+            assert answers.wait(60.0)
         return read(path, from_disk=from_disk)
 
     saving = Saving(tmp_path, deadline_s=0.1)
     monkeypatch.setattr(FileDigest, "of", hang)
     saving.write(0)
     saving.write(1)
+    assert asked.wait(60.0), "it has its name, and is read back"
     with pytest.raises(CheckpointTimeoutError):
-        saving.pending.stop(0.2)
+        saving.pending.stop()
     assert saving.store.steps() == [1, 2], "the one before stays"
     hangs = False
     assert CheckpointStore(saving.store.folder).choose("auto", None).path == saving.store.path(2)
