@@ -6,12 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Two test processes share the cores (`make test`), and each starts others: threads that wait for each other by spinning
 # take the time of those that work, and models this small gain nothing from a second thread. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("no deadlines", deadline=None)
+hypothesis.settings.load_profile("no deadlines")
 
 RAY_NUM_CPUS = 16  # logical: a test's pools may ask for up to so many processes, whatever the machine has
 

@@ -5,6 +5,7 @@ from hrl.config.actor import ActorRolloutRefConfig
 from hrl.config.algorithm import AlgorithmConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.data import DataConfig
+from hrl.config.environment import EnvironmentConfig
 from hrl.config.model import MicroBatches
 from hrl.config.reward import RewardConfig
 from hrl.config.section import ACTOR, REF, RM, ROLLOUT, WholeConfig, section
@@ -17,6 +18,7 @@ class PPOTrainerConfig(WholeConfig):
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)
+    environment: EnvironmentConfig = section(EnvironmentConfig)
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     trainer: TrainerConfig = section(TrainerConfig)

@@ -1,0 +1,57 @@
+"""`environment.*`: what the policy acts in, over several turns."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from hrl.config.section import Section, Unit
+
+
+class EnvironmentConfig(Section):
+    """`environment.*`: what the policy acts in, over several turns. Without `path` every prompt has one answer."""
+
+    path: str | None = None
+    """The environment: `my_env.py:Class`, or a name that `hrl env-test --list` shows. A row's column `env` names
+    another one."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor. A text `env:NAME` stands for the environment variable NAME."""
+    tools: list[str] = Field(default_factory=list)
+    """Python functions that the policy may call, as `my_tools.py:function`, where the environment is `tools`."""
+    max_turns: Annotated[PositiveInt, Unit("turns of the policy")] = 8
+    """Turns after which an episode is cut off. Its tokens are limited by `data.max_response_length`."""
+    max_turn_tokens: Annotated[PositiveInt | None, Unit("tokens")] = None
+    """Longest turn of the policy in tokens; null lets a turn take all that is left of the episode."""
+    max_observation_tokens: Annotated[PositiveInt | None, Unit("tokens")] = 1024
+    """Longest text of one message of the environment in tokens; what is longer loses its middle. null cuts nothing."""
+    tool_parser: str | None = None
+    """How tool calls are written, a name of vLLM's tool parsers, such as hermes, llama3_json, mistral or pythonic. Null
+    chooses by the chat template."""
+    reasoning_parser: str | None = None
+    """How reasoning is written, a name of vLLM's reasoning parsers, such as deepseek_r1 or qwen3; null reads none."""
+    num_workers: Annotated[PositiveInt, Unit("processes")] = 2
+    """Processes in which environments live."""
+    step_timeout_s: PositiveFloat = 60.0
+    """Seconds that one call of an environment's `reset`, `step` or `close` may take."""
+    tool_timeout_s: PositiveFloat = 30.0
+    """Seconds that one call of a tool may take; the policy is told when it takes longer."""
+    episode_timeout_s: PositiveFloat = 600.0
+    """Seconds after which an episode is cut off."""
+    memory_limit_gib: PositiveFloat | None = 8.0
+    """Address space of one such process in GiB; null sets no limit."""
+    env: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(=.*)?$")]] = Field(default_factory=list)
+    """Environment variables of these processes, as `reward.env` names them."""
+    on_error: Literal["raise", "skip"] = "skip"
+    """What happens when an environment fails: stop the run (raise), or leave the episode out of training and count it
+    (skip); more than a tenth of a step's episodes stop the run in any case."""
+    max_attempts: PositiveInt = 2
+    """How often an episode is begun before it counts as failed, where its process dies."""
+    on_truncation: Literal["score", "mask"] = "score"
+    """What becomes of an episode that a limit cut off: it has the rewards that it got (score), or it trains nothing
+    (mask)."""
+    max_concurrent_episodes: Annotated[NonNegativeInt, Unit("episodes")] = 0
+    """Episodes that are played at the same time; 0 plays all of a step at once."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether responses are episodes."""
+        return self.path is not None

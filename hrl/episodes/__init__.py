@@ -1,0 +1,1 @@
+"""How an episode is played, and how its tokens become rows."""

@@ -1,0 +1,72 @@
+"""What is left of an episode when it is over, as plain data that travels between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EndReason = Literal["done", "truncated", "max_turns", "max_tokens", "deadline", "failed"]
+"""Why an episode ended: by its nature, by a limit of the environment's, by one of the run's three, or by a failure."""
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """One list of tokens that grew while the episode was played: a row of the batch.
+
+    Attributes:
+        prompt_ids: Tokens of the first prompt.
+        response_ids: All after them: what the policy sampled and what the environment said.
+        mask: 1 where the policy sampled the token in exactly this context, and in no earlier branch; else 0.
+        log_probs: Of the sampler where `mask` is 1; else 0.
+        versions: Version of the policy that sampled the token where `mask` is 1; else -1.
+        turns: Of each token, counted from 0: the turn that sampled it, or that it answers.
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    mask: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Sequence[int]
+    turns: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode that is over.
+
+    Attributes:
+        key: `(uid, sample_index)`.
+        rows: One, or one for each time that the chat template rewrote what was before. The first is branch 0.
+        messages: The conversation as the policy and the environment had it, for people and for reward functions.
+        turn_rewards: Of each turn; None where the environment gave none.
+        end: Why it ended.
+        error: What failed, if something did.
+        num_tool_calls, num_tool_errors: Over all turns.
+        engine_s, environment_s: Seconds that the episode waited for the engine and for its environment.
+        attempts: How often it was begun; more than 1 where its environment's process had died.
+        metrics: The environment's own.
+    """
+
+    key: tuple[str, int]
+    rows: Sequence[EpisodeRow]
+    messages: Sequence[Mapping[str, Any]]
+    turn_rewards: Sequence[float | None]
+    end: EndReason
+    error: str | None = None
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+    engine_s: float = 0.0
+    environment_s: float = 0.0
+    attempts: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy."""
+        return len(self.turn_rewards)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it."""
+        return self.end in ("truncated", "max_turns", "max_tokens", "deadline")
