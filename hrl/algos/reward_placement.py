@@ -1,9 +1,17 @@
-"""From rewards of whole responses to rewards of tokens."""
+"""From rewards of whole responses, or of their turns, to rewards of tokens."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+TurnRewards = Sequence[float | None]
 
 
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
@@ -33,6 +41,97 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     placed = scores.new_zeros(response_mask.shape)
     placed[rows, last[rows] - 1] = scores[rows]
     return placed
+
+
+@dataclass(frozen=True)
+class PlacedTurnRewards:
+    """Where the rewards of turns went.
+
+    Attributes:
+        scores: `(B, R)` float32.
+        num_moved: Rewards other than 0 of turns without a trained token, which stand on a token of another turn.
+        num_lost: Rewards other than 0 of episodes without a trained token, which stand nowhere.
+    """
+
+    scores: Tensor
+    num_moved: int
+    num_lost: int
+
+
+def place_turn_rewards(
+    turn_rewards: Sequence[TurnRewards] | np.ndarray,
+    turn_index: Tensor,
+    response_mask: Tensor,
+    episode_ids: NDArray[np.int64] | None = None,
+) -> PlacedTurnRewards:
+    """Put the reward of each turn on that turn's last trained token, in the row that holds it.
+
+    A turn may have no trained token: it is empty, or what it sampled is masked. Then its reward goes to the last
+    trained token before it: the same trained tokens have it ahead of them as before. If there is none, it goes to the
+    first trained token of the episode, which keeps the episode's sum and is ahead of one token alone.
+
+    Args:
+        turn_rewards: `(B,)`, for each row the rewards of all turns of its episode; None where a turn has none.
+        turn_index: `(B, R)` int64, the turn of each token, counted from 0; ignored outside of the mask.
+        response_mask: `(B, R)`.
+        episode_ids: `(B,)` codes from 0 up of the episode that each row is a branch of; None makes every row one.
+
+    Raises:
+        ValueError: Shapes that differ, a trained token of no turn, a reward that is not finite, or rows of an episode
+            with other rewards; names the row.
+    """
+    mask = response_mask.bool().numpy(force=True)
+    if turn_index.shape != mask.shape or len(turn_rewards) != len(mask):
+        raise ValueError(
+            f"turn_index has shape {tuple(turn_index.shape)} and turn_rewards {len(turn_rewards)} entries; "
+            f"response_mask has shape {mask.shape}"
+        )
+    episodes = np.arange(len(mask)) if episode_ids is None else episode_ids
+    row, column = mask.nonzero()
+    turn = turn_index.numpy(force=True)[row, column]
+    if (turn < 0).any():
+        raise ValueError(f"row {row[np.argmax(turn < 0)]} has a trained token that is of no turn")
+    num_turns = max(int(turn.max(initial=-1)) + 1, max(map(len, turn_rewards), default=0))
+    rewards = _rewards_of_episodes(turn_rewards, episodes, num_turns)
+
+    # Which trained token, by its number among all, is a turn's first and last; -1 where it has none.
+    places = np.arange(len(row))
+    first, last = np.full(rewards.shape, len(row)), np.full(rewards.shape, -1)
+    np.minimum.at(first, (episodes[row], turn), places)
+    np.maximum.at(last, (episodes[row], turn), places)
+    has_token = last >= 0
+    holder = np.maximum.accumulate(np.where(has_token, np.arange(num_turns), -1), axis=1)
+    begin = np.take_along_axis(first, has_token.argmax(axis=1, keepdims=True), axis=1) if num_turns else first
+    target = np.where(holder >= 0, np.take_along_axis(last, holder, axis=1), begin)
+
+    placed, given, has_target = np.zeros(mask.shape), rewards != 0, has_token.any(axis=1, keepdims=True)
+    found = given & has_target
+    np.add.at(placed, (row[target[found]], column[target[found]]), rewards[found])
+    return PlacedTurnRewards(
+        scores=torch.from_numpy(placed).float().to(response_mask.device),
+        num_moved=int((found & ~has_token).sum()),
+        num_lost=int((given & ~has_target).sum()),
+    )
+
+
+def _rewards_of_episodes(
+    turn_rewards: Sequence[TurnRewards] | np.ndarray, episodes: NDArray[np.int64], num_turns: int
+) -> NDArray[np.float64]:
+    """Return `(E, num_turns)`, 0 where a turn has no reward."""
+    rewards = np.zeros((int(episodes.max(initial=-1)) + 1, num_turns))
+    first_row: dict[int, int] = {}
+    for row, (episode, of_turns) in enumerate(zip(episodes.tolist(), turn_rewards, strict=True)):
+        other = first_row.setdefault(episode, row)
+        if other != row:
+            if list(of_turns) != list(turn_rewards[other]):
+                raise ValueError(f"rows {other} and {row} are of one episode and have other turn rewards")
+            continue
+        for turn, reward in enumerate(of_turns):
+            if reward is not None:
+                if not math.isfinite(reward):
+                    raise ValueError(f"the reward of row {row}, turn {turn} is {reward}; rewards must be finite")
+                rewards[episode, turn] = reward
+    return rewards
 
 
 def overlong_penalty(response_lengths: Tensor, max_length: int, buffer_length: int, factor: float = 1.0) -> Tensor:
