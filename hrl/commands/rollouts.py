@@ -15,13 +15,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--sort", choices=("score", "length", "advantage"), help="the largest first")
     parser.add_argument("--limit", type=at_least_one, default=10, help="how many to show; 10 by default")
     parser.add_argument("--val", action="store_true", help="samples of the validation after the step")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="their tokens, with those that are trained on told apart",
+    )
 
 
 def run(options: Namespace) -> int:
     """Show the samples, and return 0."""
     from rich.console import Console
 
-    from hrl.report.samples import show_rollouts
+    from hrl.report.rollouts import show_rollouts
 
     show_rollouts(
         options.folder,
@@ -30,5 +35,6 @@ def run(options: Namespace) -> int:
         sort=options.sort,
         limit=options.limit,
         validation=options.val,
+        tokens=options.tokens,
     )
     return 0

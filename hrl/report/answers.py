@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hrl.report.run_folder import RolloutKind, rollouts_file, rollouts_steps
-from hrl.report.samples import Sample, number, printable, question, read_samples
+from hrl.report.samples import Sample, answer_text, number, printable, question, read_samples
 
 MOST_STEPS = 4
 """Steps of which answers are shown side by side."""
@@ -182,6 +182,6 @@ def before_and_after_table(series: Sequence[Series], limit: int) -> Table | Text
     for each in shown:
         cells = [printable(question(each.answers[0].sample), limit=200)]
         for answer in (each.answers[0], each.answers[-1]):
-            cells += [printable(answer.sample["response"], limit=200), Text(number(answer.score, ".2f"))]
+            cells += [printable(answer_text(answer.sample), limit=200), Text(number(answer.score, ".2f"))]
         table.add_row(*cells)
     return table

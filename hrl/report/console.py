@@ -23,12 +23,13 @@ from rich.text import Text
 from hrl.masking import masked_text
 from hrl.metrics import source_and_metric
 from hrl.report.answers import Series, before_and_after_table, describe, that_differ
+from hrl.report.chat import samples_shown
 from hrl.report.first_look import FirstLook
 from hrl.report.health import Raised
 from hrl.report.live import Clock, Foot, PhaseBar, RunBar, Stage
 from hrl.report.phases import LABELS
 from hrl.report.run_folder import RolloutKind, json_line
-from hrl.report.samples import ALL_SOURCES, Sample, best_median_worst, printable, readable, samples_table
+from hrl.report.samples import ALL_SOURCES, Sample, best_median_worst, printable, readable
 from hrl.report.step_line import JUDGEMENT, Layout, StepLine, counter
 
 PLAIN_WIDTH = 120
@@ -255,7 +256,7 @@ class RunConsole:
     def rollouts(self, step: int, samples: Sequence[Sample], kind: RolloutKind = "train") -> None:
         """Show the best, the median and the worst sample of a step, or of the validation after it."""
         of = "step" if kind == "train" else "the validation after step"
-        self._show(samples_table(best_median_worst(samples), f"samples of {of} {step}"))
+        self._show(samples_shown(best_median_worst(samples), f"samples of {of} {step}"))
 
     def before_and_after(self, series: Sequence[Series], limit: int = 5) -> None:
         """Show the first and the last answers to the same prompts, at most `limit` of those that changed."""

@@ -6,7 +6,7 @@ samples of the first step say it at once, and cost nothing extra.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,7 +15,8 @@ from typing import Any
 from hrl.algos.registry import estimator_traits
 from hrl.config.arithmetic import count
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.report.samples import Sample, expected, number, question
+from hrl.report.conversation import is_episode
+from hrl.report.samples import Sample, answer_text, expected, number, question
 
 _MANY = 0.5
 """The share of samples from which on something is worth a remark."""
@@ -60,10 +61,10 @@ class FirstLook:
         score = number(example.get("score"), ".3g").strip()
         shown = {
             "prompt": question(example),
-            "response": example["response"],
+            "response": answer_text(example),
             "expected": str(expected(example) or ""),
             "score": ", ".join([score, *(f"{name} {_short(part)}" for name, part in parts.items())]),
-            "ended by": f"{example.get('finish_reason')} after {example.get('response_length', 0):.0f} tokens",
+            "ended by": _ending(example),
         }
         advice = {"to try" if index == 0 else " " * index: text for index, text in enumerate(self.advice)}
         return {label: text for label, text in shown.items() if text} | advice
@@ -124,7 +125,9 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
     if finding is Finding.ALL_RIGHT:
         yield "harder rows" + (", e.g. the task's next level (&level=1)" if _is_made(samples) else "")
         return
-    cut = sum(sample.get("finish_reason") == "length" for sample in samples)
+    if config.environment.is_used:
+        yield from _advice_on_ends(samples, config)
+    cut = sum(not is_episode(sample) and sample.get("finish_reason") == "length" for sample in samples)
     if cut >= _MANY * len(samples):
         limit = config.data.max_response_length
         yield f"{cut} of {len(samples)} answers were cut off at data.max_response_length={limit}: raise it"
@@ -145,6 +148,29 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
         "more samples per prompt (actor_rollout_ref.rollout.n), a higher actor_rollout_ref.rollout.temperature, other "
         "rows, or a score with steps between wrong and right"
     )
+
+
+def _advice_on_ends(samples: Sequence[Sample], config: PPOTrainerConfig) -> Iterator[str]:
+    """Say what to do about episodes that mostly ended the same bad way."""
+    ends = Counter(sample.get("end") for sample in samples)
+    keys = {
+        "max_turns": f"environment.max_turns={config.environment.max_turns}",
+        "max_tokens": f"data.max_response_length={config.data.max_response_length}",
+        "deadline": f"environment.episode_timeout_s={config.environment.episode_timeout_s:g}",
+    }
+    for end, limit in keys.items():
+        if ends[end] >= _MANY * len(samples):
+            yield f"{ends[end]} of {len(samples)} episodes were cut off at {limit}: raise it"
+    if ends["failed"] >= _MANY * len(samples):
+        errors = Counter(sample.get("error") for sample in samples if sample.get("error"))
+        why = f", most often with: {errors.most_common(1)[0][0]}" if errors else ""
+        yield f"{ends['failed']} of {len(samples)} episodes failed{why}; `hrl env-test` plays some of them alone"
+
+
+def _ending(sample: Sample) -> str:
+    if is_episode(sample):
+        return f"{sample.get('end')} after {count(len(sample['turns']), 'turn')}"
+    return f"{sample.get('finish_reason')} after {sample.get('response_length', 0):.0f} tokens"
 
 
 def _all_right(samples: Sequence[Sample], config: PPOTrainerConfig) -> bool:
@@ -183,7 +209,11 @@ def _is_plain(config: PPOTrainerConfig) -> bool:
 
 def _typical(samples: Sequence[Sample]) -> Sample:
     """Return the first sample that ended by itself, or else the first."""
-    return next((sample for sample in samples if sample.get("finish_reason") == "stop"), samples[0])
+    return next((sample for sample in samples if _ended_by_itself(sample)), samples[0])
+
+
+def _ended_by_itself(sample: Sample) -> bool:
+    return bool(sample.get("end") == "done" if is_episode(sample) else sample.get("finish_reason") == "stop")
 
 
 def _short(value: object) -> str:

@@ -34,6 +34,7 @@ from hrl.report.charts import (
     specification,
     vega,
 )
+from hrl.report.conversation import Line, conversation, is_episode
 from hrl.report.outcome import Outcome, read_outcome
 from hrl.report.phases import TITLES
 from hrl.report.profile import read_profiles
@@ -53,6 +54,7 @@ from hrl.report.run_folder import (
 from hrl.report.samples import (
     ALL_SOURCES,
     Sample,
+    answer_text,
     best_median_worst,
     expected,
     question,
@@ -387,7 +389,7 @@ def shown_series(series: Series, labels: Sequence[str]) -> dict[str, Any]:
         score = "no score" if answer.score is None else f"score {answer.score:.2f}"
         several = f", mean of {answer.samples} samples; one of them:" if answer.samples > 1 else ""
         facts = [f"{name}: {fact}" for name, fact in _facts(answer.sample) if name not in _SAID_ABOVE]
-        response = shown_text(answer.sample["response"])
+        response = shown_text(answer_text(answer.sample))
         answers.append({"label": f"{label}: {score}{several}", "response": response, "facts": " · ".join(facts)})
     sample = series.answers[-1].sample
     truth = expected(sample)
@@ -416,8 +418,32 @@ def _shown(record: Sample) -> dict[str, Any]:
         "question": shown_text(question(record)),
         "prompt": shown_text(record["prompt"]),
         "response": shown_text(record["response"]),
+        "chat": _chat(record) if is_episode(record) else None,
         "facts": _facts(record),
     }
+
+
+def _chat(record: Sample) -> list[dict[str, Any]]:
+    """Format an episode for the template, a bubble for each line."""
+    return [
+        {
+            "role": readable(line.role),
+            "text": shown_text(line.text),
+            "reasoning": shown_text(line.reasoning),
+            "calls": [shown_text(call) for call in line.calls],
+            "is_policy": line.turn is not None,
+            "label": _bubble_label(line),
+            "reward": "" if line.reward is None else f"{line.reward:+.3g}",
+        }
+        for line in conversation(record)
+    ]
+
+
+def _bubble_label(line: Line) -> str:
+    if line.turn is None:
+        return readable(line.role)
+    tokens = "" if line.tokens is None else f", {line.tokens} tokens"
+    return f"{readable(line.role)}, turn {line.turn + 1}{tokens}"
 
 
 def _facts(record: Sample) -> list[tuple[str, str]]:

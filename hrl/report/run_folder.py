@@ -570,6 +570,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 NUMBER, TEXT, WHOLE, OBJECT, TEXTS = "a number", "a text", "a whole number", "an object", "a list of texts"
+LIST, OBJECTS = "a list", "a list of objects"
 """Kinds of fields, in the words of an error."""
 
 
@@ -607,6 +608,8 @@ _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
     WHOLE: lambda value: isinstance(value, int) and is_number(value),
     OBJECT: lambda value: isinstance(value, dict),
     TEXTS: lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    LIST: lambda value: isinstance(value, list),
+    OBJECTS: lambda value: isinstance(value, list) and all(isinstance(item, dict) for item in value),
 }
 
 

@@ -10,26 +10,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hrl.batching.planner import lengths_of
 from hrl.data.chat import text_of
-from hrl.errors import RefusedError
+from hrl.report.conversation import is_episode, transcript
+from hrl.report.episode_records import with_conversations
 from hrl.report.run_folder import (
-    CONFIG,
+    LIST,
     NUMBER,
     OBJECT,
+    OBJECTS,
     TEXT,
+    WHOLE,
     RolloutKind,
-    existing_folder,
     plain,
-    read_config,
     read_jsonl,
     require_kinds,
     rollouts_file,
-    rollouts_steps,
 )
 
 if TYPE_CHECKING:
@@ -39,28 +38,35 @@ if TYPE_CHECKING:
 
 Sample = Mapping[str, Any]
 """A record of `rollouts/`; see `rollout_records`."""
-SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advantage"}
-"""Sort key → name of the record's field."""
 ALL_SOURCES = "(all)"
 """Stands in the place of a source for what a validation counts over all of them."""
 _KINDS = {
     **dict.fromkeys(("prompt", "question", "response", "finish_reason", "data_source", "uid"), TEXT),
     **dict.fromkeys(("score", "shaped_score", "advantage", "response_length"), NUMBER),
     "reward_parts": OBJECT,
+    "env_metrics": OBJECT,
+    "messages": OBJECTS,
+    "turns": OBJECTS,
+    "branches": LIST,
+    **dict.fromkeys(("num_turns", "tool_calls", "policy_tokens", "environment_tokens"), WHOLE),
+    **dict.fromkeys(("end", "error"), TEXT),
 }
 """Field of a sample → its kind."""
+_OF_TURN = {
+    **dict.fromkeys(("text", "reasoning"), TEXT),
+    **dict.fromkeys(("tool_calls", "observation"), OBJECTS),
+    "reward": NUMBER,
+    "tokens": WHOLE,
+}
+_OF_RUN = {**dict.fromkeys(("origin", "text"), TEXT), **dict.fromkeys(("tokens", "turn", "version"), WHOLE)}
 _NON_TENSOR_COLUMNS = ("uid", "sample_index", "data_source", "finish_reason")
-
-
-class NoSamplesError(RefusedError, ValueError):
-    """There are no such samples; the message says which there are."""
 
 
 # ---------------------------------------------------------------------------------------------- records
 
 
 def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return the record of every row of a scored batch.
+    """Return the record of every row of a scored batch, or of every episode of one.
 
     Args:
         batch: B rows with `prompts`, `responses`, `attention_mask`, `response_mask` and further columns of the run.
@@ -70,7 +76,8 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
         Per row: `prompt` as the model sees it, `question` (the chat's last message), `response`, `score` as
         the reward function gave it (None if it left the response out), `shaped_score` (what is trained on, where
         shaping or a penalty made it another), `reward_parts`, `advantage` (mean over trained tokens),
-        `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; fields that the run lacks are left out.
+        `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; fields that the run lacks are left out. Of
+        rows of episodes there is one record for each episode, with its conversation, see `with_conversations`.
     """
     tensors, others = batch.batch, batch.non_tensor_batch
     trained = tensors["response_mask"].bool()
@@ -97,7 +104,8 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
     fields |= {name: others[name] for name in _NON_TENSOR_COLUMNS if name in others}
     if "reward_model" in others:
         fields["ground_truth"] = [plain(reward_model.get("ground_truth")) for reward_model in others["reward_model"]]
-    return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
+    records = [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
+    return with_conversations(records, batch, tokenizer) if "episode_id" in others else records
 
 
 def _texts(batch: DataProto, column: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -155,10 +163,18 @@ def require_sample(place: str, record: Sample) -> None:
     Raises:
         DamagedFileError: A field is missing, or not what a run writes; names the place.
     """
-    require_kinds(place, record, _KINDS, ("prompt", "response"))
+    needed = ("prompt", "response", "turns") if is_episode(record) else ("prompt", "response")
+    require_kinds(place, record, _KINDS, needed)
     parts = record.get("reward_parts") or {}
     numbers = {name: NUMBER for name, part in parts.items() if not isinstance(part, str)}
     require_kinds(f"{place} in reward_parts,", parts, numbers)
+    if is_episode(record):
+        for turn in record["turns"]:
+            require_kinds(f"{place} in turns,", turn, _OF_TURN, ["text"])
+        for branch in record.get("branches") or ():
+            require_kinds(f"{place} in branches,", {"a branch": branch}, {"a branch": OBJECTS})
+            for run in branch:
+                require_kinds(f"{place} in branches,", run, _OF_RUN, ["origin", "text", "tokens"])
 
 
 # ---------------------------------------------------------------------------------------------- as text
@@ -167,6 +183,11 @@ def require_sample(place: str, record: Sample) -> None:
 def question(record: Sample) -> str:
     """Return the readable part of the prompt: the chat's last message, else the whole prompt."""
     return str(record["prompt"] if record.get("question") is None else record["question"])
+
+
+def answer_text(record: Sample) -> str:
+    """Return what was answered: the response, or all of an episode after its prompt, with its roles."""
+    return transcript(record) if is_episode(record) else str(record["response"])
 
 
 def expected(record: Sample) -> Any:
@@ -196,12 +217,32 @@ def sample_facts(record: Sample) -> list[tuple[str, str]]:
         "score": _fact(record.get("score"), ".3f"),
         "shaped score": _fact(record.get("shaped_score"), ".3f"),
         "advantage": _fact(record.get("advantage"), "+.3f"),
-        "tokens": _fact(record.get("response_length"), ".0f"),
-        "ended by": record.get("finish_reason"),
+        **(_episode_facts(record) if is_episode(record) else _response_facts(record)),
         **{name: _fact(part, ".4g") for name, part in (record.get("reward_parts") or {}).items()},
+        **{f"env/{name}": _fact(value, ".4g") for name, value in (record.get("env_metrics") or {}).items()},
         "truth": expected(record),
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact is not None]
+
+
+def _response_facts(record: Sample) -> dict[str, Any]:
+    return {"tokens": _fact(record.get("response_length"), ".0f"), "ended by": record.get("finish_reason")}
+
+
+def _episode_facts(record: Sample) -> dict[str, Any]:
+    own, others = record.get("policy_tokens"), record.get("environment_tokens")
+    both = None if own is None or others is None else f"{own} and {others} of the environment"
+    branches = len(record.get("branches") or ())
+    versions = {turn["version"] for turn in record["turns"] if turn.get("version") is not None}
+    return {
+        "turns": len(record["turns"]),
+        "tool calls": record.get("tool_calls"),
+        "tokens": record.get("response_length") if both is None else both,
+        "branches": branches if branches > 1 else None,
+        "versions": ", ".join(map(str, sorted(versions))) if len(versions) > 1 else None,
+        "ended by": record.get("end"),
+        "error": record.get("error"),
+    }
 
 
 def _fact(value: Any, spec: str) -> Any:
@@ -235,81 +276,3 @@ def samples_table(samples: Sequence[tuple[str, Sample]], title: str) -> Table:
             Text(label), printable(question(record)), printable(record["response"]), printable("\n".join(facts))
         )
     return table
-
-
-# ---------------------------------------------------------------------------------------------- hrl rollouts
-
-
-def show_rollouts(
-    folder: Path,
-    console: Console,
-    *,
-    step: int | None = None,
-    sort: str | None = None,
-    limit: int = 10,
-    validation: bool = False,
-) -> None:
-    """Show samples of one step.
-
-    Args:
-        folder: The run folder.
-        console: Where to write.
-        step: The step; the last one by default.
-        sort: A name in `SORT_KEYS`, largest first; by default the order of the batch, which keeps samples of a prompt
-            together.
-        limit: Number of samples to show.
-        validation: Show samples of the validation after the step instead of its training samples.
-
-    Raises:
-        NoRunError: There is no such folder.
-        NoSamplesError: The folder has no samples, none of this step, or none with the sort key.
-    """
-    kind: RolloutKind = "val" if validation else "train"
-    folder = existing_folder(folder)
-    step = _existing_step(folder, step, kind)
-    records = read_samples(folder / "rollouts", step, kind)
-    shown = _sorted(records, sort)[:limit]
-    title = f"{'validation after step' if validation else 'step'} {step}: {len(shown)} of {len(records)} samples"
-    labelled = [(str(number), record) for number, record in enumerate(shown, start=1)]
-    console.print(samples_table(labelled, f"{title}, by {sort}" if sort else title))
-
-
-def _existing_step(folder: Path, step: int | None, kind: RolloutKind) -> int:
-    steps = rollouts_steps(folder / "rollouts", kind)
-    samples = "validation samples" if kind == "val" else "samples"
-    if not steps:
-        raise NoSamplesError(f"{folder} holds no {samples}: {_why_none(folder)}")
-    if step is None:
-        return steps[-1]
-    if step not in steps:
-        raise NoSamplesError(f"{folder} holds no {samples} of step {step}; it has those of {_ranges(steps)}")
-    return step
-
-
-def _why_none(folder: Path) -> str:
-    config = read_config(folder) if (folder / CONFIG).exists() else {}
-    if config and "actor_rollout_ref" not in config:
-        return f"its run learns from given answers and draws none. `hrl report {folder}` shows its curves"
-    return "a run of a policy writes them there, to rollouts/, from its first step or validation on"
-
-
-def _sorted(records: Sequence[Sample], sort: str | None) -> Sequence[Sample]:
-    if sort is None:
-        return records
-    key = SORT_KEYS[sort]
-    if not any(key in record for record in records):
-        others = " or ".join(name for name in SORT_KEYS if name != sort)
-        raise NoSamplesError(f"these samples have no {sort}; sort by {others}")
-    # Records without such a number come last.
-    return sorted(records, key=lambda record: (record.get(key) is None, -(record.get(key) or 0.0)))
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Format `[1, 2, 3, 7]` as `1-3, 7`."""
-    parts: list[list[int]] = []
-    for step in steps:
-        if parts and step == parts[-1][-1] + 1:
-            parts[-1].append(step)
-        else:
-            parts.append([step])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

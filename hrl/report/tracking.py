@@ -24,7 +24,7 @@ from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.files import write_whole
 from hrl.nearest import nearest
 from hrl.report.run_folder import read_object
-from hrl.report.samples import Sample
+from hrl.report.samples import Sample, answer_text
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]
     parts = list(dict.fromkeys(name for sample in samples for name in sample.get("reward_parts", {})))
     rows = []
     for sample in samples:
-        texts = {"question": sample["prompt"], **sample}
+        texts = {"question": sample["prompt"], **sample, "response": answer_text(sample)}
         own = sample.get("reward_parts", {})
         words = [None if (text := texts.get(name)) is None else str(text) for name in _COLUMNS]
         rows.append([*words, sample.get("score"), *(_plain(own.get(name)) for name in parts)])

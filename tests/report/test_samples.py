@@ -8,16 +8,8 @@ from rich.console import Console
 
 from hrl import cli
 from hrl.protocol import DataProto
-from hrl.report.samples import (
-    SORT_KEYS,
-    NoSamplesError,
-    best_median_worst,
-    question,
-    readable,
-    rollout_records,
-    sample_facts,
-    show_rollouts,
-)
+from hrl.report.rollouts import SORT_KEYS, NoSamplesError, show_rollouts
+from hrl.report.samples import best_median_worst, question, readable, rollout_records, sample_facts
 from tests.report.runs import finished_run
 
 

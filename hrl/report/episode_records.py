@@ -1,0 +1,199 @@
+"""The records of episodes in `rollouts/`: the fields of any sample, and the conversation with its tokens.
+
+An episode is one record, however many rows it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from hrl.report.conversation import Run, content_text, first_turn
+from hrl.report.run_folder import plain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.episodes.episode import EpisodeRow
+    from hrl.protocol import DataProto
+
+_OF_EPISODE = ("episode_id", "num_turns", "tool_calls", "env_metrics", "end", "error")
+"""Columns that say the same in each row of an episode."""
+_SUMMED = ("score", "shaped_score")
+
+
+def with_conversations(
+    records: Sequence[Mapping[str, Any]], batch: DataProto, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Return one record for each episode of a batch, in the order of their first rows.
+
+    Args:
+        records: Those of the rows.
+        batch: The rows, with the columns of episodes: `turn_index (B, R)`, `rollout_versions (B, R)`, and non-tensor
+            `episode_id`, `branch`, `num_turns`, `tool_calls`, `turn_rewards`, `env_metrics`, `messages`, `end`.
+        tokenizer: Decodes the tokens.
+
+    Returns:
+        The fields of a row's record. Scores are those of all rows together, `prompt` that of the first row and
+        `response` that of the last. Further `messages` (the conversation), `turns` (a list, see `turns_of`),
+        `branches` (the tokens of each row, see `hrl.report.conversation.Run`), `policy_tokens`, `environment_tokens`,
+        `episode_id`, `num_turns`, `tool_calls` (how many), `env_metrics`, and `end` (why it ended).
+    """
+    others = batch.non_tensor_batch
+    rows: dict[Any, list[int]] = {}
+    for row, episode in enumerate(others["episode_id"]):
+        rows.setdefault(episode, []).append(row)
+    found = []
+    for of_episode in rows.values():
+        in_order = sorted(of_episode, key=lambda row: int(others["branch"][row]))
+        first = in_order[0]
+        merged = _merged([records[row] for row in in_order], batch, in_order)
+        facts = {name: plain(others[name][first]) for name in _OF_EPISODE if name in others}
+        talked = conversation_fields(
+            rows_of(batch, in_order), others["messages"][first], others["turn_rewards"][first], tokenizer
+        )
+        asked = _question(talked["messages"], len(talked["turns"]))
+        found.append({**merged, **({} if asked is None else {"question": asked}), **facts, **talked})
+    return found
+
+
+def conversation_fields(
+    rows: Sequence[EpisodeRow],
+    messages: Sequence[Mapping[str, Any]],
+    turn_rewards: Sequence[float | None],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Return what is said of an episode beyond the fields of any sample.
+
+    Args:
+        rows: Its branches in order. A token was sampled in the row if it has a version there.
+        messages: The conversation.
+        turn_rewards: Of each turn.
+        tokenizer: Decodes the tokens.
+    """
+    branches = [_runs(row, tokenizer) for row in rows]
+    sampled = [run for branch in branches for run in branch if run.origin == "policy"]
+    said = [run for branch in branches for run in branch if run.origin == "environment"]
+    chat = [plain(message) for message in messages]
+    return {
+        "messages": chat,
+        "turns": turns_of(chat, turn_rewards, sampled),
+        "branches": [[run._asdict() for run in branch] for branch in branches],
+        "policy_tokens": sum(run.tokens for run in sampled),
+        "environment_tokens": sum(run.tokens for run in said),
+    }
+
+
+def turns_of(
+    messages: Sequence[Mapping[str, Any]], turn_rewards: Sequence[float | None], sampled: Iterable[Run]
+) -> list[dict[str, Any]]:
+    """Return the policy's turns.
+
+    Args:
+        messages: The conversation; the policy's turns are its last messages as the assistant.
+        turn_rewards: Of each turn.
+        sampled: What the policy sampled, over all branches.
+
+    Returns:
+        Per turn: `text` (all that was sampled), `content` (without tool calls) and `reasoning` where the conversation
+        has them, `tool_calls`, `observation` (the messages that answered it), `reward`, `tokens` (how many it has), and
+        `version` (the latest policy that sampled any of it).
+    """
+    texts: dict[int | None, list[Run]] = {}
+    for run in sampled:
+        texts.setdefault(run.turn, []).append(run)
+    begin, num_turns = first_turn(messages, len(turn_rewards)), len(turn_rewards)
+    answered: list[list[Mapping[str, Any]]] = []
+    for message in messages[begin:]:
+        if message.get("role") == "assistant" and len(answered) < num_turns:
+            answered.append([message])
+        elif answered:
+            answered[-1].append(message)
+    turns = []
+    for number, reward in enumerate(turn_rewards):
+        own, *observation = answered[number] if number < len(answered) else [{}]
+        runs = texts.get(number, [])
+        versions = [run.version for run in runs if run.version is not None]
+        thought = own.get("reasoning_content") or own.get("reasoning")
+        turns.append(
+            {
+                "text": "".join(run.text for run in runs),
+                "content": own.get("content"),
+                **({"reasoning": thought} if thought else {}),
+                "tool_calls": list(own.get("tool_calls") or ()),
+                "observation": observation,
+                "reward": plain(reward),
+                "tokens": sum(run.tokens for run in runs),
+                "version": max(versions, default=None),
+            }
+        )
+    return turns
+
+
+def rows_of(batch: DataProto, rows: Sequence[int]) -> list[EpisodeRow]:
+    """Return rows of a batch without their padding."""
+    from hrl.episodes.episode import EpisodeRow
+
+    columns = batch.batch
+    prompt_width, width = columns["prompts"].shape[1], columns["responses"].shape[1]
+    found = []
+    for row in rows:
+        mask = columns["attention_mask"][row].bool()
+        kept = mask[-width:]
+        found.append(
+            EpisodeRow(
+                prompt_ids=columns["prompts"][row][mask[:prompt_width]].tolist(),
+                response_ids=columns["responses"][row][kept].tolist(),
+                mask=columns["response_mask"][row][kept].long().tolist(),
+                log_probs=(),
+                versions=columns["rollout_versions"][row][kept].long().tolist(),
+                turns=columns["turn_index"][row][kept].long().tolist(),
+            )
+        )
+    return found
+
+
+def _runs(row: EpisodeRow, tokenizer: PreTrainedTokenizerBase) -> list[Run]:
+    """Return the tokens of a row as runs of one origin, the prompt first."""
+    tokens = zip(row.response_ids, row.versions, row.mask, row.turns, strict=True)
+    runs = [(("prompt", None, False, None), list(row.prompt_ids))]
+    for (version, trained, turn), group in groupby(tokens, key=lambda token: (token[1], bool(token[2]), token[3])):
+        is_sampled = version >= 0
+        what = (
+            "policy" if is_sampled else "environment",
+            turn,
+            is_sampled and trained,
+            version if is_sampled else None,
+        )
+        runs.append((what, [token[0] for token in group]))
+    texts = tokenizer.batch_decode([ids for _, ids in runs])
+    return [
+        Run(origin, text, len(ids), turn, trained, version)
+        for ((origin, turn, trained, version), ids), text in zip(runs, texts, strict=True)
+    ]
+
+
+def _merged(records: Sequence[Mapping[str, Any]], batch: DataProto, rows: Sequence[int]) -> dict[str, Any]:
+    """Return the records of an episode's rows as one."""
+    first, last = records[0], records[-1]
+    merged = dict(first) | {"response": last["response"], "response_length": last["response_length"]}
+    for name in _SUMMED:
+        if any(name in record for record in records):
+            # A row that shaping left as it is has only a score.
+            values = [record.get(name, record.get("score")) for record in records]
+            numbers = [value for value in values if value is not None]
+            merged[name] = sum(numbers) if numbers else None
+    if "advantage" in first:
+        trained = batch.batch["response_mask"][list(rows)].sum(-1).tolist()
+        summed = sum(record["advantage"] * count for record, count in zip(records, trained, strict=True))
+        merged["advantage"] = summed / max(sum(trained), 1)
+    if "reward_parts" in first:
+        merged["reward_parts"] = {name: part for record in records for name, part in record["reward_parts"].items()}
+    return merged
+
+
+def _question(messages: Sequence[Mapping[str, Any]], num_turns: int) -> str | None:
+    """Return what the policy was asked: the last message before its first turn; None without a text there."""
+    begin = first_turn(messages, num_turns)
+    return (content_text(messages[begin - 1]) or None) if begin else None
