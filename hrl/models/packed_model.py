@@ -3,7 +3,10 @@
 Three things are left out of a packed row, none of which changes a number:
 
 - Repeated prompts: rows with the same prompt share it (`share_prefix`). Attention is causal, so the prompt's hidden
-  states do not depend on the response that follows.
+  states do not depend on the response that follows. For the same reason rows may share any beginning: those of episodes
+  of several turns form a tree (`is_tree`), in which each row is one segment, which continues an earlier row's sequence
+  from where the two part. Which tokens are trained does not matter to it: what is computed once may be read by several
+  rows, whose labels and masks differ.
 - Tokens after which nothing is predicted: for log-probs or values of `r` response tokens the model reads the prompt and
   the first `r - 1` of them.
 - Rows without a trained token.
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hrl.batching.trie import Trie
 from hrl.models.head import head_form, last_hidden_states
 from hrl.models.ops.layout import AttentionLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
@@ -133,7 +137,13 @@ class PackedMicroBatch:
 
 
 def pack_micro_batch(
-    rows: TokenRows, picked: tuple[int, ...], *, share_prefix: bool, wanted: Wanted, device: torch.device
+    rows: TokenRows,
+    picked: tuple[int, ...],
+    *,
+    share_prefix: bool,
+    is_tree: bool = False,
+    wanted: Wanted,
+    device: torch.device,
 ) -> PackedMicroBatch:
     """Pack the rows `picked` into one row.
 
@@ -141,6 +151,7 @@ def pack_micro_batch(
         rows: The rank's rows.
         picked: Positions of rows on this rank; none gives an empty micro-batch.
         share_prefix: Compute equal prompts once.
+        is_tree: Compute all that rows have in common at their beginning once, instead of equal prompts alone.
         wanted: Which hidden states are wanted.
         device: Of the result.
     """
@@ -148,35 +159,25 @@ def pack_micro_batch(
     if not used:
         return _empty(len(picked), device)
     writer = _Writer()
-    before_first: dict[int, int] = {}  # row -> packed position at which its first response token is predicted
-    response_start: dict[int, int] = {}  # row -> packed position of its first response token
-    for members in _groups(rows, used, share_prefix):
-        prompt = rows.prompts[members[0][0]]
-        if len(members) == 1:
-            row, length = members[0]
-            start = writer.add(np.concatenate([prompt, rows.responses[row, :length]]))
-            before_first[row], response_start[row] = start + len(prompt) - 1, start + len(prompt)
-            continue
-        start = writer.add(prompt)
-        for row, length in members:
-            before_first[row] = start + len(prompt) - 1
-            response_start[row] = writer.add(rows.responses[row, :length], start, len(prompt)) if length else -1
+    write = _write_rows if not share_prefix else _write_tree if is_tree else _write_groups
+    segment = write(writer, rows, used)
+    layout = writer.layout()
+    paths = layout.paths()
     width = 1 if wanted == "last" else max(length for _, length in used) + 1
     index, labels, places = [], [], []
     for slot, row in enumerate(picked):
-        if row not in before_first:
+        if row not in segment:
             continue
+        path = paths[segment[row]]
         if wanted == "last":
-            length = int(rows.response_lengths[row])
-            index.append(np.array([response_start[row] + length - 1 if length else before_first[row]]))
+            index.append(path[-1:])
             labels.append(np.zeros(1, np.int64))
             places.append(np.array([slot]))
             continue
         columns = np.flatnonzero(rows.trained[row])
-        index.append(np.where(columns == 0, before_first[row], response_start[row] + columns - 1))
+        index.append(path[len(rows.prompts[row]) - 1 + columns])
         labels.append(rows.responses[row, columns])
         places.append(slot * width + columns)
-    layout = writer.layout()
     arrays = (
         np.concatenate(writer.tokens)[None],
         layout.position_ids()[None],
@@ -198,38 +199,67 @@ def take_columns(
     return dict(zip(names, to_device(host, packed.mask.device), strict=True))
 
 
-def _groups(rows: TokenRows, used: list[tuple[int, int]], share_prefix: bool) -> list[list[tuple[int, int]]]:
-    """Return (row, used length) in groups of equal prompt tokens, in order of appearance."""
-    if not share_prefix:
-        return [[member] for member in used]
-    groups: dict[bytes, list[tuple[int, int]]] = {}
-    for row, length in used:
-        groups.setdefault(rows.prompts[row].tobytes(), []).append((row, length))
-    return list(groups.values())
-
-
 class _Writer:
     """Builds a packed row, segment by segment."""
 
     def __init__(self) -> None:
         self.tokens: list[np.ndarray] = []
-        self.prefix_start: list[int] = []
+        self.parent: list[int] = []
         self.prefix_length: list[int] = []
-        self.position = 0
 
-    def add(self, tokens: np.ndarray, prefix_start: int = 0, prefix_length: int = 0) -> int:
-        """Append one segment and return the position of its first token."""
-        start = self.position
+    def add(self, tokens: np.ndarray, parent: int = 0, prefix_length: int = 0) -> int:
+        """Append one segment and return its number."""
         self.tokens.append(tokens)
-        self.prefix_start.append(prefix_start)
+        self.parent.append(parent)
         self.prefix_length.append(prefix_length)
-        self.position += len(tokens)
-        return start
+        return len(self.tokens) - 1
 
     def layout(self) -> AttentionLayout:
         """Return the layout of what was written."""
         lengths = np.array([len(t) for t in self.tokens], np.int64)
-        return AttentionLayout(lengths, np.array(self.prefix_start), np.array(self.prefix_length))
+        return AttentionLayout(lengths, np.array(self.parent), np.array(self.prefix_length))
+
+
+# Each writes the rows that are used and returns, by row, the segment whose path is what is used of it.
+
+
+def _write_rows(writer: _Writer, rows: TokenRows, used: list[tuple[int, int]]) -> dict[int, int]:
+    """Write each row by itself."""
+    return {row: writer.add(_tokens(rows, row, length)) for row, length in used}
+
+
+def _write_groups(writer: _Writer, rows: TokenRows, used: list[tuple[int, int]]) -> dict[int, int]:
+    """Write equal prompts once, each before its responses, in order of appearance."""
+    groups: dict[bytes, list[tuple[int, int]]] = {}
+    for row, length in used:
+        groups.setdefault(rows.prompts[row].tobytes(), []).append((row, length))
+    segment: dict[int, int] = {}
+    for members in groups.values():
+        if len(members) == 1:
+            segment |= _write_rows(writer, rows, members)
+            continue
+        tokens = rows.prompts[members[0][0]]
+        prompt = writer.add(tokens)
+        for row, length in members:
+            response = rows.responses[row, :length]
+            segment[row] = writer.add(response, prompt, len(tokens)) if length else prompt
+    return segment
+
+
+def _write_tree(writer: _Writer, rows: TokenRows, used: list[tuple[int, int]]) -> dict[int, int]:
+    """Write of each row what it does not have in common with a row before it."""
+    sequences = [_tokens(rows, row, length) for row, length in used]
+    trie, segment, last = Trie.of(sequences), dict[int, int](), 0
+    for at, common in zip(trie.order.tolist(), trie.shared.tolist(), strict=True):
+        tokens = sequences[at]
+        if common < len(tokens):  # else it is equal to the row before it, since of two the shorter comes first
+            last = writer.add(tokens[common:], last, common)
+        segment[used[at][0]] = last
+    return segment
+
+
+def _tokens(rows: TokenRows, row: int, length: int) -> np.ndarray:
+    return np.concatenate([rows.prompts[row], rows.responses[row, :length]])
 
 
 def _empty(num_rows: int, device: torch.device) -> PackedMicroBatch:

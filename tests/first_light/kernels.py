@@ -83,10 +83,7 @@ def reference_attention(
     """Dense float32 softmax over a mask that is made token by token."""
     device, total = query.device, layout.num_tokens
     visible = np.zeros((total, total), bool)
-    for start, size, prefix_start, prefix in zip(
-        layout.start, layout.length, layout.prefix_start, layout.prefix_length, strict=True
-    ):
-        sequence = [*range(prefix_start, prefix_start + prefix), *range(start, start + size)]
+    for _, size, prefix, sequence in layout.segments():
         for place in range(prefix, prefix + size):
             first = 0 if window is None else max(0, place - window + 1)
             visible[sequence[place], sequence[first : place + 1]] = True

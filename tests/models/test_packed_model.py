@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, LlamaForCausalLM
 
@@ -17,6 +18,8 @@ from hrl.models.ops import attention, attention_varlen
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.log_prob import LogitForm
 from hrl.models.packed_model import PackedCausalLM, TokenRows, pack_micro_batch
+from hrl.protocol import DataProto
+from tests.models.trees import TREE_BATCHES, sequences_of, tree_batch
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -144,6 +147,59 @@ def test_packed_log_probs_and_gradients_equal_the_models_own(family):
                 assert mine.grad is None or not mine.grad.any(), name
             else:
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def own_results(model: nn.Module, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the trained tokens, row by row, by the model's own forward of each row alone."""
+    rows, log_probs, entropies = TokenRows.of(batch), [], []
+    for row, tokens in enumerate(sequences_of(batch)):
+        columns = np.flatnonzero(rows.trained[row])
+        if not len(columns):
+            continue
+        places = torch.from_numpy(columns + len(rows.prompts[row]))
+        log_p = (model(torch.from_numpy(tokens)[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)[places - 1]
+        log_probs.append(log_p.gather(1, torch.from_numpy(tokens)[places][:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def assert_a_tree_equals_plain_forwards(family: str, batch: DataProto, dtype: torch.dtype, rtol: float) -> None:
+    """Log-probs, entropies and all gradients, of the whole tree and of the tree in two parts."""
+    model, to_pack = (each.to(dtype) for each in build(family))
+    module, rows = PackedCausalLM(to_pack), TokenRows.of(batch)
+    want = own_results(model, batch)
+    weights = [torch.randn(len(want[0]), dtype=dtype) for _ in want]
+    sum((column * weight).sum() for column, weight in zip(want, weights, strict=True)).backward()
+    count = len(rows.prompts)
+    for cut in (count, count // 2):
+        module.zero_grad()
+        found = []
+        for part in (tuple(range(cut)), tuple(range(cut, count))):
+            packed = pack_micro_batch(rows, part, share_prefix=True, is_tree=True, wanted="next", device=CPU)
+            if not packed.is_empty:
+                found.append(module(packed, 0.7, True))
+        got = [torch.cat(column) for column in zip(*((one.log_prob, one.entropy) for one in found), strict=True)]
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=rtol, atol=rtol)
+        sum((column * weight).sum() for column, weight in zip(got, weights, strict=True)).backward()
+        for (name, mine), theirs in zip(to_pack.named_parameters(), model.parameters(), strict=True):
+            if theirs.grad is None:
+                assert mine.grad is None or not mine.grad.any(), name
+            else:
+                apart = (mine.grad - theirs.grad).norm()
+                assert apart <= 10 * rtol * (theirs.grad.norm() + 1), (name, float(apart))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_of_rows_equals_the_models_own_forward_of_each(family):
+    # Some families (RoPE, routers) compute parts in float32.
+    assert_a_tree_equals_plain_forwards(family, tree_batch(seed=3, num_rows=7, longest=14), torch.float64, 1e-6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(TREE_BATCHES.filter(lambda batch: bool(batch.batch["response_mask"].any())))
+def test_any_tree_of_rows_equals_plain_forwards_in_float32(batch):
+    assert_a_tree_equals_plain_forwards("plain", batch, torch.float32, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hrl.models.packed_model import TokenRows, pack_micro_batch
 from hrl.protocol import DataProto
 from tests.models.tiny import make_batch
+from tests.models.trees import TREE_BATCHES, num_nodes, sequences_of
 
 CPU = torch.device("cpu")
 
@@ -103,6 +104,70 @@ def test_padding_a_prompt_on_the_left_changes_nothing_that_enters_the_model(seed
     for start, length, prefix in zip(starts, layout.length, layout.prefix_length, strict=True):
         positions = packs[0].position_ids[0, start : start + length]
         assert positions.tolist() == list(range(prefix, prefix + length))
+
+
+def branches() -> DataProto:
+    """An episode of three rows: the second leaves the first behind token 2, the third is the second's beginning.
+
+    The first trains 2 and 3; the second reads 2 untrained and trains 6; the third, of another prompt, trains 2 and 4.
+    """
+    prompts = torch.tensor([[0, 7, 8], [0, 7, 8], [7, 8, 1]])
+    responses = torch.tensor([[1, 2, 3, 0], [1, 2, 4, 6], [2, 4, 0, 0]])
+    attention = torch.tensor([[0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+    trained = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0]])
+    return DataProto.from_dict(
+        tensors={"prompts": prompts, "responses": responses, "attention_mask": attention, "response_mask": trained}
+    )
+
+
+def test_of_a_tree_each_row_brings_what_no_row_before_it_has():
+    packed = pack_micro_batch(
+        TokenRows.of(branches()), (0, 1, 2), share_prefix=True, is_tree=True, wanted="next", device=CPU
+    )
+    assert packed.input_ids.tolist() == [[7, 8, 1, 2, 4]]  # the first row ends at 2, the third too
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert packed.hidden_index.tolist() == [2, 3, 4, 2, 3]  # of two states each predicts a token of two rows
+    assert packed.labels.tolist() == [2, 3, 6, 2, 4]
+    assert packed.mask.tolist() == [[False, True, True, False], [False] * 3 + [True], [True, True, False, False]]
+
+
+def test_scores_of_a_tree_are_read_at_the_last_token_of_every_row():
+    packed = pack_micro_batch(
+        TokenRows.of(branches()), (2, 0, 1), share_prefix=True, is_tree=True, wanted="last", device=CPU
+    )
+    assert packed.input_ids.tolist() == [[7, 8, 1, 2, 3, 4, 6]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 4, 5]]
+    assert packed.hidden_index.tolist() == [5, 4, 6]
+
+
+@settings(max_examples=60, deadline=None)
+@given(TREE_BATCHES, st.sampled_from(["next", "last"]), st.randoms(use_true_random=False))
+def test_a_tree_is_every_beginning_once_and_each_row_finds_its_own(batch, wanted, random):
+    rows, sequences = TokenRows.of(batch), sequences_of(batch)
+    picked = tuple(random.sample(range(len(sequences)), random.randint(1, len(sequences))))
+    packed = pack_micro_batch(rows, picked, share_prefix=True, is_tree=True, wanted=wanted, device=CPU)
+    used = rows.used(picked, wanted)
+    if not used:
+        assert packed.is_empty
+        return
+    assert packed.layout.num_tokens == num_nodes([sequences[row][: len(rows.prompts[row]) + n] for row, n in used])
+    tokens, paths = packed.input_ids[0].numpy(), packed.layout.paths()
+    ends = {int(path[end]): path[: end + 1] for path in paths for end in range(len(path))}
+    assert all((packed.position_ids[0].numpy()[path] == np.arange(len(path))).all() for path in paths)
+    read = [tokens[ends[at]].tolist() for at in packed.hidden_index.tolist()]
+    if wanted == "last":
+        assert read == [sequences[row].tolist() for row in picked]
+        return
+    places = [(row, len(rows.prompts[row]) + at) for row in picked for at in np.flatnonzero(rows.trained[row])]
+    assert read == [sequences[row][:end].tolist() for row, end in places]
+    assert packed.labels.tolist() == [sequences[row][end] for row, end in places]
+
+
+def test_without_sharing_a_tree_is_rows():
+    packed = pack_micro_batch(
+        TokenRows.of(branches()), (0, 1, 2), share_prefix=False, is_tree=True, wanted="next", device=CPU
+    )
+    assert packed.layout.length.tolist() == [4, 5, 4] and not packed.layout.prefix_length.any()
 
 
 def test_missing_columns_are_named():

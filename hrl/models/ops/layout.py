@@ -1,15 +1,27 @@
 """Which token of a packed row attends to which.
 
 A packed row holds many sequences without padding. It consists of *segments*: runs of consecutive tokens that attend
-causally to themselves and, before that, to an optional *prefix*, another run of the same row. A prompt with two sampled
-responses that share it is packed as::
+causally to themselves and, before that, to an optional *prefix*: the first tokens of the sequence that an earlier
+segment, its *parent*, ends. A prompt with two sampled responses that share it is packed as::
 
     row       p0 p1 p2 | a0 a1 | b0
     segment   0        | 1     | 2
+    parent    -        | 0     | 0
     prefix    -        | p0-p2 | p0-p2
     position  0  1  2  | 3  4  | 3
 
 so that the prompt is computed once. A sequence of its own is one segment without a prefix.
+
+Segments form a tree of any depth, and a prefix may end inside its parent's tokens. So three sequences of which the
+second leaves the first behind `a0`, and the third the second behind `b0`, are three segments::
+
+    row       p0 p1 a0 a1 | b0 b1       | c0 c1
+    segment   0           | 1           | 2
+    parent    -           | 0           | 1
+    prefix    -           | p0 p1 a0    | p0 p1 a0 b0
+    position  0  1  2  3  | 3  4        | 4  5
+
+A segment's *path* is its whole sequence: the tokens of the row that a query in it may see.
 """
 
 from __future__ import annotations
@@ -112,18 +124,27 @@ class AttentionLayout:
 
     Attributes:
         length: `(S,)` int64 tokens of each segment; segment s + 1 starts where s ends.
-        prefix_start: `(S,)` int64 first token of the prefix (any value where its length is 0).
+        parent: `(S,)` int64 an earlier segment, whose path begins with the prefix (any value where its length is 0).
         prefix_length: `(S,)` int64 tokens of the prefix; positions in the segment start there.
+
+    Raises:
+        ValueError: There is no segment, an empty one, or a prefix that is not the beginning of an earlier path.
     """
 
     length: np.ndarray
-    prefix_start: np.ndarray
+    parent: np.ndarray
     prefix_length: np.ndarray
     _made: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.length) or (self.length < 1).any():
             raise ValueError(f"a packed row needs at least one segment and no empty ones, got lengths {self.length}")
+        (child,) = self.prefix_length.nonzero()
+        parent, prefix = self.parent[child], self.prefix_length[child]
+        if ((parent < 0) | (parent >= child)).any():
+            raise ValueError(f"a prefix belongs to an earlier segment, got parents {self.parent}")
+        if (prefix > (self.prefix_length + self.length)[parent]).any() or (prefix < 0).any():
+            raise ValueError(f"a prefix is the beginning of its parent's path, got lengths {self.prefix_length}")
 
     @property
     def num_tokens(self) -> int:
@@ -147,17 +168,22 @@ class AttentionLayout:
             [np.arange(p, p + n) for p, n in zip(self.prefix_length.tolist(), self.length.tolist(), strict=True)]
         )
 
-    def segments(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """Yield first token, length, prefix length, and the tokens `(K,)` of prefix and segment, of every segment."""
-        for start, length, prefix_start, prefix in zip(
-            self.start.tolist(),
-            self.length.tolist(),
-            self.prefix_start.tolist(),
-            self.prefix_length.tolist(),
-            strict=True,
+    def paths(self) -> list[np.ndarray]:
+        """Return the path of every segment: the tokens `(K,)` of the row, in the order of their positions."""
+        return self.once("paths", self._paths)
+
+    def _paths(self) -> list[np.ndarray]:
+        paths: list[np.ndarray] = []
+        for start, length, parent, prefix in zip(
+            self.start.tolist(), self.length.tolist(), self.parent.tolist(), self.prefix_length.tolist(), strict=True
         ):
-            keys = np.concatenate([np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)])
-            yield start, length, prefix, keys
+            own = np.arange(start, start + length)
+            paths.append(np.concatenate([paths[parent][:prefix], own]) if prefix else own)
+        return paths
+
+    def segments(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
+        """Yield first token, length, prefix length, and path, of every segment."""
+        return zip(self.start.tolist(), self.length.tolist(), self.prefix_length.tolist(), self.paths(), strict=True)
 
     def once(self, name: object, make: Callable[[], T]) -> T:
         """Return the result of `make`, which is called once for each name: all layers share it."""

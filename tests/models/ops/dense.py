@@ -11,31 +11,45 @@ from hrl.models.ops.layout import AttentionLayout
 
 def make_layout(groups: list[tuple[int, list[int]]]) -> AttentionLayout:
     """`[(prompt length, [response lengths])]` as segments; a group without responses is a plain sequence."""
-    length, prefix_start, prefix_length, position = [], [], [], 0
+    length, parent, prefix_length = [], [], []
     for prompt, responses in groups:
-        start = position
+        start = len(length)
         for index, tokens in enumerate([prompt, *responses]):
             length.append(tokens)
-            prefix_start.append(start)
+            parent.append(start)
             prefix_length.append(prompt if index else 0)
-            position += tokens
-    return AttentionLayout(np.array(length), np.array(prefix_start), np.array(prefix_length))
+    return AttentionLayout(np.array(length), np.array(parent), np.array(prefix_length))
+
+
+def make_tree(segments: list[tuple[int, int, int]]) -> AttentionLayout:
+    """`[(length, parent, prefix length)]`; parents and prefixes that can't be are made such that they can."""
+    length, parents, prefixes = [], [], []
+    for tokens, parent, prefix in segments:
+        before = parent % len(length) if length else 0
+        parents.append(before)
+        prefixes.append(prefix % (prefixes[before] + length[before] + 1) if length else 0)
+        length.append(tokens)
+    return AttentionLayout(np.array(length), np.array(parents), np.array(prefixes))
+
+
+def sequence_of(segments: AttentionLayout, segment: int) -> list[int]:
+    """The tokens of the row that a segment's last token sees: its parent's first ones, then its own."""
+    start, prefix = int(segments.length[:segment].sum()), int(segments.prefix_length[segment])
+    own = list(range(start, start + int(segments.length[segment])))
+    return (sequence_of(segments, int(segments.parent[segment]))[:prefix] if prefix else []) + own
 
 
 def visible(segments: AttentionLayout, window: int | None, chunk: int | None) -> torch.Tensor:
     """`(T, T)` bool: every token of a segment sees prefix and segment up to itself, within window and chunk."""
     tokens = segments.num_tokens
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
-    position = segments.position_ids().tolist()
-    for start, length, prefix_start, prefix in zip(
-        segments.start, segments.length, segments.prefix_start, segments.prefix_length, strict=True
-    ):
-        seen = [*range(prefix_start, prefix_start + prefix), *range(start, start + length)]
-        for token in range(start, start + length):
-            for other in seen:
-                near = window is None or position[other] > position[token] - window
-                together = chunk is None or position[other] // chunk == position[token] // chunk
-                mask[token, other] = position[other] <= position[token] and near and together
+    for segment in range(len(segments.length)):
+        seen = sequence_of(segments, segment)
+        for position in range(int(segments.prefix_length[segment]), len(seen)):
+            for other in range(position + 1):
+                near = window is None or other > position - window
+                together = chunk is None or other // chunk == position // chunk
+                mask[seen[position], seen[other]] = near and together
     return mask
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hrl.models.ops import attention_blocks
 from hrl.models.ops.attention import packed_attention
 from hrl.models.ops.layout import AttentionLayout, Reach
-from tests.models.ops.dense import assert_equals_dense, inputs, make_layout
+from tests.models.ops.dense import assert_equals_dense, inputs, make_layout, make_tree
 
 CPU = torch.device("cpu")
 
@@ -31,13 +31,15 @@ def test_any_ratio_of_query_to_key_heads(heads, kv_heads):
     assert_equals_dense(make_layout([(3, [2, 4])]), heads=heads, kv_heads=kv_heads)
 
 
-LAYOUTS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), max_size=4)), min_size=1, max_size=4)
+GROUPS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), max_size=4)), min_size=1, max_size=4)
+TREES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=8)
+LAYOUTS = st.one_of(GROUPS.map(make_layout), TREES.map(make_tree))
 
 
 @settings(max_examples=25, deadline=None)
 @given(LAYOUTS, st.one_of(st.none(), st.integers(1, 9)))
-def test_equals_the_dense_definition_for_any_layout(groups, window):
-    assert_equals_dense(make_layout(groups), window=window)
+def test_equals_the_dense_definition_for_any_layout(layout, window):
+    assert_equals_dense(layout, window=window)
 
 
 @settings(max_examples=60, deadline=None)
@@ -51,10 +53,10 @@ def test_equals_the_dense_definition_for_any_layout(groups, window):
     st.sampled_from([(8, 8), (8, 5), (3, 7)]),
 )
 def test_soft_cap_sinks_chunks_and_unequal_widths_equal_the_dense_definition(
-    groups, window, chunk, softcap, with_sinks, heads, widths
+    layout, window, chunk, softcap, with_sinks, heads, widths
 ):
     assert_equals_dense(
-        make_layout(groups),
+        layout,
         window=window,
         chunk=chunk,
         softcap=softcap,
@@ -164,6 +166,46 @@ def test_position_ids_of_each_response_start_at_the_prompt_length():
     assert segments.num_pairs == 6 + (2 * 3 + 3) + (3 + 1) + 3
 
 
+#: p0 p1 a0 a1 | b0 b1 after p0 p1 a0 | c0 c1 after p0 p1 a0 b0 | d0 after the whole first
+DEEP = make_tree([(4, 0, 0), (2, 0, 3), (2, 1, 4), (1, 0, 4)])
+
+
+def test_a_path_follows_its_parents_up_to_where_each_was_left():
+    assert [path.tolist() for path in DEEP.paths()] == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 4, 5],
+        [0, 1, 2, 4, 6, 7],
+        [*range(4), 8],
+    ]
+    assert DEEP.position_ids().tolist() == [0, 1, 2, 3, 3, 4, 4, 5, 4]
+    assert DEEP.num_pairs == 10 + (2 * 3 + 3) + (2 * 4 + 3) + 5
+
+
+def test_attention_in_a_deep_tree_by_hand():
+    """With equal scores a token's output is the mean of the values it sees; with a window of 2, of the last two."""
+    zero, value = torch.zeros(9, 1, 1), torch.arange(9.0).view(9, 1, 1)
+    out = packed_attention(zero, zero, value, DEEP, scale=1.0).flatten().tolist()
+    assert out == pytest.approx([0, 0.5, 1, 1.5, 7 / 4, 12 / 5, 13 / 5, 20 / 6, 14 / 5])
+    near = packed_attention(zero, zero, value, DEEP, scale=1.0, window=2).flatten().tolist()
+    assert near == pytest.approx([0, 0.5, 1.5, 2.5, 3, 4.5, 5, 6.5, 5.5])
+
+
 def test_empty_segments_are_refused():
     with pytest.raises(ValueError, match="no empty ones"):
         AttentionLayout(np.array([3, 0]), np.array([0, 0]), np.array([0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("parent", "prefix", "message"),
+    [
+        ([0, 1, 0], [0, 3, 0], "earlier segment"),
+        ([0, -1, 0], [0, 3, 0], "earlier segment"),
+        ([0, 0, 2], [0, 0, 1], "earlier segment"),
+        ([0, 0, 1], [0, 2, 5], "beginning of its parent's path"),
+        ([0, 0, 0], [0, -1, 0], "beginning of its parent's path"),
+    ],
+)
+def test_a_prefix_is_the_beginning_of_an_earlier_path(parent, prefix, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionLayout(np.array([3, 2, 2]), np.array(parent), np.array(prefix))
+    AttentionLayout(np.array([3, 2, 2]), np.array([7, 0, 1]), np.array([0, 2, 4]))

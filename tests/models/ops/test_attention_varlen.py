@@ -14,7 +14,7 @@ from hrl.models.ops.attention import packed_attention
 from hrl.models.ops.attention_blocks import Scoring
 from hrl.models.ops.attention_varlen import has_kernel, varlen_attention, varlen_index
 from hrl.models.ops.layout import Reach
-from tests.models.ops.dense import assert_equals_dense, dense, inputs, make_layout
+from tests.models.ops.dense import assert_equals_dense, dense, inputs, make_layout, make_tree
 
 CPU = torch.device("cpu")
 
@@ -26,6 +26,14 @@ def test_varlen_index_gathers_prefix_and_segment():
     assert index.key_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
     assert (index.max_query, index.max_key) == (3, 5)
     assert varlen_index(make_layout([(3, []), (2, [])]), CPU).key_index is None
+
+
+def test_varlen_index_gathers_the_whole_path_of_a_segment():
+    index = varlen_index(make_tree([(4, 0, 0), (2, 0, 3), (2, 1, 4)]), CPU)
+    assert index.query_offsets.tolist() == [0, 4, 6, 8]
+    assert index.key_offsets.tolist() == [0, 4, 9, 15]
+    assert index.key_index.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 4, 6, 7]
+    assert (index.max_query, index.max_key) == (4, 6)
 
 
 def test_gathered_rows_sum_their_gradient_in_float32():
@@ -169,15 +177,24 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("groups", [[(5, [])], [(3, [2, 7, 1]), (6, []), (1, [1, 1])]], ids=["one sequence", "mixed"])
-def test_the_kernels_are_asked_for_the_definition(kernels, shape, groups):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        make_layout([(5, [])]),
+        make_layout([(3, [2, 7, 1]), (6, []), (1, [1, 1])]),
+        make_tree([(6, 0, 0), (2, 0, 3), (4, 1, 4), (1, 2, 8), (3, 2, 2), (5, 0, 0), (1, 5, 5)]),
+    ],
+    ids=["one sequence", "mixed", "tree"],
+)
+def test_the_kernels_are_asked_for_the_definition(kernels, shape, layout):
     for with_sinks, reach in itertools.product([False, True], [{}, {"window": 3}, {"chunk": 3}]):
-        assert_equals_dense(make_layout(groups), attend=attend, with_sinks=with_sinks, **reach, **shape)
+        assert_equals_dense(layout, attend=attend, with_sinks=with_sinks, **reach, **shape)
 
 
 @pytest.mark.parametrize("kernels", ["flash-attn"], indirect=True)
 def test_flash_attn_is_handed_the_soft_cap(kernels):
     assert_equals_dense(make_layout([(3, [2, 7])]), attend=attend, softcap=0.7, window=4)
+    assert_equals_dense(make_tree([(6, 0, 0), (2, 0, 3), (4, 1, 4)]), attend=attend, softcap=0.7, window=4)
 
 
 def on_gpu(width: int, dtype=torch.bfloat16):
@@ -261,8 +278,16 @@ OPTIONS = [{}, {"window": 5}, {"chunk": 16}, {"sinks": True}, {"sinks": True, "w
     ],
     ids=str,
 )
-def test_cuda_agrees_with_the_definition(options, shape):
-    segments, options = make_layout([(37, [20, 5, 33]), (64, [])]), dict(options)
+@pytest.mark.parametrize(
+    "segments",
+    [
+        make_layout([(37, [20, 5, 33]), (64, [])]),
+        make_tree([(57, 0, 0), (25, 0, 37), (33, 1, 40), (5, 2, 70), (9, 0, 57)]),
+    ],
+    ids=["prompts", "tree"],
+)
+def test_cuda_agrees_with_the_definition(options, shape, segments):
+    options = dict(options)
     low, truth, want = low_and_dense(segments, options, **shape)
     query, key, value, sinks = low
     got = packed_attention(query, key, value, segments, scale=0.125, sinks=sinks, **options)
