@@ -35,6 +35,10 @@ _LAYER = "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo"
 
 #: Per file (relative to the package), expressions and the class of what they give.
 RECEIVERS: dict[str, dict[str, str]] = {
+    "episodes/parsing.py": {
+        "parser": "vllm.parser.abstract_parser.Parser",
+        "self._request": "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest",
+    },
     "workers/rollout/vllm_engine.py": {
         "llm": _ASYNC_LLM,
         "self._llm": _ASYNC_LLM,

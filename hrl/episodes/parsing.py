@@ -1,0 +1,357 @@
+"""What the policy wrote in a turn, read by the engine's own parsers: its reasoning, its text, its calls of tools.
+
+vLLM is imported only for an episode with tools or a reasoning parser.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from hrl.data.chat import wrong_value
+from hrl.environments import ToolCall
+from hrl.episodes.parser_choice import ParserChoiceError, check_reasoning_parser, parser_class, tool_parser_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.parser.abstract_parser import Parser
+
+logger = logging.getLogger(__name__)
+
+_COMPLAINING = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
+"""Loggers of vLLM's parsers: they write a traceback for every call that can't be read."""
+_LONGEST_COMPLAINT = 200
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_PROBE_NAME = "hrl_probe"
+_PROBE = {_PROBE_NAME: 7}
+_NINE_ALPHANUMERICS = re.compile(r"\|\s*length\s*(!=|==)\s*9\b")
+"""How Mistral's templates test the ids of calls."""
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+_complaint: ContextVar[str | None] = ContextVar("complaint", default=None)
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """What the policy wrote in one turn.
+
+    Attributes:
+        text: All of it, without special tokens.
+        content: The text without tool calls and without reasoning.
+        reasoning: Its reasoning; None without a reasoning parser, or if there is none.
+        tool_calls: The calls in it, in order.
+        message: The turn as the chat template takes it.
+        error: What the parser could not read, where it said so; the turn then has no calls.
+    """
+
+    text: str
+    content: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    message: dict[str, Any]
+    error: str | None = None
+
+
+class TurnParser:
+    """Reads the turns of episodes that have the same tools.
+
+    Args:
+        tokenizer: The policy's.
+        tool_parser: `environment.tool_parser`; None chooses by the chat template, if there are tools.
+        reasoning_parser: `environment.reasoning_parser`.
+        tools: Schemas of the tools, as the chat template gets them.
+        stop_ids: Tokens at which sampling stops, which are no part of the text.
+
+    Attributes:
+        tool_parser: Name of the parser of tool calls; None without tools.
+        chosen_by: What it was chosen by, such as `<tool_call> in the chat template`.
+
+    Raises:
+        ParserChoiceError: No parser is known for the tools, or the configured one does not fit the tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = _template_of(tokenizer)
+        ends = {tokenizer.eos_token_id, *stop_ids}
+        self._ends: frozenset[int] = frozenset(end for end in ends if isinstance(end, int))
+        self.tool_parser: str | None = None
+        self.chosen_by = ""
+        if tools:
+            self.tool_parser, self.chosen_by = tool_parser_for(self._template.text, tool_parser)
+        if reasoning_parser is not None:
+            check_reasoning_parser(reasoning_parser)
+        self._reader: _Reader | None = None
+        if self.tool_parser is not None or reasoning_parser is not None:
+            self._reader = _Reader(tokenizer, self.tool_parser, reasoning_parser, tools or ())
+
+    def parse(self, token_ids: Sequence[int], *, turn: int = 0) -> ParsedTurn:
+        """Read what was sampled in a turn.
+
+        Args:
+            token_ids: All that was sampled, with the token that ended the turn.
+            turn: Counted from 0; ids of calls are made of it.
+        """
+        ids = list(token_ids)
+        text = self._decode(ids, skip_special_tokens=True)
+        if self._reader is None:
+            return ParsedTurn(text, text, None, (), {"role": "assistant", "content": text})
+        written = ids[:-1] if ids and ids[-1] in self._ends else ids
+        raw = self._decode(written, skip_special_tokens=False)
+        found = self._reader.read(raw, ids)
+        calls = tuple(
+            self._call(name, arguments, given if given and given in raw else None, turn, number)
+            for number, (name, arguments, given) in enumerate(found.calls)
+        )
+        content = self._without_special_tokens(found.content)
+        reasoning = None if found.reasoning is None else self._without_special_tokens(found.reasoning)
+        return ParsedTurn(
+            text,
+            content,
+            reasoning,
+            calls,
+            self._message(text, content, reasoning, calls),
+            None if calls else found.error,
+        )
+
+    def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        decoded = self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(decoded)
+
+    def _without_special_tokens(self, text: str) -> str:
+        """Return a text that no chat template turns into other tokens than those of text."""
+        return self._template.special.sub("", text) if self._template.special is not None else text
+
+    def _call(self, name: str, arguments: str, given: str | None, turn: int, number: int) -> ToolCall:
+        return ToolCall(
+            name=name,
+            arguments=_json_object(arguments),
+            id=given or self._template.call_id(turn, number),
+            text=arguments,
+        )
+
+    def _message(self, text: str, content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        if calls and not self._template.shows_calls:  # calls in a field of their own would be lost
+            return {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning is not None:
+            message[self._template.reasoning_key] = reasoning
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": self._template.arguments(call)},
+                }
+                for call in calls
+            ]
+        return message
+
+
+class _Template:
+    """What the chat template wants of an assistant's message.
+
+    Attributes:
+        text: None where there is none.
+        reasoning_key: Name of the field with the reasoning.
+        special: Finds special tokens in a text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        templates = tokenizer.chat_template
+        if isinstance(templates, dict):  # several; `tool_use` is the one that transformers takes for tools
+            templates = templates.get("tool_use") or templates.get("default")
+        self.text: str | None = templates
+        self.source = tokenizer.chat_template
+        self._tokenizer = tokenizer
+        found = (key for key in _REASONING_KEYS if re.search(rf"[.'\"]{key}\b", self.text or ""))
+        self.reasoning_key = next(found, _REASONING_KEYS[0])
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = sorted(added.union(tokenizer.all_special_tokens), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, special))) if special else None
+        self._has_short_ids = _NINE_ALPHANUMERICS.search(self.text or "") is not None
+
+    def call_id(self, turn: int, number: int) -> str:
+        """Return the id of a call: the same in every run, and another one for each call of an episode."""
+        return f"c{_digits(turn)}{_digits(number)}" if self._has_short_ids else f"call_{turn}_{number}"
+
+    def arguments(self, call: ToolCall) -> object:
+        """Return a call's arguments as the template writes them out: an object or its JSON."""
+        if call.arguments is not None and self._takes_objects:
+            return dict(call.arguments)
+        return call.text if self._takes_texts else {}
+
+    @property
+    def shows_calls(self) -> bool:
+        """Whether the template writes out the field `tool_calls` at all."""
+        return self._takes_objects or self._takes_texts
+
+    @cached_property
+    def _takes_objects(self) -> bool:
+        return self._shows(_PROBE)
+
+    @cached_property
+    def _takes_texts(self) -> bool:
+        return self._shows(json.dumps(_PROBE))
+
+    def _shows(self, arguments: object) -> bool:
+        """Return whether the template writes out arguments that are given like that."""
+        if self.text is None:
+            return False
+        call = {"type": "function", "id": self.call_id(0, 0), "function": {"name": "probe", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "7"},
+        ]
+        try:
+            shown = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        # Templates are programs of others: on what they don't expect they raise whatever comes of it.
+        except Exception as error:  # noqa: BLE001
+            logger.debug("the chat template takes no arguments as %s: %s", type(arguments).__name__, error)
+            return False
+        return _PROBE_NAME in str(shown)
+
+
+_templates: WeakKeyDictionary[Any, _Template] = WeakKeyDictionary()
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> _Template:
+    """Return what is known of a tokenizer's chat template; looked at once."""
+    known = _templates.get(tokenizer)
+    if known is None or known.source != tokenizer.chat_template:
+        known = _templates[tokenizer] = _Template(tokenizer)
+    return known
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the engine's parser made of a turn; a call is (name, arguments as text, id)."""
+
+    content: str
+    reasoning: str | None = None
+    calls: Sequence[tuple[str, str, str | None]] = ()
+    error: str | None = None
+
+
+class _Reader:
+    """The engine's parsers, as its server uses them."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        self._tokenizer = _with_quick_vocabulary(tokenizer)
+        self._class = parser_class(tool_parser, reasoning_parser)
+        self._has_tools = tool_parser is not None
+        try:
+            self._request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools] or None)
+        except ValueError as error:
+            raise ParserChoiceError(f"the environment's tools are no schemas of functions: {error}") from error
+        for key, names in (("reasoning_parser", (None, reasoning_parser)), ("tool_parser", (tool_parser, None))):
+            if any(names):
+                self._try(key, parser_class(*names))
+
+    def _try(self, key: str, parser: type[Parser]) -> None:
+        try:
+            parser(self._tokenizer, self._request.tools)
+        # Each parser looks for its own tokens in the vocabulary, and says in its own way what it misses.
+        except Exception as error:
+            raise ParserChoiceError(
+                f"environment.{key}: vLLM's parser does not fit the model's tokenizer ({error}); choose that of the "
+                "model's family"
+            ) from error
+
+    def read(self, text: str, token_ids: list[int]) -> _Found:
+        """Return what is in a turn; what can't be read is content."""
+        _listen()
+        token = _complaint.set(None)
+        try:
+            parser = self._class(self._tokenizer, self._request.tools)
+            reasoning, content, calls = parser.parse(
+                text, self._request, enable_auto_tools=self._has_tools, model_output_token_ids=token_ids
+            )
+            found = [(call.name, call.arguments, call.id) for call in calls or ()]
+            return _Found(content or "", reasoning, found, _complaint.get())
+        # The policy may write anything, and the parsers were written for what models usually write.
+        except Exception as error:  # noqa: BLE001
+            return _Found(text, error=f"{type(error).__name__}: {error}"[:_LONGEST_COMPLAINT])
+        finally:
+            _complaint.reset(token)
+
+
+class _Complaints(logging.Handler):
+    """Keeps what a parser writes into the log about the turn that it reads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING:
+            return
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage() if error is None else f"{type(error).__name__}: {error}"
+        _complaint.set(text[:_LONGEST_COMPLAINT])
+
+
+_complaints = _Complaints()
+
+
+def _listen() -> None:
+    """Take what vLLM's parsers log for what it is: a property of a turn. A policy in training writes much nonsense."""
+    for name in _COMPLAINING:
+        source = logging.getLogger(name)
+        # Said before each turn: who configures vLLM's loggers anew takes handlers away.
+        if _complaints not in source.handlers or source.propagate:
+            source.addHandler(_complaints)
+            source.propagate = False
+
+
+def _with_quick_vocabulary(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that keeps its vocabulary as a dictionary, which each parser asks for."""
+    known = _quick.get(tokenizer)
+    if known is None:
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        known = _quick[tokenizer] = get_cached_tokenizer(tokenizer)
+    return known
+
+
+_quick: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """Return the object of a JSON text; None if it is none, or one that can't be handed on."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # also of a number of thousands of digits, and of deep nesting
+        return None
+    return value if isinstance(value, dict) and wrong_value(value, "arguments") is None else None
+
+
+def _digits(number: int) -> str:
+    """Return a number as four digits of base 36."""
+    digits = ""
+    for _ in range(4):
+        number, last = divmod(number, len(_DIGITS))
+        digits = _DIGITS[last] + digits
+    return digits
