@@ -111,6 +111,26 @@ ALARMS: Mapping[str, Alarm] = {
         "the policy leaves the range in which its samples can teach it",
         "a lower learning rate, fewer `actor.ppo_epochs`, larger mini-batches",
     ),
+    "episodes_failed": Alarm(
+        0.05,
+        "more than {} of the episodes fail, for 3 steps",
+        "an environment that breaks chooses what is learnt from",
+        "`rollouts/` has the error of each; `hrl env-test` plays some of them alone",
+    ),
+    "episodes_cut": Alarm(
+        0.5,
+        "more than {} of the episodes are ended by a limit, for 3 steps",
+        "cut episodes rarely reach what their rewards are paid for",
+        "`episode/end/*` tells which limit; a larger `environment.max_turns`, `data.max_response_length` or "
+        "`environment.episode_timeout_s`",
+    ),
+    "tool_errors": Alarm(
+        0.5,
+        "more than {} of the tool calls fail, for 3 steps",
+        "the policy learns to live without its tools",
+        "read conversations (`hrl rollouts`): a form that the parser can't read, arguments that the tool refuses, or a "
+        "tool that is too slow (`environment.tool_timeout_s`)",
+    ),
     "reward_hacking": Alarm(
         0.1,
         "two validations in a row are {} of the range of rewards below the best one, and more if that may be luck, "

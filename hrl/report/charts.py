@@ -199,6 +199,43 @@ CHARTS = (
         alarms=("truncation",),
     ),
     Chart(
+        "turns",
+        "Turns",
+        "Turns of the policy in an episode, and the tools that it called in them.",
+        (
+            Metrics(r"episode/turns/(mean|max)", r"turns, \1"),
+            Metrics(r"episode/tool_calls/mean", "tool calls, mean"),
+            Metrics(r"episode/tool_errors/mean", "tool calls that failed, mean"),
+        ),
+        from_zero=True,
+        alarms=("tool_errors",),
+    ),
+    Chart(
+        "episode-tokens",
+        "Tokens of an episode",
+        "What the policy samples and learns from, against what it is told.",
+        (
+            Metrics(r"episode/policy_tokens/mean", "policy"),
+            Metrics(r"episode/environment_tokens/mean", "environment"),
+        ),
+        from_zero=True,
+    ),
+    Chart(
+        "episode-ends",
+        "How episodes end",
+        "Shares of the episodes: done by their nature, by a limit of the environment or of the run, or failed.",
+        (Metrics(r"episode/end/(.+)", r"\1"),),
+        form="stack",
+        from_zero=True,
+        alarms=("episodes_failed", "episodes_cut"),
+    ),
+    Chart(
+        "environment",
+        "Numbers of the environment",
+        "What the environment itself reports of an episode, mean over those that have it.",
+        (Metrics(r"env/(.+)", r"\1"),),
+    ),
+    Chart(
         "entropy",
         "Entropy",
         "Of the policy per token. Near 0 it explores no more; a steady rise leads to noise.",

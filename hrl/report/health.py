@@ -35,10 +35,11 @@ _KL, _GRADIENT = ("actor/kl_loss", "actor/reward_kl_penalty"), ("actor/grad_norm
 _MOVED, _SAMPLED, _LOSS = "actor/ppo_kl", "rollout/empty_responses", "train/loss"
 _TOP, _LOW, _STD = "critic/score/max", "critic/score/min", "reward/std"
 _SHAPED_STD = "reward/shaped_std"
+_FAILED, _ENDED, _TOOL_ERRORS = "episode/failed_ratio", "episode/truncated_ratio", "episode/tool_error_ratio"
 _ADVANTAGES = ("critic/advantages/max", "critic/advantages/min")
 _WATCHED = (
     *(_ENTROPY, _LENGTH, _REWARD, _CUT, _GAP, _CLIPPED, *_KL, *_GRADIENT),
-    *(_MOVED, _SAMPLED, _LOSS, _TOP, _LOW, _STD, _SHAPED_STD, *_ADVANTAGES),
+    *(_MOVED, _SAMPLED, _LOSS, _TOP, _LOW, _STD, _SHAPED_STD, *_ADVANTAGES, _FAILED, _ENDED, _TOOL_ERRORS),
 )
 
 
@@ -323,6 +324,9 @@ _RULES: Mapping[str, tuple[Rule, tuple[str, ...]]] = {
     "kl": (lambda run, limit: _above(run, _KL, limit, ".3f"), _KL),
     "update_kl": (lambda run, limit: _above(run, (_MOVED,), limit, ".3f"), (_MOVED,)),
     "clip_share": (lambda run, limit: _above(run, (_CLIPPED,), limit, ".2f"), (_CLIPPED,)),
+    "episodes_failed": (lambda run, limit: _above(run, (_FAILED,), limit, ".2f"), (_FAILED,)),
+    "episodes_cut": (lambda run, limit: _above(run, (_ENDED,), limit, ".2f"), (_ENDED,)),
+    "tool_errors": (lambda run, limit: _above(run, (_TOOL_ERRORS,), limit, ".2f"), (_TOOL_ERRORS,)),
     "reward_hacking": (_reward_hacking, (_REWARD,)),
     "overfitting": (_overfitting, (_LOSS,)),
 }

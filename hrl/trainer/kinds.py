@@ -60,6 +60,11 @@ class Kind(Generic[C]):
 # ---------------------------------------------------------------------- PPO and its relatives
 
 _UPDATE = phase_groups()["update"]
+_EPISODE_FIELDS = (
+    Field("turns", ("episode/turns/mean",), "4.1f", drop=2),
+    Field("tools", ("episode/tool_calls/mean",), "4.1f", drop=3, optional=True, waits=True),
+    Field("fail", ("episode/failed_ratio",), "4.2f", drop=1, optional=True, waits=True),
+)
 
 
 def _ppo_line(config: PPOTrainerConfig) -> StepLine:
@@ -72,6 +77,7 @@ def _ppo_line(config: PPOTrainerConfig) -> StepLine:
             Field("reward", ("reward/mean",), "6.3f"),
             *validates,
             Field("len", ("response_length/mean",), "4.0f", drop=2),
+            *(_EPISODE_FIELDS if config.environment.is_used else ()),
             *(reference if config.needs_reference else within),
             Field("ent", ("actor/entropy",), "5.2f", drop=6, optional=True),
             Field("grad", ("actor/grad_norm",), "5.2f", drop=3),

@@ -10,6 +10,7 @@ from rich.console import Console, Group
 
 from hrl.config import compose_cli, load_config
 from hrl.config.compose import compose_kind
+from hrl.config.environment import EnvironmentConfig
 from hrl.config.run_kind import SFT
 from hrl.report.answers import Answer, Series
 from hrl.report.console import JsonConsole, RunConsole, validation_table
@@ -18,6 +19,7 @@ from hrl.report.health import Raised
 from hrl.report.live import PhaseBar
 from hrl.report.phases import PHASES
 from hrl.report.samples import best_median_worst, printable, samples_table
+from hrl.report.step_line import Layout
 from hrl.trainer.kinds import KINDS
 from tests.report.runs import HOSTILE, sample
 
@@ -52,6 +54,15 @@ def make_console(*, terminal, width=80):
     return RunConsole(console, clock=lambda: 0.0).expect(
         30, PPO_LINE, ["gen", "reward", "update_actor", "weight_sync"]
     ), file
+
+
+def test_a_run_with_an_environment_shows_turns_and_what_goes_wrong_from_the_step_on_in_which_it_does():
+    line = KINDS["ppo"].line(CONFIG.model_copy(update={"environment": EnvironmentConfig(path="my_env.py:Game")}))
+    episodes = {"episode/turns/mean": 3.25, "episode/tool_calls/mean": 0.0, "episode/failed_ratio": 0.0}
+    layout = Layout(line, 30)
+    assert "len    5  turns  3.2  kl" in layout.text(1, METRICS | episodes, 120)
+    troubled = METRICS | episodes | {"episode/tool_calls/mean": 1.5, "episode/failed_ratio": 0.03}
+    assert "turns  3.2  tools  1.5  fail 0.03" in layout.text(2, troubled, 140)
 
 
 def test_step_line_at_80_columns():

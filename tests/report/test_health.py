@@ -80,6 +80,9 @@ SICK: Mapping[str, tuple[list[dict[str, float]], int]] = {
     "kl": ([healthy(1)] + [healthy(s, actor__kl_loss=1.5) for s in range(2, 6)], 4),
     "update_kl": ([healthy(1)] + [healthy(s, actor__ppo_kl=-0.2) for s in range(2, 6)], 4),
     "clip_share": ([healthy(1)] + [healthy(s, actor__pg_clipfrac=0.4) for s in range(2, 6)], 4),
+    "episodes_failed": ([healthy(1)] + [healthy(s, episode__failed_ratio=0.08) for s in range(2, 6)], 4),
+    "episodes_cut": ([healthy(1)] + [healthy(s, episode__truncated_ratio=0.6) for s in range(2, 6)], 4),
+    "tool_errors": ([healthy(1)] + [healthy(s, episode__tool_error_ratio=0.7) for s in range(2, 6)], 4),
     "reward_hacking": (
         [healthy(1), healthy(2) | val(0.7), healthy(3), healthy(4) | val(0.5), healthy(5), healthy(6) | val(0.45)],
         6,

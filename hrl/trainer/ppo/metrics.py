@@ -108,6 +108,8 @@ _TROUBLES = (
     "rollout/empty_responses",
     "rollout/aborted_responses",
     "rollout/truncated_responses",
+    "episode/num_failed",
+    "episode/num_replayed",
 )
 CORRECT_AT = 1.0
 """The least score of a correct answer, where the reward function does not say which answers are correct."""
