@@ -5,7 +5,8 @@ its needs. Outputs are 0 outside the response mask and have no gradient. Outcome
 `returns` are the advantages.
 
 All estimators follow these rules: groups are by id and may differ in size; a response without trained tokens is not
-part of its group; a group with equal scores, or with only one response, gives advantage 0 before any whitening.
+part of its group; a group with equal scores, or with only one response, gives advantage 0 before any whitening. An
+episode that went on in further rows is one response: an estimator gets it as one row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import ModuleType
 from typing import Protocol
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hrl.algos.episodes import FoldedEpisodes
 from hrl.algos.groups import group_statistics, group_sum
 from hrl.algos.masked import (
     WHITEN_EPSILON,
@@ -35,6 +37,8 @@ from hrl.algos.masked import (
     whiten_in_place,
 )
 from hrl.algos.registry import ESTIMATOR_TRAITS, EstimatorTraits, Registry
+from hrl.algos.reward_placement import place_scores
+from hrl.algos.turns import Turns
 
 Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
@@ -62,6 +66,11 @@ class AdvantageInput:
         old_log_probs: `(B, R)`, log-probs of the sampled tokens.
         sum_pi_squared: `(B, R)`, the sum over the vocabulary of squared probabilities at each token.
         rollout_is_weights: `(B, R)`, weights that correct for the sampler.
+        turn_index: `(B, R)` int64, the turn of each token, counted from 0. Without it what is trained of a response is
+            one turn.
+        episode_ids: `(B,)` int64 codes of the episode that each row is a branch of; None makes every row one. Columns
+            of rows are an episode's own, the same in all its rows.
+        bootstrap_values: `(B,)`, the critic's value of the state in which a limit cut the episode off; else 0.
     """
 
     token_level_rewards: Tensor
@@ -73,6 +82,9 @@ class AdvantageInput:
     old_log_probs: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     rollout_is_weights: Tensor | None = None
+    turn_index: Tensor | None = None
+    episode_ids: Tensor | None = None
+    bootstrap_values: Tensor | None = None
 
     def need(self, name: str) -> Tensor:
         """Return the column `name`.
@@ -103,7 +115,7 @@ class AdvantageSettings(Protocol):
 
     @property
     def gamma(self) -> float:
-        """Discount per token."""
+        """Discount per token, or per turn where an estimator's steps are turns."""
 
     @property
     def lam(self) -> float:
@@ -176,7 +188,39 @@ def compute_advantages(name: str, inp: AdvantageInput, config: AdvantageSettings
         if len(broken):  # a sum of finite rewards may overflow
             raise ValueError(f"the rewards of row {int(broken[0])} are not finite")
     # One conversion here instead of one at every use of the mask.
-    return estimator(replace(inp, response_mask=mask.bool()), config)
+    inp = replace(inp, response_mask=mask.bool())
+    if inp.episode_ids is None:
+        return estimator(_bootstrapped(inp, config.gamma), config)
+    fold = FoldedEpisodes.of(inp.response_mask, inp.episode_ids, inp.turn_index)
+    advantages, returns = estimator(_bootstrapped(_folded(inp, fold), config.gamma), config)
+    return fold.unfold(advantages), fold.unfold(returns)
+
+
+_OF_ROWS = ("group_ids", "reward_baselines", "reward_parts", "bootstrap_values")
+
+
+def _folded(inp: AdvantageInput, fold: FoldedEpisodes) -> AdvantageInput:
+    """Return the batch with one row for each episode."""
+    columns = {field.name: getattr(inp, field.name) for field in fields(inp)}
+    folded = {
+        name: fold.rows(column) if name in _OF_ROWS else fold.tokens(column)
+        for name, column in columns.items()
+        if column is not None and name not in ("response_mask", "episode_ids")
+    }
+    return AdvantageInput(response_mask=fold.mask(), **folded)
+
+
+def _bootstrapped(inp: AdvantageInput, gamma: float) -> AdvantageInput:
+    """Add what a critic expects behind an episode that a limit cut off to the reward of its last trained token.
+
+    `r_T + gamma V(s_(T+1))`: in every temporal difference and return this is the same as a value that follows the last
+    token in place of 0 (Pardo et al., arXiv:1712.00378, section 3).
+    """
+    if inp.bootstrap_values is None:
+        return inp
+    ahead = gamma * inp.bootstrap_values.to(inp.token_level_rewards.dtype)
+    rewards = keep(inp.token_level_rewards, inp.response_mask) + place_scores(ahead, inp.response_mask)
+    return replace(inp, token_level_rewards=rewards.to(inp.token_level_rewards.dtype), bootstrap_values=None)
 
 
 @register_adv_est("gae")
@@ -369,6 +413,50 @@ def optimal_token_baseline_advantage(inp: AdvantageInput, config: AdvantageSetti
     teaches = group_statistics(inp.scores(), group_ids, rows_with_tokens(mask)).has_spread
     advantages = torch.where(teaches.unsqueeze(-1), advantages, 0.0)
     return tokens.unpack(advantages).to(returns.dtype), returns
+
+
+# ---------------------------------------------------------------------------------- turns as steps
+
+
+@register_adv_est("grpo_turns")
+def grpo_turns_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
+    """`A_ik = sum_{j >= k} gamma^(j-k) (r_ij - mean(r)) / (std(r) + 1e-6)` for all tokens of turn k of episode i.
+
+    GRPO with process supervision, arXiv:2402.03300 section 4.1.3, a turn being a step; there gamma is 1. The statistics
+    are over the rewards of all turns of all the group's episodes, the standard deviation is the unbiased one, and
+    without `norm_adv_by_std_in_grpo` there is none. A turn's reward is the sum over its tokens. Episodes of one turn
+    make it `grpo`.
+    """
+    turns, group_ids = Turns.of(inp.response_mask, inp.turn_index), inp.need("group_ids")
+    rewards, taken = turns.totals(inp.token_level_rewards), turns.slots
+    of_turns = group_ids.unsqueeze(-1).expand_as(taken)[taken]
+    stats = group_statistics(rewards[taken], of_turns, torch.ones_like(of_turns, dtype=torch.bool))
+    # An episode has nothing to be compared with in a group of its own, however many turns it has.
+    episodes = group_sum(taken.any(dim=-1).double(), group_ids).unsqueeze(-1).expand_as(taken)[taken]
+    normalised = rewards[taken] - stats.mean
+    if config.norm_adv_by_std_in_grpo:
+        normalised = normalised / (stats.std + GROUP_EPSILON)
+    steps = torch.zeros_like(rewards)
+    steps[taken] = torch.where(stats.has_spread & (episodes > 1), normalised, 0.0)
+    advantages = turns.spread(reward_to_go(steps, taken, config.gamma), inp.token_level_rewards.dtype)
+    return advantages, advantages
+
+
+@register_adv_est("gae_turns")
+def gae_turns_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
+    """`A_k = sum_l (gamma lam)^l delta_{k+l}`, `delta_k = r_k + gamma V_{k+1} - V_k`, for all tokens of turn k.
+
+    GAE whose steps are turns: arXiv:2512.17008, "Turn-PPO: Turn-Level Advantage Estimation with PPO for Improved
+    Multi-Turn RL in Agentic LLMs". `r_k` is the sum of the rewards of the turn's tokens, `V_k` the value before its
+    first trained token, when all that the turn answers has been read. Whitened over the trained tokens of the batch.
+    The return of all tokens of a turn, the critic's target, is `A_k + V_k` before whitening; `gae` with gamma = lam = 1
+    has one return within a turn too. Turns of one token make it `gae`.
+    """
+    turns, values = Turns.of(inp.response_mask, inp.turn_index), inp.need("values")
+    rewards, dtype = turns.totals(inp.token_level_rewards), inp.token_level_rewards.dtype
+    steps = turns.firsts(values).double()
+    advantages, returns = gae(rewards, steps, turns.slots, config.gamma, config.lam, whitened=False)
+    return whiten(turns.spread(advantages, dtype), inp.response_mask), turns.spread(returns, dtype)
 
 
 # ---------------------------------------------------------------------------------- returns of single tokens

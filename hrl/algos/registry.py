@@ -83,6 +83,8 @@ ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
     "gpg": EstimatorTraits(min_group_size=2),
     "gdpo": EstimatorTraits(min_group_size=2, needs_parts=True),
     "optimal_token_baseline": EstimatorTraits(min_group_size=2, needs_old_log_probs=True, needs_sum_pi_squared=True),
+    "grpo_turns": EstimatorTraits(min_group_size=2),
+    "gae_turns": EstimatorTraits(needs_critic=True),
 }
 POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
     "vanilla": PolicyLossTraits(zero_at_zero_advantage=True),

@@ -98,7 +98,7 @@ class AlgorithmConfig(Section):
     """The advantage estimator; gae is PPO's. `my.py:name` is one that this Python file registers. Default: gae where a
     `critic.*` key is set, else grpo."""
     gamma: UnitInterval = 1.0
-    """Discount per token."""
+    """Discount per token; per turn in `grpo_turns` and `gae_turns`."""
     lam: UnitInterval = 1.0
     """GAE's trade-off between bias (0) and variance (1)."""
     norm_adv_by_std_in_grpo: bool = True

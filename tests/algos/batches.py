@@ -88,5 +88,6 @@ def advantage_input(mask: Tensor, group_ids: Tensor, seed: int = 0, **overrides:
         "reward_parts": normal(rows, 3),
         "old_log_probs": old_log_probs,
         "sum_pi_squared": old_log_probs.exp().square() + 0.1,
+        "turn_index": torch.arange(mask.shape[1]).div(2, rounding_mode="floor").expand(mask.shape).contiguous(),
     }
     return AdvantageInput(**columns | overrides)

@@ -32,7 +32,7 @@ EVERY_ESTIMATOR = pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
 BY_GROUP = pytest.mark.parametrize(
     "name", sorted(name for name, entry in ESTIMATOR_TRAITS.items() if entry.min_group_size > 1)
 )
-WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
+WHITENED = {"gae", "gae_turns", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
 
 
 @pytest.fixture(params=[False, True], ids=["numpy", "compiled"])
@@ -96,8 +96,8 @@ def test_values_at_masked_tokens_are_ignored_even_if_not_finite(name: str) -> No
     columns = {
         key: column.masked_fill(masked, math.nan)
         for key, column in columns_of(inp).items()
-        if key not in ("response_mask", "token_level_rewards")
-    }
+        if key not in ("response_mask", "token_level_rewards", "turn_index")
+    } | {"turn_index": inp.turn_index.masked_fill(masked, -7)}
     for before, after in zip(
         compute_advantages(name, inp, CONFIG), compute_advantages(name, replace(inp, **columns), CONFIG), strict=True
     ):
@@ -155,6 +155,7 @@ def test_a_constant_added_to_all_scores_of_a_group_changes_nothing(
     name: str, inp: AdvantageInput, shifts: list[int]
 ) -> None:
     added = torch.tensor(shifts, dtype=torch.float64)[inp.group_ids]
+    inp = replace(inp, turn_index=None)  # turns are compared with turns, and scores have no say
     shifted = replace(
         inp,
         token_level_rewards=place_scores(inp.scores() + added, inp.response_mask),
@@ -184,7 +185,8 @@ def test_a_group_of_equal_scores_gets_nothing_and_moves_no_other(
     silent = torch.tensor([group in dead for group in inp.group_ids.tolist()])
     scores = torch.where(silent, level, inp.scores())
     parts = torch.where(silent.unsqueeze(1), level, inp.reward_parts)
-    inp = replace(inp, token_level_rewards=place_scores(scores, inp.response_mask), reward_parts=parts)
+    rewards = place_scores(scores, inp.response_mask)
+    inp = replace(inp, token_level_rewards=rewards, reward_parts=parts, turn_index=None)
     advantages, _ = compute_advantages(name, inp, CONFIG)
     assert (advantages[silent] == 0).all()
     if name != "gpg" and not silent.all():  # which makes up for the silent by scaling the others
