@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hrl.api.run import Run
     from hrl.api.trainers import DPO, GRPO, PPO, SFT, RewardModel
+    from hrl.environments.interface import Action, Environment, Observation, StepResult, ToolCall
+    from hrl.environments.single_turn import SingleTurn
+    from hrl.environments.tool_functions import tool
+    from hrl.environments.tools import ToolEnvironment
     from hrl.protocol import DataProto
     from hrl.trainer.callbacks import Callback, RunState
 
@@ -15,12 +19,20 @@ __all__ = [
     "GRPO",
     "PPO",
     "SFT",
+    "Action",
     "Callback",
     "DataProto",
+    "Environment",
+    "Observation",
     "RewardModel",
     "Run",
     "RunState",
+    "SingleTurn",
+    "StepResult",
+    "ToolCall",
+    "ToolEnvironment",
     "__version__",
+    "tool",
 ]
 
 # Torch costs a second, hydra a half: what needs them loads when it is first read.
@@ -29,6 +41,10 @@ _LAZY = {
     "Run": "hrl.api.run",
     **dict.fromkeys(("Callback", "RunState"), "hrl.trainer.callbacks"),
     "DataProto": "hrl.protocol",
+    **dict.fromkeys(("Action", "Environment", "Observation", "StepResult", "ToolCall"), "hrl.environments.interface"),
+    "SingleTurn": "hrl.environments.single_turn",
+    "ToolEnvironment": "hrl.environments.tools",
+    "tool": "hrl.environments.tool_functions",
 }
 
 

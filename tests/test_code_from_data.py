@@ -31,6 +31,7 @@ FLAGS = {("shell", True), ("allow_pickle", True), ("weights_only", False), ("tru
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("hrl/__init__.py", "import_module()"): (1, "modules of a table in this file"),
     ("hrl/config/__init__.py", "import_module()"): (1, "modules of a table in this file"),
+    ("hrl/environments/registry.py", "import_module()"): (1, "modules of a table in this file"),
     ("hrl/commands/table.py", "import_module()"): (1, "the commands of the table in this file"),
     ("hrl/algos/advantages.py", "importlib.import_module()"): (1, "one module of hrl"),
     ("hrl/models/companions.py", "import_module()"): (1, "installed packages that transformers imports anyway"),
@@ -45,9 +46,9 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("hrl/config/spellings.py", "yaml.load()"): (1, "hrl's own tables, with the safe loader"),
     ("hrl/migrate/trl.py", "ast.literal_eval()"): (1, "reads literals and calls nothing"),
     ("hrl/reward/scorers/reasoning_gym.py", "ast.literal_eval()"): (1, "reads literals and calls nothing"),
-    ("hrl/reward/function.py", "import cloudpickle"): (
+    ("hrl/processes/pickled.py", "import cloudpickle"): (
         1,
-        "a function that the user's own session gives as an object, on its way to the processes that call it",
+        "a function or class that the user's own session gives as an object, on its way to the processes that call it",
     ),
     ("hrl/single_controller/transport.py", "from ray import cloudpickle"): (
         1,

@@ -13,6 +13,7 @@ from hrl.errors import HrlError
 #: Raised and caught inside hrl: signals between two of its functions, which no user sees.
 SIGNALS = {
     "AnswerTooComplexError",
+    "ArgumentsMisfitError",
     "MaskMeaningError",
     "MemberError",
     "NonFiniteScoreError",

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
 from typing import Any, ClassVar, Self
 
-import cloudpickle
-
 from hrl.errors import RefusedError
 from hrl.nearest import nearest
+from hrl.processes.pickled import PickledObject
 from hrl.user_file import UserFileError, load_user_file
 
 RESPONSE = ("response", "solution_str")
@@ -201,14 +197,14 @@ class PickledFunction:
             )
         _check_callable(function, name, title, kwargs or {}, columns)
         try:
-            pickled = cloudpickle.dumps(function)
+            pickled = PickledObject.of(function)
         except Exception as error:  # objects that the user's function refers to may raise anything when pickled
             raise RewardFunctionError(
                 f"reward function {title} can't be sent to the processes that run it: {type(error).__name__}: {error}. "
                 "Open clients, locks and files inside the function, or put it into a Python file and name that with "
                 "reward.custom_reward_function.path"
             ) from error
-        return cls(title, base64.b64encode(pickled).decode("ascii"), tuple(entry or os.getcwd() for entry in sys.path))
+        return cls(title, pickled.pickled, pickled.import_path)
 
     @property
     def title(self) -> str:
@@ -221,12 +217,8 @@ class PickledFunction:
         Raises:
             RewardFunctionError: Its module can't be imported here.
         """
-        sys.path += [entry for entry in self.import_path if entry not in sys.path]
         try:
-            # What is unpickled here was pickled by `of` in the run's own process. It came in the arguments of the
-            # reward actor and over the socket that the pool opened to this process; never from a file, a download or
-            # the model. Nothing is unpickled on the way back: results are JSON.
-            return cloudpickle.loads(base64.b64decode(self.pickled))
+            return PickledObject(self.pickled, self.import_path).load()
         except ModuleNotFoundError as error:
             raise RewardFunctionError(
                 f"{error} in the processes of reward functions. Put its folder on PYTHONPATH, or name the function's "

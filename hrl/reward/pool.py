@@ -15,26 +15,30 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from hrl.processes.child_environment import child_environment, withheld_names
+from hrl.processes.child import (
+    MissingVariableError,
+    start_child,
+    stop_child,
+    values_of_arguments,
+    with_values,
+    withheld_variable,
+)
 from hrl.processes.evidence import exit_in_words, why_memory_ended_it
-from hrl.processes.lifetime import under_guard
+from hrl.processes.messages import GarbledError, encode, open_stream, receive
 from hrl.processes.plain_data import to_plain
+from hrl.processes.shared_state import SharedState
 from hrl.processes.watch import NEEDED, STOPPED, state_of
 from hrl.reward.function import RewardFunctionError, read_reward
-from hrl.reward.process import GarbledError, SharedState, encode, open_stream, receive
 from hrl.reward.scorers.base import UNSCORABLE
 from hrl.reward.spec import RewardSpec
 
@@ -53,13 +57,11 @@ _LAST_WORDS_S = 0.5
 """How long to wait for the exit code of a process that has closed its socket."""
 _SILENCE_S = 5.0
 """How much longer than the deadline a process may be blocked outside of any sample before it is killed."""
-_GUARD_TIMEOUT_S = 15.0
-"""How long a guard may take to kill what a process has started; it gives up after 5 s itself."""
 _START_TIMEOUT_S = 60.0
 """How long a process may take to start and load the function."""
 _FAILED_STARTS_ALLOWED = 3
 _MAX_ATTEMPTS = 2
-_OF_EVERY_PROCESS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+_TITLE = "reward processes"
 _LONGEST_REASON = 300
 
 Status = Literal["ok", "skip", "unscorable", "error", "timeout", "crash"]
@@ -192,15 +194,11 @@ class RewardPool:
             RewardFunctionError: The function can't be loaded, with the traceback of the process; or a variable that it
                 is to have is not set.
         """
-        missing = {name: key for name, key in self._spec.env.items() if key not in os.environ}
-        if missing:
-            name, key = next(iter(missing.items()))
-            raise RewardFunctionError(
-                f"the argument {name} of {self._spec.source.title} is the environment variable {key}, which is not set "
-                "where the reward processes start. Export it before the run; on a cluster that runs already, before "
-                "`ray start` on the driver's node"
-            )
-        self._passed = {key: os.environ[key] for key in self._spec.env.values()} | _with_values(self._variables)
+        try:
+            named = values_of_arguments(self._spec.env, self._spec.source.title, _TITLE)
+            self._passed = named | with_values(self._variables, "reward.env", _TITLE)
+        except MissingVariableError as error:
+            raise RewardFunctionError(str(error)) from error
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         limit_s = _START_TIMEOUT_S * (_FAILED_STARTS_ALLOWED + 1) + _LAST_WORDS_S
@@ -307,7 +305,7 @@ class RewardPool:
 
     def _launch(self) -> None:
         try:
-            popen, ours, state = _start_process(self._passed, self._output)
+            popen, ours, state = start_child("hrl.reward.process", self._passed, self._output)
         except OSError as error:
             self._give_up(
                 f"the system gives no further process: {error}. Lower reward.num_workers, or raise the limits of "
@@ -394,14 +392,14 @@ class RewardPool:
 
     def _with_hint(self, error: str) -> str:
         """Add a hint to an error that names an environment variable withheld from the process."""
-        for name in withheld_names(keep=self._passed):
-            if f"'{name}'" in error or f'"{name}"' in error:
-                return (
-                    f"{error}\n(the variable {name} is set, but reward processes get only those that libraries need "
-                    f"and those that are named: reward.env=[{name}], or <argument>: env:{name} in reward_kwargs or in "
-                    "the entry of reward.functions)"
-                )
-        return error
+        name = withheld_variable(error, self._passed)
+        if name is None:
+            return error
+        return (
+            f"{error}\n(the variable {name} is set, but reward processes get only those that libraries need "
+            f"and those that are named: reward.env=[{name}], or <argument>: env:{name} in reward_kwargs or in "
+            "the entry of reward.functions)"
+        )
 
     def _finish(self, task: _Task, status: Status, blames_response: bool = False, **outcome: Any) -> None:
         """Set a sample's outcome; a response that a built-in function failed on counts as a wrong answer."""
@@ -481,62 +479,7 @@ class RewardPool:
 
     def _kill(self, process: _Process) -> None:
         process.tending.cancel()
-        process.popen.terminate()
-        process.popen.send_signal(signal.SIGCONT)  # a guard that somebody has stopped hears of it, too
-        try:
-            process.popen.wait(_GUARD_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the guard of reward process %d does not end, and is killed", process.pid)
-            process.popen.kill()
-            process.popen.wait(_GUARD_TIMEOUT_S)
+        stop_child(process.popen, f"reward process {process.pid}")
         NEEDED.remove(process.pid)
         process.state.close()
         self._processes.discard(process)
-
-
-def _with_values(variables: Sequence[str]) -> dict[str, str]:
-    """Return the variables of `reward.env` with their values, those that are only named with this process's.
-
-    Raises:
-        RewardFunctionError: One of these is not set here.
-    """
-    values = {}
-    for variable in variables:
-        name, equals, value = variable.partition("=")
-        if not equals and name not in os.environ:
-            raise RewardFunctionError(
-                f"reward.env names {name}, an environment variable that is not set where the reward processes start. "
-                f"Export it before the run (on a cluster that runs already, before `ray start` on the driver's node), "
-                f"or write {name}=value"
-            )
-        values[name] = value if equals else os.environ[name]
-    return values
-
-
-def _start_process(
-    variables: Mapping[str, str], output: IO[bytes] | None
-) -> tuple[subprocess.Popen[bytes], socket.socket, SharedState]:
-    """Start a process that waits for its settings; return it with the parent's end of its socket and the shared state.
-
-    Args:
-        variables: Environment variables that it gets beside those that libraries need.
-        output: File that gets what the process writes; standard error if None.
-
-    Raises:
-        OSError: The system can't start a process.
-    """
-    ours, theirs = socket.socketpair()
-    with contextlib.ExitStack() as on_failure, theirs:
-        on_failure.enter_context(ours)
-        shared = SharedState.create()
-        on_failure.callback(os.close, shared)
-        popen = subprocess.Popen(
-            under_guard([sys.executable, "-P", "-m", "hrl.reward.process", str(theirs.fileno()), str(shared)]),
-            env=child_environment({**os.environ, **_OF_EVERY_PROCESS, **variables}, keep=variables),
-            pass_fds=[theirs.fileno(), shared],
-            stdin=subprocess.DEVNULL,
-            stderr=output,
-            start_new_session=True,  # Ctrl-C reaches only the parent
-        )
-        on_failure.pop_all()
-    return popen, ours, SharedState(shared)

@@ -10,149 +10,45 @@ If the event loop is blocked, some call computes or waits without `await`. `Shar
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import json
-import mmap
 import os
-import resource
 import socket
 import sys
-import time
-import traceback
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from hrl import user_file
-from hrl.processes.isolation import isolate
+from hrl.processes.attributing_loop import AttributingLoop
+from hrl.processes.child import begin, describe, limit_memory
+from hrl.processes.messages import encode, open_stream, receive
 from hrl.processes.plain_data import from_plain
-from hrl.processes.signals import stay_alone
+from hrl.processes.shared_state import SharedState
 from hrl.reward import function as function_file
 from hrl.reward.function import RESPONSE, RewardFunctionError, is_async, names_taken, read_reward
 from hrl.reward.spec import RewardSpec
 from hrl.reward.weighted import BLAME
 
-_SINCE_NS, _HOLDER, _BLAME, _PID = range(4)
-_STATE_BYTES = 4 * 8
-_LONGEST_TRACEBACK = 4000
 _LONGEST_TEXT = 4000
-_LONGEST_GARBLE = 80
+_OURS = (__file__, function_file.__file__, user_file.__file__)
 _ONE_AT_A_TIME = (
     "{name} returns a coroutine but is not `async def` itself, so its calls are awaited one at a time. "
     "With `async def` (also in a decorator's wrapper) many are awaited at once"
 )
 _CANCEL_GRACE_S = 1.0
 """How long a cancelled call may take to end."""
-_CALLER: contextvars.ContextVar[int] = contextvars.ContextVar("caller", default=0)
-
-
-# ---------------------------------------------------------------------- what goes between parent and child
-
-
-def encode(message: dict[str, Any]) -> bytes:
-    """Return a message as one line of JSON in ASCII."""
-    return (json.dumps(message) + "\n").encode("ascii")
-
-
-async def open_stream(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return reader and writer of a connection, for lines of any length."""
-    return await asyncio.open_connection(sock=connection, limit=sys.maxsize)
-
-
-async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Return the next message, or `None` if the other side has closed the connection.
-
-    Raises:
-        GarbledError: What came is no message.
-    """
-    try:
-        line = await reader.readline()
-    except ConnectionError:
-        return None
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise GarbledError(line[:_LONGEST_GARBLE]) from error
-    if not isinstance(message, dict):
-        raise GarbledError(line[:_LONGEST_GARBLE])
-    return message
-
-
-class GarbledError(ValueError):
-    """A line between parent and child that is no message: a reward function wrote to its process's connection."""
-
-
-class SharedState:
-    """Which sample occupies the process and since when, in memory that the parent can read at any time.
-
-    Args:
-        descriptor: Descriptor of a memory file from `create`; it is closed.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, _STATE_BYTES)
-        self._cells = memoryview(self._memory).cast("q")
-        os.close(descriptor)
-
-    @staticmethod
-    def create() -> int:
-        """Return the descriptor of a new memory file, occupied by no sample."""
-        descriptor = os.memfd_create("reward-process")
-        os.ftruncate(descriptor, _STATE_BYTES)
-        return descriptor
-
-    def hold(self, sample: int) -> None:
-        """Record that a sample occupies the process from now on; 0 is none."""
-        if sample:
-            self.blame_response(False)
-        # The time is written first: a reader between the two writes sees a process that has just moved on.
-        self._cells[_SINCE_NS] = time.monotonic_ns()
-        self._cells[_HOLDER] = sample
-
-    def blame_response(self, is_to_blame: bool) -> None:
-        """Record whether the response is to blame if the current sample fails from now on."""
-        self._cells[_BLAME] = is_to_blame
-
-    def read(self) -> tuple[int, float, bool]:
-        """Return the sample, since when (on the clock of `time.monotonic`), and whether its response is to blame."""
-        return self._cells[_HOLDER], self._cells[_SINCE_NS] / 1e9, bool(self._cells[_BLAME])
-
-    def enter(self) -> None:
-        """Record that this process is the one whose state it is."""
-        self._cells[_PID] = os.getpid()
-
-    @property
-    def pid(self) -> int:
-        """Id of the process; 0 before it has begun."""
-        return self._cells[_PID]
-
-    def close(self) -> None:
-        """Release the memory."""
-        self._cells.release()
-        self._memory.close()
-
-
-# ---------------------------------------------------------------------- the child
 
 
 def main(socket_number: int, state_number: int) -> None:
     """Load the function, then answer samples until the parent closes the connection."""
-    stay_alone()
-    isolate()  # before the user's code; the guard that started this process is thus out of its reach
-    os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # killed at its end, it writes out no buffer
-    state = SharedState(state_number)
-    state.enter()
+    state = begin(state_number)
     with socket.socket(fileno=socket_number) as connection, connection.makefile("rb") as stream:
         settings = json.loads(stream.readline() or "null")
         if settings is None:
             return
-        if (limit_gib := settings["memory_limit_gib"]) is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (int(limit_gib * 2**30),) * 2)
+        limit_memory(settings["memory_limit_gib"])
         spec = RewardSpec.from_plain(settings["spec"]).resolve(os.environ)
         function, error = _attempt(lambda: spec.source.load(spec.kwargs, spec.columns))
         if error is not None:
@@ -184,75 +80,10 @@ def _score(function: Callable[..., Any], arguments: dict[str, Any], runner: asyn
     return _reward(value)
 
 
-class AttributingLoop(asyncio.SelectorEventLoop):
-    """Records which caller each callback runs for: the one that scheduled it, also through tasks of tasks.
-
-    Args:
-        state: State that the parent reads.
-    """
-
-    def __init__(self, state: SharedState) -> None:
-        self._state = state
-        self._held_s: dict[int, float] = {}
-        self._all_held_s = 0.0
-        self._is_ending = False
-        super().__init__()
-
-    def create_attributed(self, caller: int, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Create a task that runs for `caller`, which must not be 0."""
-        context = contextvars.copy_context()
-        context.run(_CALLER.set, caller)
-        self._held_s[caller] = 0.0
-        return self.create_task(coroutine, context=context)
-
-    def held_by_others_s(self, caller: int) -> float:
-        """Return the seconds spent so far in callbacks of all other callers."""
-        return self._all_held_s - self._held_s.get(caller, 0.0)
-
-    def forget(self, caller: int) -> None:
-        """Delete the record of a caller."""
-        self._held_s.pop(caller, None)
-
-    def note(self, caller: int) -> None:
-        """Record that a caller, or none if 0, occupies the loop from now on."""
-        if not self._is_ending:
-            self._state.hold(caller)
-
-    def call_soon(  # type: ignore[override]  # the base has type variables for the arguments
-        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        """Schedule a callback as asyncio does, to be noted while it runs."""
-        return super().call_soon(self._run_noted, callback, *args, context=context)
-
-    def call_at(  # type: ignore[override]
-        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        """Schedule a callback as asyncio does, to be noted while it runs."""
-        return super().call_at(when, self._run_noted, callback, *args, context=context)
-
-    def _run_noted(self, callback: Callable[..., object], *args: Any) -> None:
-        caller = _CALLER.get()
-        if caller == 0:
-            callback(*args)
-            return
-        self.note(caller)
-        begun_s = time.monotonic()
-        try:
-            callback(*args)
-        except (SystemExit, KeyboardInterrupt):
-            self._is_ending = True  # callbacks during the exit must not hide which caller ends the process
-            raise
-        finally:
-            held_s = time.monotonic() - begun_s
-            self._all_held_s += held_s
-            self._held_s[caller] = self._held_s.get(caller, 0.0) + held_s
-            self.note(0)
-
-
 class _Judges:
     """Many concurrent calls of an async function.
 
-    A call's clock is paused while another one occupies the loop, so calls aren't charged for each other's computation.
+    Each has a clock of its own; see `AttributingLoop.finishes_within`.
     """
 
     def __init__(self, function: Callable[..., Any], spec: RewardSpec, timeout_s: float, state: SharedState) -> None:
@@ -281,13 +112,7 @@ class _Judges:
         number = sample["id"]
         arguments = _arguments(self._spec, sample, self._taken, self._state)
         call = self._loop.create_attributed(number, self._judge(arguments))
-        left_s = self._timeout_s
-        begun_s, others_s = self._loop.time(), self._loop.held_by_others_s(number)
-        while not call.done() and left_s > 0:
-            await asyncio.wait({call}, timeout=left_s)
-            waited_s = self._loop.held_by_others_s(number) - others_s
-            left_s = self._timeout_s - (self._loop.time() - begun_s - waited_s)
-        if call.done():
+        if await self._loop.finishes_within(call, number, self._timeout_s):
             answer = _result_of(call)
         else:
             call.cancel()
@@ -352,19 +177,7 @@ def _describe(error: BaseException) -> str:
     """Return the traceback from the user's first frame on, shortened if very long; for hrl's own errors one line."""
     if isinstance(error, RewardFunctionError):
         return str(error)
-    frames = error.__traceback__
-    while frames is not None and _leads_to_the_user(frames.tb_frame.f_code.co_filename):
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-    if len(text) <= _LONGEST_TRACEBACK:
-        return text
-    half = _LONGEST_TRACEBACK // 2
-    return f"{text[:half]}\n…\n{text[-half:]}"
-
-
-def _leads_to_the_user(file: str) -> bool:
-    """Return whether a frame of this file only calls or imports the user's code."""
-    return file in (__file__, function_file.__file__, user_file.__file__) or file.startswith("<frozen importlib")
+    return describe(error, _OURS)
 
 
 if __name__ == "__main__":

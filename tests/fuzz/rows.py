@@ -39,10 +39,10 @@ from hrl.models.tokenizer import token_ids
 from hrl.preflight.data_look import look_at_rows
 from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
+from hrl.processes.messages import encode
 from hrl.processes.plain_data import from_plain, to_plain
 from hrl.report.run_folder import json_line
 from hrl.report.samples import sample_facts
-from hrl.reward.process import encode
 from hrl.reward.trial import probes
 from hrl.single_controller.packing import pack_batch, unpack_batch
 from tests.data.conftest import make_tokenizer

@@ -1,0 +1,394 @@
+"""Where environments come from, as plain data for their processes: a file, a name, an object given in Python."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any, Self
+
+from hrl.environments.interface import Environment
+from hrl.environments.registry import ENVIRONMENTS, UnknownEnvironmentError, load_named
+from hrl.environments.tools import ToolEnvironment, tool_of
+from hrl.errors import RefusedError
+from hrl.files import expanded
+from hrl.nearest import did_you_mean
+from hrl.processes.pickled import PickledObject
+from hrl.processes.plain_data import from_plain, to_plain
+from hrl.user_file import UserFileError, load_user_file
+
+_ENV = "env:"
+_METHODS = ("reset", "step", "close")
+
+
+class EnvironmentLoadError(RefusedError, ValueError):
+    """An environment or a tool can't be loaded, or is none."""
+
+
+@dataclass(frozen=True)
+class InFile:
+    """A class or function in a Python file of the user's.
+
+    Attributes:
+        path: The file.
+        name: Of the class or function in it.
+    """
+
+    path: str
+    name: str
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return f"{self.name} in {self.path}"
+
+    @classmethod
+    def of(cls, written: str, key: str, example: str) -> Self:
+        """Read `file.py:name`.
+
+        Args:
+            written: The text.
+            key: Where it is written.
+            example: A text that would do.
+
+        Raises:
+            EnvironmentLoadError: It is nothing of the kind.
+        """
+        path, colon, name = written.rpartition(":")
+        if not colon or not path.endswith(".py") or not name.isidentifier():
+            raise EnvironmentLoadError(f"{key} is {written!r}, where a file and a name are expected: {example}")
+        # By its absolute path: the process that loads it need not run in this folder.
+        return cls(str(expanded(path).resolve()), name)
+
+    def load(self, modules: dict[str, ModuleType]) -> Any:
+        """Run the file, which is the user's own code, once, and return what has the name.
+
+        Args:
+            modules: Path → module, of the files that were run.
+
+        Raises:
+            EnvironmentLoadError: There is no such file or name. Exceptions of the user's code are passed on.
+        """
+        if self.path not in modules:
+            try:
+                modules[self.path] = load_user_file(self.path)
+            except UserFileError as error:
+                raise EnvironmentLoadError(str(error)) from error
+        found = vars(modules[self.path])
+        if self.name not in found:
+            names = [name for name, value in found.items() if callable(value) and not name.startswith("_")]
+            hint = did_you_mean(self.name, names, f"It has {', '.join(names) or 'nothing that can be called'}.")
+            raise EnvironmentLoadError(f"{self.path} has no {self.name}. {hint}")
+        return found[self.name]
+
+
+@dataclass(frozen=True)
+class Named:
+    """An environment of the registry.
+
+    Attributes:
+        name: Its name.
+    """
+
+    name: str
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return self.name
+
+    def load(self, modules: dict[str, ModuleType]) -> Any:
+        """Import the class.
+
+        Raises:
+            EnvironmentLoadError: No environment has the name, or a package is missing.
+        """
+        try:
+            return load_named(self.name)
+        except UnknownEnvironmentError as error:
+            raise EnvironmentLoadError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Given:
+    """A class or object that the caller of a run gave, as its processes get it.
+
+    Attributes:
+        name: Its name and module, for messages.
+        pickled, import_path: Of `PickledObject`.
+    """
+
+    name: str
+    pickled: str
+    import_path: tuple[str, ...]
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """Pickle a class, a function that makes environments, or an environment of which each episode gets a copy.
+
+        Raises:
+            EnvironmentLoadError: It can't be sent to another process.
+        """
+        named = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+        title = (
+            f"{getattr(named, '__qualname__', named)} of {getattr(named, '__module__', None) or 'an unknown module'}"
+        )
+        try:
+            pickled = PickledObject.of(value)
+        except Exception as error:  # objects that the user's class refers to may raise anything when pickled
+            raise EnvironmentLoadError(
+                f"{title} can't be sent to the processes of environments: {type(error).__name__}: {error}. Open "
+                "clients, locks and files in `reset`, or put it into a Python file and name that with environment.path"
+            ) from error
+        return cls(title, pickled.pickled, pickled.import_path)
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return self.name
+
+    def load(self, modules: dict[str, ModuleType]) -> Any:
+        """Unpickle it.
+
+        Raises:
+            EnvironmentLoadError: Its module can't be imported here.
+        """
+        try:
+            return PickledObject(self.pickled, self.import_path).load()
+        except ModuleNotFoundError as error:
+            raise EnvironmentLoadError(
+                f"{error} in the processes of environments. Put its folder on PYTHONPATH, or name the file of the "
+                "environment with environment.path"
+            ) from error
+
+
+Source = InFile | Named | Given
+_SOURCES = {source.__name__: source for source in (InFile, Named, Given)}
+
+
+def _source_of(written: str) -> Source:
+    """Read `environment.path`: a file and its class, or a name."""
+    if ":" in written or written.endswith(".py"):
+        return InFile.of(written, "environment.path", "my_env.py:Class")
+    return Named(written)
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """The environment of a run as plain data that its processes can read.
+
+    Attributes:
+        source: Where its class comes from.
+        kwargs: Of its constructor; a text `env:NAME` stands for the environment variable NAME.
+        tools: Functions for a `ToolEnvironment`.
+        tool_timeout_s: Seconds that one call of a tool may take.
+    """
+
+    source: Source
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[InFile | Given, ...] = ()
+    tool_timeout_s: float = 30.0
+
+    @classmethod
+    def of(
+        cls,
+        path: str | None,
+        kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[str | Callable[..., Any]] = (),
+        tool_timeout_s: float = 30.0,
+        given: object = None,
+    ) -> Self:
+        """Return the environment that a configuration names, or that the caller gives as an object.
+
+        Args:
+            path: `environment.path`; None where an object is given.
+            kwargs: `environment.kwargs`.
+            tools: `environment.tools`, or functions.
+            tool_timeout_s: `environment.tool_timeout_s`.
+            given: A class, a function that makes environments, an environment of which each episode gets a copy, or a
+                list of functions, which are the tools of the environment `tools`.
+
+        Raises:
+            EnvironmentLoadError: Both or neither are given, or one can't be used; what is in a file is looked at later.
+        """
+        if given is not None and path is not None:
+            raise EnvironmentLoadError(
+                f"the run was given an environment as an object, and {path} by environment.path; leave one of the two "
+                "out"
+            )
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            tools, given, path = [*tools, *given], None, "tools"
+        if given is not None:
+            is_made = callable(given) or all(callable(getattr(given, name, None)) for name in _METHODS)
+            if not is_made:
+                raise EnvironmentLoadError(
+                    f"the environment given as an object is {given!r:.80}: give a class with {', '.join(_METHODS)}, "
+                    "an object of one, a function that makes one, or a list of functions as tools"
+                )
+            if kwargs and not callable(given):
+                raise EnvironmentLoadError(
+                    f"environment.kwargs has {', '.join(kwargs)}, and the environment given as an object is made "
+                    "already: give its class"
+                )
+            if isinstance(given, type):
+                check_class(given, kwargs or {}, given.__qualname__)
+            source: Source = Given.of(given)
+        elif path is None:
+            raise EnvironmentLoadError("there is no environment: name one with environment.path")
+        else:
+            source = _source_of(path)
+            if isinstance(source, Named) and source.name not in ENVIRONMENTS:
+                source.load({})  # says so
+        return cls(source, dict(kwargs or {}), tuple(map(_tool_source, tools)), tool_timeout_s)
+
+    @property
+    def title(self) -> str:
+        """What the environment is called in messages."""
+        return f"environment {self.source.title}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Argument → environment variable, for the arguments that stand for one."""
+        texts = {name: value for name, value in self.kwargs.items() if isinstance(value, str)}
+        return {name: text.removeprefix(_ENV) for name, text in texts.items() if text.startswith(_ENV)}
+
+    def resolve(self, environ: Mapping[str, str]) -> Self:
+        """Fill in the environment variables that arguments name; called only in the environment's own process."""
+        return replace(self, kwargs={**self.kwargs, **{name: environ[key] for name, key in self.env.items()}})
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the specification as a dict for JSON.
+
+        Raises:
+            ValueError: An argument is something other than plain data.
+        """
+        return {
+            "source": _source_to_plain(self.source),
+            "kwargs": to_plain(self.kwargs, f"an argument of {self.title}"),
+            "tools": [_source_to_plain(one) for one in self.tools],
+            "tool_timeout_s": self.tool_timeout_s,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the specification from the dict of `to_plain`."""
+        tools = tuple(_source_from_plain(one) for one in plain["tools"])
+        source, kwargs = _source_from_plain(plain["source"]), from_plain(plain["kwargs"])
+        return cls(source, kwargs, tools, plain["tool_timeout_s"])
+
+
+def _tool_source(tool: str | Callable[..., Any]) -> InFile | Given:
+    if isinstance(tool, str):
+        return InFile.of(tool, "an entry of environment.tools", "my_tools.py:function")
+    tool_of(tool)  # says what is wrong with it before anything starts
+    return Given.of(tool)
+
+
+def _source_to_plain(source: Source) -> dict[str, Any]:
+    return {"kind": type(source).__name__, "fields": to_plain(vars(source))}
+
+
+def _source_from_plain(plain: Mapping[str, Any]) -> Any:
+    return _SOURCES[plain["kind"]](**from_plain(plain["fields"]))
+
+
+class EnvironmentMaker:
+    """Makes the environments of episodes, in the process where they live.
+
+    Args:
+        spec: The environment of the run, with its variables filled in.
+
+    Raises:
+        EnvironmentLoadError: Its class or a tool can't be loaded. Exceptions of the user's code are passed on.
+    """
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._spec = spec
+        modules: dict[str, ModuleType] = {}
+        self._own = spec.source.load(modules)
+        self._functions = [one.load(modules) for one in spec.tools]
+        for function in self._functions:
+            tool_of(function)
+        self._copied = not callable(self._own) or isinstance(self._own, Environment)
+        if self._copied:
+            check_class(type(self._own), None, spec.source.title)
+        else:
+            check_class(self._own, spec.kwargs, spec.source.title)
+        if spec.tools and isinstance(self._own, type) and not issubclass(self._own, ToolEnvironment):
+            raise EnvironmentLoadError(
+                f"environment.tools names functions, and {spec.source.title} is no hrl.ToolEnvironment, which could "
+                "call them"
+            )
+        self._checked: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """What a row's `env` may name."""
+        return list(ENVIRONMENTS)
+
+    def make(self, name: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Return a new environment.
+
+        Args:
+            name: Of the registry; None for the run's own.
+            kwargs: Of a row: arguments that replace those of the run's own environment, or all of another one's.
+
+        Raises:
+            EnvironmentLoadError: There is none of this name, or its package is missing, or it does not take the
+                arguments. Exceptions of the user's code are passed on.
+        """
+        is_own = name is None or (isinstance(self._spec.source, Named) and name == self._spec.source.name)
+        if not is_own:
+            made: Any = Named(str(name)).load({})
+            check_class(made, kwargs or {}, str(name))
+            environment = made(**(kwargs or {}))
+        elif self._copied:
+            environment = self._spec.source.load({})
+        else:
+            arguments = {**self._spec.kwargs, **(kwargs or {})}
+            if kwargs:
+                check_class(self._own, arguments, self._spec.source.title)
+            environment = self._own(**arguments)
+        missing = [method for method in _METHODS if not callable(getattr(environment, method, None))]
+        if missing:
+            raise EnvironmentLoadError(f"{type(environment).__name__} has no method {' and no '.join(missing)}")
+        if isinstance(environment, ToolEnvironment):
+            environment.set_up(self._functions if is_own else [], self._spec.tool_timeout_s)
+        return environment
+
+
+def check_class(made: Any, kwargs: Mapping[str, Any] | None, title: str) -> None:
+    """Refuse what makes no environment, or does not take the arguments.
+
+    Args:
+        made: A class, or a function that makes environments.
+        kwargs: Of the constructor; None if it is not called.
+        title: What it is called in the message.
+
+    Raises:
+        EnvironmentLoadError: What is wrong with it.
+    """
+    if not callable(made):
+        raise EnvironmentLoadError(
+            f"{title} is a {type(made).__name__}, where a class with {', '.join(_METHODS)} is due"
+        )
+    if isinstance(made, type):
+        missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
+        abstract = sorted(getattr(made, "__abstractmethods__", ()))
+        if missing or abstract:
+            lacks = " and no ".join(dict.fromkeys([*missing, *abstract]))
+            raise EnvironmentLoadError(f"{title} has no method {lacks}; an environment has {', '.join(_METHODS)}")
+    if kwargs is None:
+        return
+    try:
+        signature = inspect.signature(made)
+    except (TypeError, ValueError):
+        return  # written in C, without a signature
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise EnvironmentLoadError(
+            f"{title} can't be made with environment.kwargs ({', '.join(kwargs) or 'none'}): {error}. It takes "
+            f"{signature}"
+        ) from error

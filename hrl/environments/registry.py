@@ -1,0 +1,75 @@
+"""The environments that have names, and what each needs; nothing of them is imported before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from hrl.errors import RefusedError
+from hrl.nearest import did_you_mean
+
+
+class UnknownEnvironmentError(RefusedError, ValueError):
+    """No environment has this name, or what it needs is not installed."""
+
+
+@dataclass(frozen=True)
+class NamedEnvironment:
+    """An environment that `environment.path` or a row's `env` can name.
+
+    Attributes:
+        target: `module:Class`; or the class itself.
+        description: One line for `hrl env-test --list`.
+        extra: What to install for it, as in `pip install hrl[extra]`; None if it comes with hrl.
+    """
+
+    target: str | Callable[..., Any]
+    description: str
+    extra: str | None = None
+
+
+ENVIRONMENTS: dict[str, NamedEnvironment] = {
+    "single_turn": NamedEnvironment(
+        "hrl.environments.single_turn:SingleTurn", "one answer to the prompt; the reward functions say what it is worth"
+    ),
+    "tools": NamedEnvironment(
+        "hrl.environments.tools:ToolEnvironment", "functions of environment.tools to call, until an answer has no call"
+    ),
+}
+"""Name → environment."""
+
+
+def register(name: str, target: Callable[..., Any], description: str = "") -> None:
+    """Give an environment a name that rows can have in their column `env`.
+
+    Call it in the file that `environment.path` names: the processes of environments load that first.
+
+    Args:
+        name: Replaces what had that name.
+        target: The class.
+        description: One line about it.
+    """
+    ENVIRONMENTS[name] = NamedEnvironment(target, description)
+
+
+def load_named(name: str) -> Callable[..., Any]:
+    """Return the class of a name, importing it.
+
+    Raises:
+        UnknownEnvironmentError: No environment has the name, or a package that it needs is missing.
+    """
+    if name not in ENVIRONMENTS:
+        hint = did_you_mean(name, ENVIRONMENTS, "A class of yours is named by its file: my_env.py:Class.")
+        raise UnknownEnvironmentError(f"there is no environment {name!r}; there are {', '.join(ENVIRONMENTS)}. {hint}")
+    known = ENVIRONMENTS[name]
+    if not isinstance(known.target, str):
+        return known.target
+    module, _, attribute = known.target.partition(":")
+    try:
+        target: Callable[..., Any] = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        way_out = f"pip install 'hrl[{known.extra}]'" if known.extra else "install it"
+        raise UnknownEnvironmentError(f"the environment {name!r} needs {error.name}: {way_out}") from error
+    return target

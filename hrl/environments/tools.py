@@ -1,0 +1,246 @@
+"""An environment of tools: Python functions that the policy calls until it answers without a call."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hrl.environments.interface import Action, Environment, Observation, StepResult, ToolCall
+from hrl.environments.replies import clean_text, without_middle
+from hrl.environments.tool_functions import (
+    ArgumentsMisfitError,
+    Tool,
+    ToolSignatureError,
+    mark_of,
+    tool,
+    tool_of,
+)
+from hrl.nearest import did_you_mean
+
+__all__ = ["ToolEnvironment", "ToolSignatureError", "tool", "tool_of"]
+
+_MOST_AT_ONCE = 16
+"""Calls of one action that run at the same time; further ones wait for their turn."""
+_LONGEST_RESULT = 1 << 20
+_LONGEST_SHOWN = 200
+_LONGEST_EXCEPTION = 1000
+_ROOM_BYTES = 64 << 20
+"""What can still be allocated where memory has not run out."""
+
+
+class ToolEnvironment(Environment):
+    """The policy calls tools, whose results it is shown, until it answers without a call.
+
+    Tools are the functions of `environment.tools`, and methods of a subclass with the mark `@hrl.tool`. Each episode
+    has an object of its own, so what methods keep in `self` is the episode's. The calls of an action run at the same
+    time and are answered in order, except that plain methods run one at a time. Whatever goes wrong with a call is told
+    to the policy.
+    """
+
+    _functions: Sequence[Callable[..., Any]] = ()
+    _tool_timeout_s = 30.0
+
+    def answered(self, action: Action) -> StepResult | float | None:
+        """Say what the policy's answer is worth; by default the run's reward functions say so.
+
+        May be `async def`, and is called with the first action that has no call.
+
+        Returns:
+            The reward of this turn; None for none; or a `StepResult`, with which the episode may also go on.
+        """
+        return None
+
+    def set_up(self, functions: Sequence[Callable[..., Any]], tool_timeout_s: float) -> None:
+        """Take the functions of `environment.tools`, and the deadline of a call; called before `reset`."""
+        self._functions = functions
+        self._tool_timeout_s = tool_timeout_s
+
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        """Name → tool: those of the class, then the functions.
+
+        Raises:
+            ToolSignatureError: Two have the same name, or one can't be a tool.
+        """
+        found = dict(_tools_of(type(self)))
+        for function in self._functions:
+            one = tool_of(function)
+            if one.name in found:
+                raise ToolSignatureError(
+                    f"two tools are named {one.name}: give one another name with @hrl.tool(name=…)"
+                )
+            found[one.name] = one
+        return found
+
+    def with_tools(self, observation: Observation) -> Observation:
+        """Return what `reset` observed, with the schemas of the tools unless it has tools of its own."""
+        if observation.tools is not None:
+            return observation
+        return replace(observation, tools=[one.schema for one in self.tools.values()])
+
+    async def step(self, action: Action) -> StepResult:  # type: ignore[override]  # the base allows both
+        """Run the calls of an action, or end with its answer."""
+        if not action.tool_calls:
+            is_own = type(self).answered is not ToolEnvironment.answered
+            result: Any = None
+            if inspect.iscoroutinefunction(self.answered):
+                result = await self.answered(action)
+            elif is_own:
+                result = await _on_thread(functools.partial(self.answered, action))
+            if not isinstance(result, StepResult):
+                result = StepResult(reward=result, done=True)
+            return replace(result, metrics={**self._counted(), **result.metrics})
+        at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+        in_turn = asyncio.Lock()
+        answers = await asyncio.gather(*(self._answer(call, at_once, in_turn) for call in action.tool_calls))
+        messages = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": answer}
+            for call, answer in zip(action.tool_calls, answers, strict=True)
+        ]
+        return StepResult(messages, metrics=self._counted())
+
+    def _counted(self) -> dict[str, float]:
+        counts = self._counts
+        return {"tool_calls": 0.0, "tool_errors": 0.0, **{name: float(number) for name, number in counts.items()}}
+
+    @functools.cached_property
+    def _counts(self) -> Counter[str]:
+        return Counter()
+
+    async def _answer(self, call: ToolCall, at_once: asyncio.Semaphore, in_turn: asyncio.Lock) -> str:
+        """Return the result of a call as a text, or what was wrong with it."""
+        known = self.tools
+        self._counts["tool_calls"] += 1
+        if call.name in known:
+            self._counts[f"tool_calls/{call.name}"] += 1
+        async with at_once:
+            text, is_error = await self._attempt(call, known, in_turn)
+        if is_error:
+            self._counts["tool_errors"] += 1
+            if call.name in known:
+                self._counts[f"tool_errors/{call.name}"] += 1
+        return text
+
+    async def _attempt(self, call: ToolCall, known: Mapping[str, Tool], in_turn: asyncio.Lock) -> tuple[str, bool]:
+        if call.name not in known:
+            names = ", ".join(known) or "none"
+            hint = did_you_mean(call.name[:_LONGEST_SHOWN], known)
+            return (
+                f"Error: there is no tool {call.name[:_LONGEST_SHOWN]!r}. The tools are: {names}. {hint}".rstrip(),
+                True,
+            )
+        chosen = known[call.name]
+        if call.arguments is None:
+            written = without_middle(call.text, _LONGEST_SHOWN)
+            return clean_text(f"Error: the arguments of {call.name} are no JSON object: {written}"), True
+        try:
+            arguments = chosen.read(call.arguments)
+        except ArgumentsMisfitError as error:
+            return clean_text(f"Error: wrong arguments of {call.name}: {error}"), True
+        timeout_s = self._tool_timeout_s if chosen.timeout_s is None else chosen.timeout_s
+        running = asyncio.ensure_future(self._run(chosen, arguments, in_turn))
+        try:
+            await asyncio.wait({running}, timeout=timeout_s)
+        finally:
+            if not running.done():
+                running.cancel()
+        if not running.done():
+            return f"Error: {call.name} took longer than {timeout_s:g} s", True
+        try:
+            return text_of(running.result()), False
+        # A tool may raise anything, also by `sys.exit`; the policy is told.
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, MemoryError) and not _has_room():
+                raise  # the process can't go on
+            said = without_middle(f"{type(error).__name__}: {error}", _LONGEST_EXCEPTION)
+            return f"Error: {call.name} failed: {clean_text(said)}", True
+
+    async def _run(self, chosen: Tool, arguments: Mapping[str, Any], in_turn: asyncio.Lock) -> Any:
+        """Call a tool, on a thread if it is plain."""
+        is_method = chosen.name in _tools_of(type(self))
+        call = functools.partial(chosen.function, *([self] if is_method else []), **arguments)
+        if chosen.is_async:
+            return await _guarded(call())
+        if not is_method:
+            return await _on_thread(call)
+        async with in_turn:  # what it keeps in `self` is changed by one call at a time
+            return await _on_thread(call)
+
+
+@functools.lru_cache(maxsize=256)
+def _tools_of(made: type[ToolEnvironment]) -> Mapping[str, Tool]:
+    """Return the marked methods of a class as tools, those of its bases first."""
+    found: dict[str, Tool] = {}
+    for name in dict.fromkeys(name for base in reversed(made.__mro__) for name in vars(base)):
+        function = inspect.getattr_static(made, name)
+        if isinstance(function, staticmethod | classmethod) and mark_of(function.__func__) is not None:
+            kind = type(function).__name__
+            raise ToolSignatureError(f"the tool {name} of {made.__name__} is a {kind}: make it a plain method")
+        if mark_of(function) is not None:
+            one = tool_of(function, is_method=True)
+            if one.name in found:
+                raise ToolSignatureError(f"two tools of {made.__name__} are named {one.name}")
+            found[one.name] = one
+    return found
+
+
+async def _guarded(call: Any) -> Any:
+    """Await a call; an exit is an exception like others, and must not end the event loop."""
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _ended_by(error) from error
+
+
+async def _on_thread(call: Callable[[], Any]) -> Any:
+    """Make a call on a thread of the running loop's."""
+    value, error = await asyncio.get_running_loop().run_in_executor(None, _attempted, call)
+    if error is not None:
+        raise error
+    return await _guarded(value) if inspect.isawaitable(value) else value
+
+
+def _attempted(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return call(), None
+    except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # which no future can hold
+        return None, _ended_by(error)
+    except Exception as error:  # noqa: BLE001  (told to the policy)
+        return None, error
+
+
+def _ended_by(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _has_room() -> bool:
+    """Return whether memory is left: one allocation was too large, and not all is taken."""
+    try:
+        bytearray(_ROOM_BYTES)
+    except MemoryError:
+        return False
+    return True
+
+
+def text_of(value: object) -> str:
+    """Return the result of a tool as a text: a text as it is, anything else as JSON, else as Python shows it."""
+    if isinstance(value, str):
+        text = value
+    else:
+        from pydantic_core import PydanticSerializationError, to_json
+
+        try:
+            text = json.dumps(value, ensure_ascii=False) if _is_simple(value) else to_json(value, fallback=str).decode()
+        except (PydanticSerializationError, ValueError, RecursionError):
+            text = repr(value)
+    return clean_text(without_middle(text, _LONGEST_RESULT))
+
+
+def _is_simple(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float)

@@ -1,0 +1,600 @@
+"""Processes in which environments live: each call under a deadline, each process killable.
+
+Everything runs in the caller's event loop. Where the user's code holds a process so that nothing else runs in it, the
+process is killed and its episodes are lost: whoever plays them begins them again. The kernel kills the processes when
+the thread of the loop ends, and a guard of each leaves nothing of what the code has started, in whatever session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import subprocess
+import time
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
+from hrl.environments.loading import EnvironmentLoadError, EnvironmentSpec
+from hrl.environments.replies import MOST_CHARACTERS, action_to_plain, observation_from_plain, step_from_plain
+from hrl.errors import HrlError
+from hrl.nearest import did_you_mean
+from hrl.processes.child import (
+    MissingVariableError,
+    start_child,
+    stop_child,
+    values_of_arguments,
+    with_values,
+    withheld_variable,
+)
+from hrl.processes.evidence import exit_in_words, why_memory_ended_it
+from hrl.processes.messages import GarbledError, encode, open_stream, receive
+from hrl.processes.plain_data import to_plain
+from hrl.processes.shared_state import SharedState
+from hrl.processes.watch import NEEDED, STOPPED, state_of
+
+if TYPE_CHECKING:
+    import socket
+
+    from hrl.config.environment import EnvironmentConfig
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "hrl.episodes.environment_process"
+_TITLE = "environment processes"
+_NUM_THREADS = 4096
+"""Threads of a process whose work its parent can see."""
+_LONGEST_REPLY_BYTES = 8 * MOST_CHARACTERS
+"""Of a line that a process may send: a character takes up to six bytes, and there is more than texts in it."""
+_CHARACTERS_PER_TOKEN = 64
+"""Texts are cut here to so many characters for each token that they may have; the rest is cut by tokens."""
+_TICK_S = 0.25
+"""Interval at which deadlines are checked; a tenth of the deadline if that is shorter."""
+_SILENCE_S = 3.0
+"""How much longer than the deadline a process may stand still where nobody is known to hold it."""
+_GRACE_S = 3.0
+"""How much longer than its deadline a process may take to say that a call is past it."""
+_PATIENCE = 10
+"""Times its deadline that a call may go unanswered by a process that works for others; its clock is paused then."""
+_LAST_WORDS_S = 0.5
+"""How long to wait for the exit code of a process that has closed its socket."""
+_START_TIMEOUT_S = 60.0
+"""How long a process may take to start and load the environment."""
+_FAILED_STARTS_ALLOWED = 3
+_MOST_RETIRING = 4
+"""Times `num_workers` processes that may wait for their last episodes beside those that take new ones."""
+_LOOK_S = 0.1
+"""How long it is watched who computes in a process that stands still."""
+
+
+def spec_of(settings: EnvironmentConfig, given: object = None) -> EnvironmentSpec:
+    """Return the environment of the section `environment`, or the one that the caller gives as an object.
+
+    Raises:
+        EnvironmentLoadError: Both or neither are given, or one can't be used.
+    """
+    return EnvironmentSpec.of(settings.path, settings.kwargs, settings.tools, settings.tool_timeout_s, given)
+
+
+class EnvironmentFaultError(HrlError):
+    """Something went wrong in an episode's environment; the kinds say what."""
+
+
+class EnvironmentFailedError(EnvironmentFaultError):
+    """An environment raised, or gave something that is no observation or result."""
+
+
+class EnvironmentTimeoutError(EnvironmentFaultError, TimeoutError):
+    """A call of an environment took longer than its deadline."""
+
+
+class EnvironmentLostError(EnvironmentFaultError):
+    """The process of an environment died, was stopped or was killed.
+
+    Attributes:
+        is_to_blame: Whether this episode held the process then, or may have; others were in it by chance.
+    """
+
+    def __init__(self, message: str, is_to_blame: bool = False) -> None:
+        super().__init__(message)
+        self.is_to_blame = is_to_blame
+
+
+@dataclass
+class PoolCounts:
+    """What has happened so far.
+
+    Attributes:
+        failures: Calls in which an environment failed.
+        timeouts: Calls past their deadline.
+        lost_processes: Processes that died, or were killed for what their episodes did.
+        retired_processes: Processes that were replaced because a call that can't be ended still runs there.
+        lost_episodes: Episodes that ended with their process.
+        failed_closes: Environments whose `close` failed or took too long.
+    """
+
+    failures: int = 0
+    timeouts: int = 0
+    lost_processes: int = 0
+    retired_processes: int = 0
+    lost_episodes: int = 0
+    failed_closes: int = 0
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that was sent and is not answered."""
+
+    episode: LiveEnvironment
+    future: asyncio.Future[dict[str, Any]]
+    since: float
+
+
+@dataclass(eq=False)
+class _Process:
+    """A process and its episodes; `popen` is its guard, which ends as it does."""
+
+    popen: subprocess.Popen[bytes]
+    state: SharedState
+    since: float
+    ready: asyncio.Future[None]
+    is_retiring: bool = False
+    is_ending: bool = False
+    episodes: dict[int, LiveEnvironment] = field(default_factory=dict)
+    calls: dict[int, _Call] = field(default_factory=dict)
+    writer: asyncio.StreamWriter | None = None
+    tending: asyncio.Task[None] = field(init=False)
+
+    @property
+    def pid(self) -> int:
+        """Its id, or that of its guard before it has begun."""
+        return self.state.pid or self.popen.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has loaded the environment."""
+        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+
+
+class EnvironmentPool:
+    """Processes in which the environments of many episodes live. All of it belongs to one event loop.
+
+    Args:
+        spec: The environment.
+        settings: The section `environment`, with number of processes, deadlines and memory limit.
+        output: File that gets what environments print; standard error if None.
+
+    Attributes:
+        counts: What has happened so far.
+        names: What a row's `env` may name; empty before `start`.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, settings: EnvironmentConfig, output: IO[bytes] | None = None) -> None:
+        self._spec = spec
+        self._output = output
+        self._num_workers = settings.num_workers
+        self._timeout_s = settings.step_timeout_s
+        self._variables = settings.env
+        self._passed: Mapping[str, str] = {}
+        most_tokens = settings.max_observation_tokens
+        self._settings = encode(
+            {
+                "memory_limit_gib": settings.memory_limit_gib,
+                "spec": spec.to_plain(),
+                "timeout_s": settings.step_timeout_s,
+                "longest_text": None if most_tokens is None else most_tokens * _CHARACTERS_PER_TOKEN,
+            }
+        )
+        self.counts = PoolCounts()
+        self.names: list[str] = []
+        self._numbers = itertools.count(1)
+        self._processes: set[_Process] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._failed_starts = 0
+        self._broken: str | None = None
+        self._is_open = False
+
+    async def start(self) -> None:
+        """Start the processes and wait until all of them have loaded the environment.
+
+        Raises:
+            EnvironmentLoadError: It can't be loaded, with the traceback of the process; or a variable that it is to
+                have is not set.
+        """
+        try:
+            named = values_of_arguments(self._spec.env, self._spec.title, _TITLE)
+            self._passed = named | with_values(self._variables, "environment.env", _TITLE)
+        except MissingVariableError as error:
+            raise EnvironmentLoadError(str(error)) from error
+        self._is_open = True
+        self._keep_enough_processes()
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._watching.add_done_callback(self._stopped_watching)
+        while self._broken is None and not all(process.is_ready for process in self._processes):
+            await asyncio.wait({process.ready for process in self._processes if not process.is_ready})
+            self._keep_enough_processes()
+        if self._broken is not None:
+            reason = self._broken
+            await self.close()
+            raise EnvironmentLoadError(f"environment.path: {self._spec.title} can't be loaded: {reason}")
+
+    def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> LiveEnvironment:
+        """Return the environment of an episode, in the process with the fewest episodes.
+
+        Args:
+            key: Of the episode, for messages.
+            row: The row, plain data. Its `env`, if it has one, names another environment than the run's, and its
+                `env_kwargs` are arguments of the constructor.
+            seed: Of the environment.
+
+        Raises:
+            EnvironmentFailedError: The row names an environment that there is not.
+            RuntimeError: The pool isn't running.
+        """
+        if not self._is_open or self._broken is not None:
+            raise RuntimeError(f"the pool of environments is not running: {self._broken or 'start it first'}")
+        env, kwargs = row.get("env"), row.get("env_kwargs")
+        if env is not None and (not isinstance(env, str) or (self.names and env not in self.names)):
+            hint = did_you_mean(str(env), self.names)
+            raise EnvironmentFailedError(
+                f"the row of episode {key} has env {env!r:.80}, and no environment has that name; there are "
+                f"{', '.join(self.names)}. {hint}".rstrip()
+            )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise EnvironmentFailedError(
+                f"the row of episode {key} has env_kwargs {kwargs!r:.80}, where a dict of arguments is expected"
+            )
+        self._keep_enough_processes()
+        process = min(
+            (process for process in self._processes if not process.is_retiring), key=lambda one: len(one.episodes)
+        )
+        opened = LiveEnvironment(self, process, next(self._numbers), key, row, seed)
+        process.episodes[opened.number] = opened
+        return opened
+
+    async def close(self) -> None:
+        """Kill all processes; episodes that still run are lost. Calling it again does nothing."""
+        self._is_open = False
+        if self._watching is not None:
+            self._watching.cancel()
+        for process in list(self._processes):
+            self._end(process, "the pool of environments was closed", is_fault=False)
+        while self._ending:
+            await asyncio.wait(self._ending)
+
+    async def __aenter__(self) -> EnvironmentPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------------ processes
+
+    def _keep_enough_processes(self) -> None:
+        while (
+            self._is_open
+            and self._broken is None
+            and sum(not process.is_retiring for process in self._processes) < self._num_workers
+        ):
+            self._launch()
+
+    def _launch(self) -> None:
+        try:
+            popen, ours, state = start_child(_MODULE, self._passed, self._output, _NUM_THREADS)
+        except OSError as error:
+            self._broken = (
+                f"the system gives no further process: {error}. Lower environment.num_workers, or raise the limits of "
+                "processes, open files or memory (ulimit -a, the container's)"
+            )
+            return
+        loop = asyncio.get_running_loop()
+        process = _Process(popen, state, time.monotonic(), loop.create_future())
+        self._processes.add(process)
+        process.tending = loop.create_task(self._tend(process, ours))
+
+    async def _tend(self, process: _Process, connection: socket.socket) -> None:
+        """Read a process's answers until it ends; ending the process cancels this task."""
+        reader, process.writer = await open_stream(connection, _LONGEST_REPLY_BYTES)
+        process.writer.write(self._settings)
+        try:
+            while (message := await receive(reader)) is not None:
+                self._answered(process, message)
+        except GarbledError as error:
+            self._end(process, f"something in its process wrote {error} to the connection that answers calls")
+            return
+        await self._lost(process)
+
+    def _answered(self, process: _Process, message: dict[str, Any]) -> None:
+        if "load_error" in message and not process.is_ready:
+            self._broken = self._with_hint(str(message["load_error"]))
+            self._end(process, self._broken, is_fault=False)
+            return
+        if "ready" in message and not process.is_ready:
+            names = message.get("names")
+            self.names = [str(name) for name in names] if isinstance(names, list) else []
+            self._failed_starts = 0
+            NEEDED.add(process.pid, "an environment process")
+            process.ready.set_result(None)
+            return
+        call = process.calls.pop(message["id"], None) if isinstance(message.get("id"), int) else None
+        if call is None or not message.keys() & {"result", "error", "timeout", "exhausted"}:
+            raise GarbledError(str(message)[:300])
+        if "exhausted" in message:
+            said = f"its process has no memory left (environment.memory_limit_gib): {str(message['exhausted'])[:5000]}"
+            process.calls[message["id"]] = call
+            self._end(process, said, {call.episode.number})
+            return
+        if message.get("stuck"):
+            self._retire(process)
+        if not call.future.done():
+            call.future.set_result(message)
+
+    def _retire(self, process: _Process) -> None:
+        """Give a process no new episodes, and end it when it has none; something in it can't be ended alone."""
+        if process.is_retiring or process.is_ending:
+            return
+        process.is_retiring = True
+        self.counts.retired_processes += 1
+        retiring = sorted((one for one in self._processes if one.is_retiring), key=lambda one: one.since)
+        for oldest in retiring[: max(0, len(retiring) - _MOST_RETIRING * self._num_workers)]:
+            self._end(
+                oldest, f"its process {oldest.pid} was replaced, since calls that never end had filled others, too"
+            )
+        self._keep_enough_processes()
+
+    async def _watch(self) -> None:
+        """Check deadlines as long as the pool is open."""
+        while True:
+            await asyncio.sleep(min(_TICK_S, self._timeout_s / 10))
+            for process in list(self._processes):
+                if not process.is_ending:
+                    self._check(process, time.monotonic())
+            self._keep_enough_processes()
+
+    def _stopped_watching(self, watching: asyncio.Task[None]) -> None:
+        """Say so where nobody checks deadlines any more: otherwise calls would wait for ever."""
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            self._broken = f"the watch over its processes failed: {type(error).__name__}: {error}"
+            logger.error("environments: %s", self._broken, exc_info=error)
+            for process in list(self._processes):
+                self._end(process, self._broken, set())
+
+    def _check(self, process: _Process, now: float) -> None:
+        """End a process that stands still, and retire one in which a call can't be ended."""
+        if not process.is_ready:
+            if now - process.since > _START_TIMEOUT_S:
+                self._end(process, f"loading took longer than {_START_TIMEOUT_S:g} s")
+            return
+        if process.is_retiring and not process.episodes:
+            self._end(process, "it is not needed any more", is_fault=False)
+            return
+        if not process.episodes:
+            return
+        holder, since, _ = process.state.read()
+        if now - since > self._timeout_s + (0.0 if holder else _SILENCE_S):
+            self._spawn(self._end_still(process))
+        elif any(now - call.since > _PATIENCE * self._timeout_s + _GRACE_S for call in process.calls.values()):
+            late = {call.episode.number for call in process.calls.values() if now - call.since > self._timeout_s}
+            self._end(process, f"its process {process.pid} did not answer", late)
+        elif any(now - thread.since > self._timeout_s + _GRACE_S for thread in process.state.busy_threads()):
+            self._retire(process)
+
+    async def _end_still(self, process: _Process) -> None:
+        """End a process that stands still, and find out for whom it does."""
+        process.is_ending = True
+        pid, limit_s = process.pid, self._timeout_s
+        state = state_of(pid)
+        if state is not None and state.letter == STOPPED:
+            self._end(process, f"its process {pid} had been stopped (SIGSTOP)", set())
+            return
+        holder, *_ = process.state.read()
+        threads = {thread.thread_id: thread.holder for thread in process.state.busy_threads()}
+        if time.monotonic() - process.state.last_beat > _SILENCE_S or not holder:
+            # Something holds Python's lock, and it is who computes; others wait for the lock.
+            before = _cpu_ticks(pid)
+            await asyncio.sleep(_LOOK_S)
+            after = _cpu_ticks(pid)
+            spent = {number: after.get(number, 0) - before.get(number, 0) for number in (pid, *threads)}
+            busiest = max(spent, key=lambda number: spent[number])
+            if spent[busiest] > 0:
+                blamed = {threads.get(busiest, holder)}
+            else:
+                blamed = {holder, *threads.values()}
+        else:
+            blamed = {holder}
+        if process in self._processes:
+            held = blamed - {0} and process.episodes.keys() & blamed
+            said = f"held its process for longer than {limit_s:g} s" if held else f"stood still for {limit_s:g} s"
+            self._end(process, f"its process {pid} was killed: something {said}", blamed)
+
+    async def _lost(self, process: _Process) -> None:
+        """Clear up behind a process that ended by itself."""
+        until = time.monotonic() + _LAST_WORDS_S
+        while process.popen.poll() is None and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        pid, code = process.pid, process.popen.returncode
+        how = f"its process {pid} {'closed its connection' if code is None else exit_in_words(code)}"
+        stopped = NEEDED.why_it_ended(pid)
+        if (reason := stopped or why_memory_ended_it()) is not None:
+            how = f"{how} ({reason})"
+        self._end(process, how, set() if stopped else None)
+
+    def _end(
+        self, process: _Process, error: str, blamed: Collection[int] | None = None, *, is_fault: bool = True
+    ) -> None:
+        """Kill a process, which loses its episodes.
+
+        Args:
+            process: The process.
+            error: What happened to it.
+            blamed: Episodes that held it; those for which it works now, if None.
+            is_fault: Whether something went wrong with it.
+        """
+        if process not in self._processes:
+            return
+        self._processes.discard(process)
+        process.is_ending = True
+        if blamed is None:
+            holder, *_ = process.state.read()
+            blamed = {holder, *(thread.holder for thread in process.state.busy_threads())} if is_fault else set()
+        if is_fault:
+            self.counts.lost_processes += 1
+            self.counts.lost_episodes += len(process.episodes)
+            logger.warning("environments: %s", error if process.is_ready else f"{error} while loading")
+        if not process.is_ready:
+            self._start_failed(error, is_fault)
+            process.ready.cancel()
+        for number, episode in process.episodes.items():
+            episode.lost = EnvironmentLostError(f"{episode.title}: {error}", number in blamed)
+        for call in process.calls.values():
+            if not call.future.done() and call.episode.lost is not None:
+                call.future.set_exception(call.episode.lost)
+        process.tending.cancel()
+        if process.writer is not None:
+            process.writer.close()
+        self._spawn(self._stop(process))
+        self._keep_enough_processes()
+
+    async def _stop(self, process: _Process) -> None:
+        pid = process.pid
+        await asyncio.to_thread(stop_child, process.popen, f"environment process {pid}")
+        NEEDED.remove(pid)
+        process.state.close()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    def _start_failed(self, reason: str, is_fault: bool) -> None:
+        if not is_fault or self._broken is not None:
+            return
+        self._failed_starts += 1
+        is_first = not self.names
+        if self._failed_starts > _FAILED_STARTS_ALLOWED or (is_first and "took longer" in reason):
+            self._broken = reason if reason.endswith("while loading") else f"{reason} while loading"
+
+    def _with_hint(self, error: str) -> str:
+        """Add a hint to an error that names an environment variable withheld from the process."""
+        name = withheld_variable(error, self._passed)
+        if name is None:
+            return error
+        return (
+            f"{error}\n(the variable {name} is set, but environment processes get only those that libraries need "
+            f"and those that are named: environment.env=[{name}], or <argument>: env:{name} in environment.kwargs)"
+        )
+
+
+class LiveEnvironment:
+    """The environment of one episode, in its process. Its methods are called one after the other.
+
+    Attributes:
+        key: Of the episode.
+        lost: Why its process is gone, if it is.
+    """
+
+    def __init__(
+        self, pool: EnvironmentPool, process: _Process, number: int, key: Hashable, row: Mapping[str, Any], seed: int
+    ) -> None:
+        self._pool = pool
+        self._process = process
+        self._row = row
+        self._seed = seed
+        self._was_reset = self._is_closed = False
+        self.number = number
+        self.key = key
+        self.lost: EnvironmentLostError | None = None
+
+    @property
+    def title(self) -> str:
+        """The episode in messages."""
+        return f"environment of episode {self.key}"
+
+    async def reset(self) -> Observation:
+        """Begin the episode.
+
+        Raises:
+            EnvironmentFailedError: The class raised, or returned something that is no observation.
+            EnvironmentTimeoutError: It took too long.
+            EnvironmentLostError: Its process is gone.
+            ValueError: The row is no plain data.
+        """
+        fields = {
+            "env": self._row.get("env"),
+            "env_kwargs": to_plain(self._row.get("env_kwargs"), f"env_kwargs of the {self.title}"),
+            # One by one, as the data set has checked them: together they would be nested a level deeper.
+            "row": {name: to_plain(value, f"column {name} of the {self.title}") for name, value in self._row.items()},
+            "seed": self._seed,
+        }
+        return self._read(observation_from_plain, await self._call("reset", fields))
+
+    async def step(self, action: Action) -> StepResult:
+        """Take the policy's turn. The result's observation is an `Observation`, or None where the episode is over.
+
+        Raises:
+            EnvironmentFailedError, EnvironmentTimeoutError, EnvironmentLostError: As for `reset`.
+        """
+        return self._read(step_from_plain, await self._call("step", {"action": action_to_plain(action)}))
+
+    async def close(self) -> None:
+        """Let go of the environment, within its deadline; what its `close` did wrong is counted and logged."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._was_reset and self.lost is None:
+                limit_s = 2 * self._pool._timeout_s + _GRACE_S  # a call that was given up may still have its own time
+                await asyncio.wait_for(self._call("close", {}), limit_s)
+        except (EnvironmentFaultError, TimeoutError) as error:
+            self._pool.counts.failed_closes += 1
+            logger.warning("%s", error if isinstance(error, HrlError) else f"{self.title}: its close is not answered")
+        finally:
+            self._process.episodes.pop(self.number, None)
+
+    async def _call(self, method: str, fields: Mapping[str, Any]) -> object:
+        if not self._process.is_ready and self.lost is None:
+            await asyncio.wait({self._process.ready})
+        if self.lost is not None:
+            raise self.lost
+        assert self._process.writer is not None
+        number = next(self._pool._numbers)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._process.calls[number] = _Call(self, future, time.monotonic())
+        self._was_reset = True
+        self._process.writer.write(encode({"id": number, "episode": self.number, "do": method, **fields}))
+        answer = await future
+        if "timeout" in answer:
+            self._pool.counts.timeouts += 1
+            where = f", in\n{str(answer['timeout'])[:5000]}" if answer["timeout"] else ""
+            raise EnvironmentTimeoutError(
+                f"{self.title}: {method} took longer than {self._pool._timeout_s:g} s (environment.step_timeout_s)"
+                f"{where}"
+            )
+        if "error" in answer:
+            self._pool.counts.failures += 1
+            raise EnvironmentFailedError(f"{self.title}: {self._pool._with_hint(str(answer['error'])[:5000])}")
+        return answer["result"]
+
+    def _read(self, read: Any, plain: object) -> Any:
+        """Check what came from a process that may have sent anything."""
+        try:
+            return read(plain)
+        except EnvironmentReplyError as error:
+            self._pool.counts.failures += 1
+            raise EnvironmentFailedError(f"{self.title}: its process {error}") from error
+
+
+def _cpu_ticks(pid: int) -> dict[int, int]:
+    """Return the processor time of each thread of a process, in ticks."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended while we looked
+            fields = path.read_text().rpartition(")")[2].split()
+            found[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    return found
