@@ -1,0 +1,187 @@
+"""Answers in OpenAI's form, whole and as the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+DONE = b"data: [DONE]\n\n"
+STILL_THERE = b": the engine is at work\n\n"
+"""A comment, which clients skip: nothing that lies between ends a connection on which nothing is said."""
+_TOKENS_AN_EVENT = 8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One sampled answer.
+
+    Attributes:
+        text: What the client is shown of it, without special tokens.
+        pieces: What each token adds to the text; those of a stop text add nothing.
+        message: As a chat's answer in OpenAI's form; None for a continuation of a text.
+        prompt_ids: Its context.
+        token_ids: What was sampled.
+        log_probs: Of each token.
+        tokens: Each token as text and as bytes, where log-probs are shown; else empty.
+        finish_reason: Why it ended.
+    """
+
+    text: str
+    pieces: Sequence[str]
+    message: Mapping[str, Any] | None
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    tokens: Sequence[tuple[str, list[int] | None]]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer looks like.
+
+    Attributes:
+        model: Name of the model.
+        is_chat: Whether it answers a chat, or continues a text.
+        log_probs: Those of the sampled tokens are shown.
+        token_ids: Those of the prompt, and what was sampled, are shown.
+        usage: A stream ends with an event that counts the tokens.
+    """
+
+    model: str
+    is_chat: bool
+    log_probs: bool = False
+    token_ids: bool = False
+    usage: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer as one object."""
+        shown = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        answer = {**self._head(streamed=False), "choices": shown, "usage": _usage(choices)}
+        if self.token_ids and self.is_chat:
+            answer["prompt_token_ids"] = list(choices[0].prompt_ids)
+        return answer
+
+    def opening(self, num_choices: int) -> Iterator[bytes]:
+        """Return the events that a stream begins with, before anything is sampled."""
+        if self.is_chat:
+            for index in range(num_choices):
+                yield self._event(self._delta(index, {"role": "assistant", "content": ""}))
+
+    def events(self, choices: Sequence[Choice]) -> Iterator[bytes]:
+        """Return the events of a stream after its opening."""
+        for index, choice in enumerate(choices):
+            yield from self._chat_events(index, choice) if self.is_chat else self._text_events(index, choice)
+        if self.usage:
+            yield _encoded({**self._head(streamed=True), "choices": [], "usage": _usage(choices)})
+        yield DONE
+
+    # ---- one choice
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        shown: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason, "logprobs": None}
+        if self.is_chat:
+            shown["message"] = {"role": "assistant", "content": None, "refusal": None, **(choice.message or {})}
+        else:
+            shown["text"] = choice.text
+        if self.log_probs:
+            shown["logprobs"] = self._log_probs(choice, 0, len(choice.token_ids))
+        if self.token_ids:
+            shown["token_ids"] = list(choice.token_ids)
+            if not self.is_chat:
+                shown["prompt_token_ids"] = list(choice.prompt_ids)
+        return shown
+
+    def _chat_events(self, index: int, choice: Choice) -> Iterator[bytes]:
+        message = choice.message or {}
+        context = {"prompt_token_ids": list(choice.prompt_ids)} if self.token_ids else {}
+        content, count = message.get("content") or "", len(choice.token_ids)
+        if message.get("reasoning_content"):
+            yield self._event(self._delta(index, {"reasoning_content": message["reasoning_content"]}))
+        spans = list(_spans(count)) if content and content == "".join(choice.pieces) else []
+        for begin, end in spans:
+            text = "".join(choice.pieces[begin:end])
+            yield self._event(self._delta(index, {"content": text}, choice, begin, end), context if not begin else {})
+        if content and not spans:
+            yield self._event(self._delta(index, {"content": content}, choice, 0, count), context)
+        for place, call in enumerate(message.get("tool_calls") or ()):
+            yield self._event(self._delta(index, {"tool_calls": [{"index": place, **call}]}))
+        last = self._delta(index, {}) if content else self._delta(index, {}, choice, 0, count)
+        yield self._event({**last, "finish_reason": choice.finish_reason}, {} if content else context)
+
+    def _text_events(self, index: int, choice: Choice) -> Iterator[bytes]:
+        spans = list(_spans(len(choice.token_ids))) or [(0, 0)]
+        for begin, end in spans:
+            shown: dict[str, Any] = {"index": index, "text": "".join(choice.pieces[begin:end]), "logprobs": None}
+            shown["finish_reason"] = choice.finish_reason if (begin, end) == spans[-1] else None
+            if self.log_probs:
+                shown["logprobs"] = self._log_probs(choice, begin, end)
+            if self.token_ids:
+                shown["token_ids"] = list(choice.token_ids[begin:end])
+                if not begin:
+                    shown["prompt_token_ids"] = list(choice.prompt_ids)
+            yield self._event(shown)
+
+    def _delta(
+        self, index: int, delta: Mapping[str, Any], choice: Choice | None = None, begin: int = 0, end: int = 0
+    ) -> dict[str, Any]:
+        shown: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if choice is not None and self.log_probs:
+            shown["logprobs"] = self._log_probs(choice, begin, end)
+        if choice is not None and self.token_ids:
+            shown["token_ids"] = list(choice.token_ids[begin:end])
+        return shown
+
+    def _log_probs(self, choice: Choice, begin: int, end: int) -> dict[str, Any]:
+        tokens, log_probs = choice.tokens[begin:end], choice.log_probs[begin:end]
+        if self.is_chat:
+            entries = [
+                {"token": text, "logprob": log_prob, "bytes": raw, "top_logprobs": []}
+                for (text, raw), log_prob in zip(tokens, log_probs, strict=True)
+            ]
+            return {"content": entries, "refusal": None}
+        offset, offsets = len("".join(choice.pieces[:begin])), []
+        for piece in choice.pieces[begin:end]:
+            offsets.append(offset)
+            offset += len(piece)
+        texts = [text for text, _ in tokens]
+        return {"tokens": texts, "token_logprobs": list(log_probs), "top_logprobs": None, "text_offset": offsets}
+
+    # ---- around them
+
+    def _head(self, *, streamed: bool) -> dict[str, Any]:
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        kind = "text_completion" if not self.is_chat else f"chat.completion{'.chunk' if streamed else ''}"
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _event(self, choice: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> bytes:
+        return _encoded({**self._head(streamed=True), **(beside or {}), "choices": [choice]})
+
+
+def error_event(body: Mapping[str, Any]) -> bytes:
+    """Return the event that ends a stream whose answer failed."""
+    return _encoded(body)
+
+
+def _usage(choices: Sequence[Choice]) -> dict[str, int]:
+    prompts = {
+        id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices
+    }  # choices of a prompt share its list
+    prompt, sampled = sum(prompts.values()), sum(len(choice.token_ids) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _spans(count: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, count, _TOKENS_AN_EVENT):
+        yield begin, min(begin + _TOKENS_AN_EVENT, count)
+
+
+def _encoded(event: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"

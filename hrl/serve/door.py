@@ -1,0 +1,234 @@
+"""The door: a request comes in, is sampled from an engine, and its answer is given and kept. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hrl.serve.answers import Choice
+from hrl.serve.asked import ChatAsked, CompletionAsked
+from hrl.serve.policy import Context, PolicyWords, Read, too_long
+from hrl.serve.refusals import RequestRefusedError, bad_request, engine_failed, not_now, over_limit
+from hrl.serve.rows import Call
+from hrl.serve.sessions import FixedSampling, Session, Sessions
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import EngineUnusableError, RolloutError, SampleOutput
+
+logger = logging.getLogger(__name__)
+
+Generate = Callable[[list[int], SamplingParams, str], Awaitable[SampleOutput]]
+"""`RolloutEngine.generate`, or what does the same: samples a response to token ids; the text names the request."""
+
+_SEEDS = 2**32
+_COMPLETION_TOKENS = 16
+"""Length of a text's continuation where none is asked for, as OpenAI has it."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the door leads to.
+
+    Attributes:
+        model: The name that clients have to call it.
+        sampling: Where a client names no temperature, top-p or top-k.
+        max_model_len: The longest context with its response, in tokens.
+    """
+
+    model: str
+    sampling: SamplingParams
+    max_model_len: int
+
+
+class Door:
+    """Answers requests.
+
+    Args:
+        served: What it leads to.
+        words: The policy's tokenizer and parsers.
+        generate: Samples.
+        sessions: Whose calls belong together.
+    """
+
+    def __init__(self, served: Served, words: PolicyWords, generate: Generate, sessions: Sessions) -> None:
+        self.served, self.words, self.sessions = served, words, sessions
+        self._generate = generate
+        self._closed_for: str | None = None
+
+    def pause(self, reason: str) -> None:
+        """Refuse new calls until `resume`, with a sentence that says why; clients ask again by themselves."""
+        self._closed_for = reason
+
+    def resume(self) -> None:
+        """Take calls again."""
+        self._closed_for = None
+
+    async def begin(self, session: Session, asked: ChatAsked | CompletionAsked) -> list[Context]:
+        """Return the context of each prompt of a request, which is refused if it does not make sense.
+
+        Raises:
+            RequestRefusedError: Says what is wrong, and the way out.
+        """
+        if asked.model != self.served.model:
+            raise RequestRefusedError(
+                404,
+                f"there is no model {asked.model[:200]!r} here; the one that is served is {self.served.model!r}",
+                code="model_not_found",
+                param="model",
+            )
+        if self._closed_for is not None:
+            raise not_now(self._closed_for)
+        if isinstance(asked, ChatAsked):
+            return [await self.words.chat(session, asked)]
+        return [await self.words.completion(session, prompt) for prompt in asked.prompts]
+
+    async def answer(
+        self, session: Session, asked: ChatAsked | CompletionAsked, contexts: Sequence[Context], *, log_probs: bool
+    ) -> list[Choice]:
+        """Sample the choices of each context, one context after the other, and keep them.
+
+        Raises:
+            RequestRefusedError: The session has not that much left, or the engine failed.
+        """
+        wanted = [context for context in contexts for _ in range(asked.n)]
+        with session.admitted(len(wanted)) as turns:
+            samplings = [
+                self._sampling(session, asked, context, turn, place)
+                for place, (context, turn) in enumerate(zip(wanted, turns, strict=True))
+            ]
+            reads = await self._all(session, asked, wanted, turns, samplings, log_probs=log_probs)
+        for context, turn, (read, version) in zip(wanted, turns, reads, strict=True):
+            choice = read.choice
+            session.add(Call(turn, context.ids, choice.token_ids, choice.log_probs, version))
+            session.counts["tool_calls"] += len(read.parsed.tool_calls)
+            session.counts["tool_errors"] += read.parsed.error is not None
+            session.counts["tool_errors"] += sum(call.arguments is None for call in read.parsed.tool_calls)
+            await self.words.remember(session, asked, context, read)
+            if isinstance(asked, ChatAsked):
+                session.said([*asked.messages, read.parsed.message])
+        return [read.choice for read, _ in reads]
+
+    async def _all(
+        self,
+        session: Session,
+        asked: ChatAsked | CompletionAsked,
+        contexts: Sequence[Context],
+        turns: Sequence[int],
+        samplings: Sequence[SamplingParams],
+        *,
+        log_probs: bool,
+    ) -> list[tuple[Read, int]]:
+        """Sample and read all choices at the same time."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(session.seconds_left()), asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._one(session, asked, *one, log_probs=log_probs))
+                    for one in zip(contexts, turns, samplings, strict=True)
+                ]
+        except TimeoutError:
+            session.ran_into("deadline")
+            raise over_limit(f"session {session.name}: its {session.limits.seconds} seconds are over") from None
+        except ExceptionGroup as failures:  # the others were cancelled because of the first
+            raise failures.exceptions[0] from None
+        finally:
+            session.engine_s += time.monotonic() - began
+        return [task.result() for task in tasks]
+
+    async def _one(
+        self,
+        session: Session,
+        asked: ChatAsked | CompletionAsked,
+        context: Context,
+        turn: int,
+        sampling: SamplingParams,
+        *,
+        log_probs: bool,
+    ) -> tuple[Read, int]:
+        name = f"{session.name}-{turn}-{secrets.token_hex(4)}"
+        try:
+            output = await self._generate(context.ids, sampling, name)
+        except EngineUnusableError as error:
+            raise not_now(str(error)) from error
+        except RolloutError as error:
+            logger.error("request %s failed: %s", name, error)
+            raise engine_failed(f"the engine failed at this request: {error}") from error
+        if output.finish_reason == "abort" or len(output.token_ids) != len(output.log_probs):
+            logger.error(
+                "request %s: the engine ended it with %s, %d tokens and %d log-probs",
+                *(name, output.finish_reason, len(output.token_ids), len(output.log_probs)),
+            )
+            raise engine_failed("the engine gave this request up")
+        read = await self.words.read(output, turn, asked, context, log_probs=log_probs)
+        return read, output.policy_version
+
+    def _sampling(
+        self, session: Session, asked: ChatAsked | CompletionAsked, context: Context, turn: int, place: int
+    ) -> SamplingParams:
+        """Return how a choice is sampled.
+
+        Raises:
+            RequestRefusedError: There is no room for it behind its context.
+        """
+        param = "messages" if isinstance(asked, ChatAsked) else "prompt"
+        if not context.ids:
+            raise bad_request(f"{param} has no tokens", param)
+        room = self.served.max_model_len - len(context.ids)
+        if session.fixed is not None:
+            return self._fixed_sampling(session, session.fixed, asked, context, turn, room, param)
+        longest = asked.longest or (room if isinstance(asked, ChatAsked) else _COMPLETION_TOKENS)
+        if room < 1 or (asked.longest or 0) > room:
+            wanted = f"{param} has {len(context.ids)} tokens, {asked.longest or 1} more are asked for"
+            raise too_long(wanted, self.served.max_model_len, param)
+        left = session.tokens_left()
+        served = self.served.sampling
+        top_k = served.top_k if asked.top_k is None else asked.top_k
+        return SamplingParams(
+            temperature=served.temperature if asked.temperature is None else asked.temperature,
+            top_p=served.top_p if asked.top_p is None else asked.top_p,
+            top_k=top_k or -1,
+            max_tokens=min(longest, room, *([] if left is None else [left])),
+            seed=_seed(asked.seed, place),
+        )
+
+    def _fixed_sampling(
+        self,
+        session: Session,
+        fixed: FixedSampling,
+        asked: ChatAsked | CompletionAsked,
+        context: Context,
+        turn: int,
+        room: int,
+        param: str,
+    ) -> SamplingParams:
+        """Return how a turn of an episode is sampled, whatever the client asks for."""
+        first = session.first_prompt
+        prompt = context.ids if first is None else list(first.prompt_ids)
+        in_response = len(context.ids) - len(prompt) if context.ids[: len(prompt)] == prompt else 0
+        if len(context.ids) - in_response > fixed.max_prompt_tokens:
+            session.ran_into("max_tokens")
+            raise too_long(f"{param} has {len(context.ids)} tokens", fixed.max_prompt_tokens, param)
+        room = min(room, fixed.max_response_tokens - in_response, fixed.max_turn_tokens or room)
+        left = session.tokens_left()
+        room = room if left is None else min(room, left)
+        if room < 1:
+            session.ran_into("max_tokens")
+            raise too_long(f"{param} has {len(context.ids)} tokens", len(context.ids), param)
+        given, wanted = fixed.sampling, (asked.temperature, asked.top_p, asked.top_k or None, asked.seed)
+        have = (given.temperature, given.top_p, given.top_k, None)
+        if any(one is not None and one != other for one, other in zip(wanted, have, strict=True)):
+            session.counts["overridden"] += 1
+        return replace(given, seed=fixed.seed_of(turn), max_tokens=min(room, asked.longest or room))
+
+
+def _seed(given: int | None, place: int) -> int:
+    """Return the 32-bit seed of a choice; the first of a request with a seed below 2^32 has that one."""
+    if given is None:
+        return secrets.randbelow(_SEEDS)
+    if place == 0:
+        return given % _SEEDS
+    return int.from_bytes(hashlib.blake2b(f"{given}/{place}".encode(), digest_size=4).digest(), "little")

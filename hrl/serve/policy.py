@@ -1,0 +1,297 @@
+"""The policy as a client meets it: words become tokens, a response is sampled, and its tokens become words."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from hrl.data.chat import ChatTemplateError
+from hrl.environments.interface import EnvironmentReplyError, Observation
+from hrl.episodes.parser_choice import ParserChoiceError
+from hrl.episodes.parsing import ParsedTurn, TurnParser
+from hrl.episodes.tokens import Transcript
+from hrl.serve.answers import Choice, FinishReason
+from hrl.serve.asked import ChatAsked, plain_message
+from hrl.serve.refusals import RequestRefusedError, bad_request
+from hrl.serve.tokens_as_text import Stopped, decode, pieces, shown_token, stopped_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.serve.asked import CompletionAsked
+    from hrl.serve.sessions import Session
+    from hrl.workers.rollout.base import SampleOutput
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LONGEST_TOKEN_AT_LEAST = 64
+"""Characters. Of a text with more of them than the longest context has room for, no token is looked at."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the policy's words are read.
+
+    Attributes:
+        stop_ids: Tokens at which a response ends.
+        template_kwargs: Further arguments of the chat template.
+        tool_parser: Name of the engine's parser of tool calls; None chooses by the chat template.
+        reasoning_parser: Name of the engine's parser of reasoning; None reads none.
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a response is sampled in.
+
+    Attributes:
+        ids: Its tokens.
+        script: The chat up to it; None for a text.
+        text: The text that it is; None for a chat, and for a prompt of token ids.
+    """
+
+    ids: list[int]
+    script: Transcript | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """A response, read.
+
+    Attributes:
+        choice: As a client is given it.
+        parsed: As the chat template takes it.
+        num_text_tokens: The tokens that are exactly the text that is shown; None where a stop text begins within one.
+    """
+
+    choice: Choice
+    parsed: ParsedTurn
+    num_text_tokens: int | None
+
+
+class PolicyWords:
+    """Renders, tokenises and reads, on a thread of its own: what takes long holds up nobody else's answer.
+
+    Args:
+        tokenizer: The policy's.
+        reading: How its words are read.
+        max_model_len: The longest context with its response, in tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: Reading, max_model_len: int) -> None:
+        self._tokenizer, self._reading, self._max_model_len = tokenizer, reading, max_model_len
+        self._thread = ThreadPoolExecutor(1, "words")
+        self._longest_token = max([_LONGEST_TOKEN_AT_LEAST, *map(len, tokenizer.get_vocab())])
+        self._parsers: dict[str, TurnParser] = {}
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, session: Session, asked: ChatAsked) -> Context:
+        """Return the context of a chat's next answer.
+
+        A chat that goes on from an answer which the session was given keeps the tokens that were sampled.
+
+        Raises:
+            RequestRefusedError: The chat template refuses the messages, or they are too long.
+        """
+        self._require_short(sum(len(str(message.get("content") or "")) for message in asked.messages), "messages")
+        setting = _setting(asked)
+        found = session.chats.longest(asked.messages, setting)
+        script = None if found is None else found[1]
+        new = asked.messages if found is None else asked.messages[found[0] :]
+        return await self._run(self._chat, script, new, asked)
+
+    async def completion(self, session: Session, prompt: str | Sequence[int]) -> Context:
+        """Return the context of a text's continuation; the beginning that the session was given keeps its tokens.
+
+        Raises:
+            RequestRefusedError: It is too long, or has a token that there is none of.
+        """
+        if not isinstance(prompt, str):
+            wrong = next((token for token in prompt if not 0 <= token < len(self._tokenizer)), None)
+            if wrong is not None:
+                raise bad_request(
+                    f"prompt has the token {wrong}, and ids are 0 to {len(self._tokenizer) - 1}", "prompt"
+                )
+            return Context(list(prompt))
+        self._require_short(len(prompt), "prompt")
+        known, ids = session.texts.longest(prompt)
+        new = await self._run(self._tokens, prompt[known:], not known)
+        return Context([*ids, *new], text=prompt)
+
+    async def read(
+        self, output: SampleOutput, turn: int, asked: ChatAsked | CompletionAsked, context: Context, *, log_probs: bool
+    ) -> Read:
+        """Return what a response says.
+
+        Raises:
+            RequestRefusedError: There is no parser for the tools of this chat.
+        """
+        return await self._run(self._read, output, turn, asked, context, log_probs)
+
+    async def remember(
+        self, session: Session, asked: ChatAsked | CompletionAsked, context: Context, read: Read
+    ) -> None:
+        """Have the session know an answer again, with its tokens."""
+        choice = read.choice
+        if isinstance(asked, ChatAsked) and context.script is not None:
+            script = await self._run(self._with_turn, context.script, read)
+            answer = plain_message({"role": "assistant", **(choice.message or {})}, len(asked.messages))
+            session.chats.add(asked.messages, _setting(asked), answer, script)
+        elif context.text is not None:
+            whole = await self._run(decode, self._tokenizer, choice.token_ids)
+            if choice.text != whole and read.num_text_tokens is not None:
+                kept = choice.token_ids[: read.num_text_tokens]
+                session.texts.add(context.text + choice.text, [*context.ids, *kept])
+            session.texts.add(context.text + whole, [*context.ids, *choice.token_ids])
+
+    # ---- on the thread
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    def _chat(self, known: Transcript | None, new: Sequence[Mapping[str, Any]], asked: ChatAsked) -> Context:
+        try:
+            if known is not None:
+                script = self._copied(known)
+                script.add_observation(Observation(messages=new))
+            else:
+                script = Transcript(
+                    self._tokenizer,
+                    self._reading.stop_ids,
+                    {**self._reading.template_kwargs, **asked.chat_template_kwargs},
+                    first=Observation(messages=new, tools=asked.tools or None),
+                )
+        except (ChatTemplateError, EnvironmentReplyError) as error:
+            raise bad_request(str(error), "messages") from None
+        return Context(script.context, script)
+
+    def _copied(self, script: Transcript) -> Transcript:
+        return copy.deepcopy(script, {id(self._tokenizer): self._tokenizer})
+
+    def _with_turn(self, script: Transcript, read: Read) -> Transcript:
+        script = self._copied(script)  # other choices go on from it, too
+        script.add_turn(read.choice.token_ids, read.choice.log_probs, 0, read.parsed.message)
+        return script
+
+    def _tokens(self, text: str, is_beginning: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=is_beginning)["input_ids"]
+        return ids
+
+    def _read(
+        self,
+        output: SampleOutput,
+        turn: int,
+        asked: ChatAsked | CompletionAsked,
+        context: Context,
+        log_probs: bool,
+    ) -> Read:
+        stopped = stopped_at(self._tokenizer, output.token_ids, asked.stop) if asked.stop else None
+        count = len(output.token_ids) if stopped is None else stopped.num_tokens
+        ids = output.token_ids[:count]
+        parsed = self._parser(asked).parse(ids, turn=turn)
+        if stopped is not None:
+            parsed = _cut(parsed, asked.stop)
+        finish: FinishReason = "length" if output.finish_reason == "length" and stopped is None else "stop"
+        if parsed.tool_calls and finish == "stop":
+            finish = "tool_calls"
+        choice = Choice(
+            text=parsed.text,
+            pieces=_shown(pieces(self._tokenizer, ids), stopped),
+            message=_message(parsed) if context.script is not None else None,
+            prompt_ids=context.ids,
+            token_ids=ids,
+            log_probs=output.log_probs[:count],
+            tokens=[shown_token(self._tokenizer, token) for token in ids] if log_probs else (),
+            finish_reason=finish,
+        )
+        return Read(choice, parsed, count if stopped is None else stopped.num_text_tokens)
+
+    def _parser(self, asked: ChatAsked | CompletionAsked) -> TurnParser:
+        """Return what reads answers to a request; a continued text is read as it is."""
+        is_chat = isinstance(asked, ChatAsked)
+        tools = asked.tools if isinstance(asked, ChatAsked) and asked.wants_tool_calls else None
+        reasoning = self._reading.reasoning_parser if is_chat else None
+        key = json.dumps([tools, reasoning])
+        parser = self._parsers.get(key)
+        if parser is None:
+            try:
+                parser = TurnParser(
+                    self._tokenizer, self._reading.tool_parser, reasoning, tools, stop_ids=self._reading.stop_ids
+                )
+            except ParserChoiceError as error:
+                raise bad_request(str(error), "tools") from None
+            if len(self._parsers) >= _MOST_PARSERS:
+                self._parsers.clear()
+            self._parsers[key] = parser
+        return parser
+
+    def _require_short(self, characters: int, param: str) -> None:
+        most = self._max_model_len * self._longest_token
+        if characters > most:
+            raise too_long(f"{param} has {characters:,} characters", self._max_model_len, param)
+
+
+_MOST_PARSERS = 64
+
+
+def too_long(what: str, max_model_len: int, param: str) -> RequestRefusedError:
+    """Return the refusal of what does not fit into a context."""
+    return bad_request(
+        f"{what}, and the longest context with its answer is {max_model_len} tokens", param, "context_length_exceeded"
+    )
+
+
+def _setting(asked: ChatAsked) -> list[Any]:
+    return [asked.tools, asked.chat_template_kwargs]
+
+
+def _cut(parsed: ParsedTurn, stops: Sequence[str]) -> ParsedTurn:
+    """Return a turn whose text and content end before the first stop text in them."""
+    text, content = _before(parsed.text, stops), _before(parsed.content, stops)
+    message = {**parsed.message, "content": content} if "content" in parsed.message else parsed.message
+    return ParsedTurn(text, content, parsed.reasoning, parsed.tool_calls, message, parsed.error)
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(found)[1]] if found else text
+
+
+def _shown(whole: Sequence[str], stopped: Stopped | None) -> list[str]:
+    """Return the pieces of the text that a client is shown."""
+    if stopped is None:
+        return list(whole)
+    left, shown = len(stopped.text), []
+    for piece in whole:
+        shown.append(piece[:left])
+        left -= len(shown[-1])
+    return shown
+
+
+def _message(parsed: ParsedTurn) -> dict[str, Any]:
+    """Return an answer as OpenAI's clients know it."""
+    message: dict[str, Any] = {"content": parsed.content if parsed.content or not parsed.tool_calls else None}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+            for call in parsed.tool_calls
+        ]
+    return message

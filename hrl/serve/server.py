@@ -1,0 +1,315 @@
+"""The door over HTTP, on a loopback address unless it is told otherwise.
+
+Whoever sends a request is taken for an enemy until its key is known: before that, nothing of a body is read, a name
+that stands for another machine is refused (a web site could have its own name point here), and a connection on which
+no request comes is closed. After that a body has a size and a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from hrl.errors import RefusedError
+from hrl.report.page_server import is_loopback
+from hrl.serve.answers import STILL_THERE, Choice, Form, error_event
+from hrl.serve.asked import ChatAsked, CompletionAsked, read_chat, read_completion
+from hrl.serve.door import Door
+from hrl.serve.refusals import NO_RETRY, RequestRefusedError, bad_request
+
+logger = logging.getLogger(__name__)
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_SHUTDOWN_S = 5.0
+
+
+class DoorError(RefusedError, ValueError):
+    """The door can't be opened there."""
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """What a connection may use up.
+
+    Attributes:
+        body_bytes: Largest body.
+        head_s: Until the first request of a connection has come.
+        body_s: Until its body has come.
+        idle_s: Between requests of a connection.
+        connections: At the same time.
+        still_there_s: How often a stream in which nothing is ready says so.
+    """
+
+    body_bytes: int = 8 * 2**20
+    head_s: float = 30.0
+    body_s: float = 60.0
+    idle_s: float = 75.0
+    connections: int = 2048
+    still_there_s: float = 15.0
+
+
+class DoorServer:
+    """Serves a door for the duration of an `async with` block.
+
+    Args:
+        door: What is served.
+        host: An address, or `localhost`.
+        port: The port; 0 for a free one.
+        allow_remote: Whether the address may be one that other machines reach. Requests may then name any host.
+        limits: What a connection may use up.
+
+    Raises:
+        DoorError: The address can be reached from other machines, or the port is taken.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        allow_remote: bool = False,
+        limits: HttpLimits = HttpLimits(),
+    ) -> None:
+        self._door, self._limits, self._allow_remote = door, limits, allow_remote
+        self._socket = _listening(host, port, allow_remote=allow_remote)
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._silent: dict[int, asyncio.TimerHandle] = {}
+
+    @property
+    def base_url(self) -> str:
+        """What clients take as `base_url`."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(middlewares=[self._guarded], client_max_size=self._limits.body_bytes)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completion)
+        self._runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            access_log=None,
+            handler_cancellation=True,  # whoever hangs up is not sampled for
+            keepalive_timeout=self._limits.idle_s,
+            shutdown_timeout=_SHUTDOWN_S,
+            auto_decompress=False,  # a small body may be a large one
+        )
+        await self._runner.setup()
+        self._server = await asyncio.get_running_loop().create_server(self._connection, sock=self._socket)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for session in self._door.sessions:
+            await session.stop()
+        if self._server is not None:
+            self._server.close()
+        for handle in self._silent.values():
+            handle.cancel()
+        self._silent.clear()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._socket.close()
+
+    # ---- connections
+
+    def _connection(self) -> asyncio.Protocol:
+        assert self._runner is not None and self._runner.server is not None
+        server = self._runner.server
+        if len(server.connections) >= self._limits.connections:
+            return _Closed()
+        protocol = server()
+        loop = asyncio.get_running_loop()
+        self._silent[id(protocol)] = loop.call_later(self._limits.head_s, self._close_silent, protocol)
+        return protocol
+
+    def _close_silent(self, protocol: web.RequestHandler) -> None:
+        self._silent.pop(id(protocol), None)
+        protocol.force_close()
+
+    # ---- requests
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Answer every refusal in OpenAI's form."""
+        spoke = self._silent.pop(id(request.protocol), None)
+        if spoke is not None:
+            spoke.cancel()
+        try:
+            self._require_this_machine(request)
+            request["session"] = self._door.sessions.of(
+                request.headers.get("Authorization"), request.headers.get("X-Session-Id")
+            )
+            return await handler(request)
+        except RequestRefusedError as refused:
+            return _refusal(refused)
+        except web.HTTPException as error:
+            return _refusal(_of_http(error, request, self._limits))
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        # Whatever else went wrong is a fault of ours, and the door is for others, too.
+        except Exception:
+            logger.exception("a request to %s failed", request.path)
+            return _refusal(_FAULT_OF_OURS)
+
+    def _require_this_machine(self, request: web.Request) -> None:
+        if self._allow_remote:
+            return
+        try:
+            host = urlsplit(f"//{request.headers.get('Host', '')}").hostname
+        except ValueError:
+            host = None
+        if host is None or not is_loopback(host):
+            raise RequestRefusedError(403, "only requests that name a loopback address are answered")
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        if request.match_info["model"] != self._door.served.model:
+            raise RequestRefusedError(
+                404, f"there is no such model here; {self._door.served.model!r} is served", code="model_not_found"
+            )
+        return web.json_response(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        served = self._door.served
+        return {
+            "id": served.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "hrl",
+            "max_model_len": served.max_model_len,
+        }
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = read_chat(await self._body(request))
+        return await self._answered(request, asked, log_probs=asked.logprobs)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        asked = read_completion(await self._body(request))
+        return await self._answered(request, asked, log_probs=asked.logprobs is not None)
+
+    async def _body(self, request: web.Request) -> bytes:
+        if "Content-Encoding" in request.headers:
+            raise RequestRefusedError(415, "the body is compressed; send it as it is")
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                return await request.read()
+        except TimeoutError:
+            raise RequestRefusedError(
+                408, f"the body did not come within {self._limits.body_s:g} s", headers={"Connection": "close"}
+            ) from None
+
+    async def _answered(
+        self, request: web.Request, asked: ChatAsked | CompletionAsked, *, log_probs: bool
+    ) -> web.StreamResponse:
+        session = request["session"]
+        if asked.stream_options is not None and not asked.stream:
+            raise bad_request("stream_options is for stream=true", "stream_options")
+        contexts = await self._door.begin(session, asked)
+        form = Form(
+            self._door.served.model,
+            isinstance(asked, ChatAsked),
+            log_probs=log_probs,
+            token_ids=asked.return_token_ids,
+            usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        )
+        answering = self._door.answer(session, asked, contexts, log_probs=log_probs)
+        if not asked.stream:
+            return web.json_response(form.whole(await answering))
+        return await self._streamed(request, form, answering, asked.n * len(contexts))
+
+    async def _streamed(
+        self, request: web.Request, form: Form, answering: Coroutine[Any, Any, list[Choice]], num_choices: int
+    ) -> web.StreamResponse:
+        task = asyncio.ensure_future(answering)
+        try:
+            await asyncio.sleep(0)  # the first step of the task is where the session lets it in, or does not
+            if task.done():
+                task.result()
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+            await response.prepare(request)
+            for event in form.opening(num_choices):
+                await response.write(event)
+            while not (await asyncio.wait({task}, timeout=self._limits.still_there_s))[0]:
+                await response.write(STILL_THERE)
+            async with asyncio.timeout(self._limits.body_s):  # a reader that doesn't read
+                for event in _rest(form, task):
+                    await response.write(event)
+                await response.write_eof()
+            return response
+        finally:
+            task.cancel()
+
+
+class _Closed(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Close it."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+def _rest(form: Form, task: asyncio.Task[list[Choice]]) -> Iterator[bytes]:
+    """Return the events of a stream after its opening; its status says already that all is well."""
+    error = task.exception()
+    if error is None:
+        yield from form.events(task.result())
+    elif isinstance(error, RequestRefusedError):
+        yield error_event(error.body())
+    else:
+        logger.error("a streamed request failed", exc_info=error)
+        yield error_event(_FAULT_OF_OURS.body())
+
+
+_FAULT_OF_OURS = RequestRefusedError(
+    500, "hrl failed at this request; its log has why", "server_error", headers=NO_RETRY
+)
+
+
+def _refusal(refused: RequestRefusedError) -> web.Response:
+    return web.json_response(refused.body(), status=refused.status, headers=dict(refused.headers))
+
+
+def _of_http(error: web.HTTPException, request: web.Request, limits: HttpLimits) -> RequestRefusedError:
+    """Return what the server itself refuses, in OpenAI's form."""
+    if error.status == 413:
+        return RequestRefusedError(413, f"the body has more than {limits.body_bytes:,} bytes", code="request_too_large")
+    if error.status in (404, 405):
+        what = f"{request.method[:20]} {request.path[:200]}"
+        return RequestRefusedError(error.status, f"{what} is not served: there are {_PATHS}", code="unknown_url")
+    return RequestRefusedError(error.status, error.reason)
+
+
+_PATHS = "GET /v1/models, POST /v1/chat/completions and POST /v1/completions"
+
+
+def _listening(host: str, port: int, *, allow_remote: bool) -> socket.socket:
+    if not allow_remote and not is_loopback(host):
+        raise DoorError(
+            f"{host} can be reached from other machines, and who has the key could use the engine from there; leave "
+            "--host out and forward the port (ssh -L PORT:127.0.0.1:PORT THIS_MACHINE), or say --allow-remote"
+        )
+    address = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    try:
+        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise DoorError(
+            f"nothing can be served on {host}, port {port}: {error.strerror or error}; choose another port, or 0 for a "
+            "free one"
+        ) from error

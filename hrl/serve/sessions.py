@@ -1,0 +1,276 @@
+"""Sessions: whose calls belong together, how they are sampled, and what they may use up."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hrl.serve.history import Chats, Texts
+from hrl.serve.refusals import RequestRefusedError, bad_request, over_limit, too_busy
+from hrl.serve.rows import Call
+from hrl.workers.requests import SamplingParams
+
+DEFAULT = "default"
+"""Session of calls that name none."""
+KEY_PREFIX = "hrl-"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
+
+LimitReached = Literal["max_turns", "max_tokens", "deadline"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a session may use up; None sets no limit.
+
+    Attributes:
+        calls: Answers; each choice of a request is one.
+        tokens: Sampled tokens.
+        seconds: From its first call on.
+        concurrent_calls: Answers that are being sampled at the same time.
+    """
+
+    calls: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    concurrent_calls: int | None = 64
+
+
+@dataclass(frozen=True)
+class FixedSampling:
+    """How the calls of a session are sampled, whatever they ask for: as the policy's turns in training are.
+
+    Attributes:
+        sampling: Temperature, top-p and top-k.
+        seed_of: Turn → seed.
+        max_prompt_tokens: Longest first context.
+        max_response_tokens: All tokens after it.
+        max_turn_tokens: Longest answer; None for what is left.
+    """
+
+    sampling: SamplingParams
+    seed_of: Callable[[int], int]
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_turn_tokens: int | None = None
+
+
+@dataclass(eq=False)
+class Session:
+    """Calls that belong together.
+
+    Attributes:
+        name: In the header `X-Session-Id`, and in records.
+        limits: What it may use up.
+        fixed: How its calls are sampled; None as they ask for.
+        calls: Those that were answered.
+        chats, texts: What its clients were told.
+        messages: The longest conversation so far, with its answer.
+        counts: `calls`, `sampled_tokens`, `refused`, `dropped` (the client went away), `overridden` (asked for other
+            sampling than `fixed`), `tool_calls`, `tool_errors` (calls that can't be read).
+        reached: The first limit that it ran into.
+    """
+
+    name: str
+    limits: Limits = field(default_factory=Limits)
+    fixed: FixedSampling | None = None
+    calls: list[Call] = field(default_factory=list)
+    chats: Chats[Any] = field(default_factory=Chats)
+    texts: Texts = field(default_factory=Texts)
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    reached: LimitReached | None = None
+    engine_s: float = 0.0
+    _turns: int = 0
+    _began: float | None = None
+    _in_flight: int = 0
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call of it is being answered."""
+        return not self._in_flight
+
+    @property
+    def first_prompt(self) -> Call | None:
+        """Its first call, whose context is the prompt of branch 0."""
+        return min(self.calls, key=lambda call: call.turn, default=None)
+
+    @contextmanager
+    def admitted(self, choices: int) -> Iterator[range]:
+        """Let a request in, and yield the turns that it is.
+
+        Args:
+            choices: Answers that it asks for.
+
+        Raises:
+            RequestRefusedError: The session has not that much left, or too many calls in flight.
+        """
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        limits, counts = self.limits, self.counts
+        if limits.seconds is not None and now - self._began > limits.seconds:
+            raise self._over("deadline", f"its {limits.seconds:g} seconds are over")
+        if limits.calls is not None and self._turns + choices > limits.calls:
+            raise self._over("max_turns", f"it has had {self._turns} of its {limits.calls} answers")
+        if limits.tokens is not None and counts["sampled_tokens"] >= limits.tokens:
+            raise self._over("max_tokens", f"its {limits.tokens} sampled tokens are used up")
+        if limits.concurrent_calls is not None and self._in_flight + choices > limits.concurrent_calls:
+            counts["refused"] += 1
+            raise too_busy(
+                f"session {self.name}: {self._in_flight} answers are being sampled, and at most "
+                f"{limits.concurrent_calls} may be at the same time; ask again when one has ended"
+            )
+        turns = range(self._turns, self._turns + choices)
+        self._turns += choices
+        self._in_flight += choices
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+        try:
+            yield turns
+        except asyncio.CancelledError:
+            counts["dropped"] += choices
+            raise
+        finally:
+            self._in_flight -= choices
+            if task is not None:
+                self._tasks.discard(task)
+
+    def tokens_left(self) -> int | None:
+        """Return how many tokens it may still sample; None for any number."""
+        if self.limits.tokens is None:
+            return None
+        return max(self.limits.tokens - self.counts["sampled_tokens"], 0)
+
+    def seconds_left(self) -> float | None:
+        """Return how long it may still go on; None for ever."""
+        if self.limits.seconds is None or self._began is None:
+            return self.limits.seconds
+        return max(self.limits.seconds - (time.monotonic() - self._began), 0.0)
+
+    def add(self, call: Call) -> None:
+        """Keep an answer that a client is given."""
+        self.calls.append(call)
+        self.counts["calls"] += 1
+        self.counts["sampled_tokens"] += len(call.token_ids)
+
+    def ran_into(self, limit: LimitReached) -> None:
+        """Note a limit that ends what the session is for."""
+        self.reached = self.reached or limit
+
+    def said(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Note a conversation with its last answer; the longest is kept."""
+        if len(messages) >= len(self.messages):
+            self.messages = list(messages)
+
+    async def stop(self) -> None:
+        """End the calls that are being answered."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _over(self, limit: LimitReached, why: str) -> RequestRefusedError:
+        self.ran_into(limit)
+        self.counts["refused"] += 1
+        return over_limit(f"session {self.name}: {why}")
+
+
+class Sessions:
+    """Finds the session of a request by its key.
+
+    Args:
+        key: The server's, with which a client names its session itself: in the header `X-Session-Id`, or behind the
+            key, `KEY:NAME`. None where every session has a key of its own.
+        limits: Of sessions that clients name.
+        most: Sessions that clients may name. Of more, the one whose last call is longest ago goes, if it is idle.
+        on_end: Told of a session that goes.
+    """
+
+    def __init__(
+        self,
+        key: str | None,
+        limits: Limits,
+        *,
+        most: int = 1000,
+        on_end: Callable[[Session], None] = lambda session: None,
+    ) -> None:
+        self._digest = None if key is None else _digest(key)
+        self._limits, self._most, self._on_end = limits, most, on_end
+        self._named: OrderedDict[str, Session] = OrderedDict()
+        self._keyed: dict[bytes, Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter([*self._named.values(), *self._keyed.values()])
+
+    def open(self, session: Session) -> str:
+        """Let a session be used, and return its key."""
+        key = new_key()
+        self._keyed[_digest(key)] = session
+        return key
+
+    def close(self, session: Session) -> None:
+        """Know the key of a session no longer."""
+        self._keyed = {digest: known for digest, known in self._keyed.items() if known is not session}
+
+    def of(self, authorization: str | None, name: str | None) -> Session:
+        """Return the session of a request.
+
+        Args:
+            authorization: The header `Authorization`.
+            name: The header `X-Session-Id`.
+
+        Raises:
+            RequestRefusedError: The key is none that is known, or the name can't be one.
+        """
+        scheme, _, given = (authorization or "").partition(" ")
+        given = given.strip()
+        if scheme.lower() != "bearer" or not given:
+            raise _unauthorised("there is no key: send the header `Authorization: Bearer KEY`")
+        session = self._keyed.get(_digest(given))  # digests say nothing of a key, nor does the time to find one
+        if session is not None:
+            return session
+        key, _, behind = given.partition(":")
+        if self._digest is None or not hmac.compare_digest(_digest(key), self._digest):
+            raise _unauthorised("the key is not known here")
+        return self._called(behind or name or DEFAULT)
+
+    def _called(self, name: str) -> Session:
+        if not _NAME.fullmatch(name):
+            raise bad_request(
+                "a session's name is 1 to 100 letters, digits, dots, dashes or underscores", "X-Session-Id"
+            )
+        session = self._named.get(name)
+        if session is None:
+            if len(self._named) >= self._most:
+                idle = next((known for known, one in self._named.items() if one.is_idle), None)
+                if idle is None:
+                    raise too_busy(f"{self._most} sessions are being answered, and no more are taken")
+                self._on_end(self._named.pop(idle))
+            session = self._named[name] = Session(name, self._limits)
+        self._named.move_to_end(name)
+        return session
+
+
+def new_key() -> str:
+    """Return a key that nobody can guess."""
+    return KEY_PREFIX + secrets.token_urlsafe(24)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _unauthorised(message: str) -> RequestRefusedError:
+    return RequestRefusedError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
