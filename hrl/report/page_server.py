@@ -8,7 +8,6 @@ otherwise have its own name point here and read along (DNS rebinding). It serves
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import logging
 import math
@@ -23,6 +22,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from hrl.errors import HrlError
+from hrl.loopback import is_loopback, listening_socket
 from hrl.report.html_report import Page, policy, render, run_page
 from hrl.report.outcome import is_live, read_outcome
 
@@ -111,9 +111,8 @@ def listen_on(host: str, port: int) -> socket.socket:
             f"the live view is served to this machine alone, and {host} can be reached from others; leave it out, "
             "and from another machine forward the port: ssh -L PORT:127.0.0.1:PORT THIS_MACHINE"
         )
-    address = "127.0.0.1" if host == "localhost" else host.strip("[]")
     try:
-        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        return listening_socket(host, port)
     except OSError as error:
         raise LiveViewError(
             f"the live view can't be served on {host}, port {port}: {error.strerror or error}; choose another "
@@ -125,16 +124,6 @@ def address_of(listening: socket.socket) -> str:
     """Return the address of what is served at a socket."""
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a name or address stands for this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class _Pages:

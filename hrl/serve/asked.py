@@ -179,8 +179,8 @@ def read_chat(body: bytes) -> ChatAsked:
     choice = found.get("tool_choice")
     if choice is not None and choice not in ("auto", "none"):
         raise bad_request(
-            f"tool_choice is {show_value(choice)}: hrl does not force the policy to call a tool, which would be no choice "
-            "of its own; take auto or none",
+            f"tool_choice is {show_value(choice)}: hrl forces no call, which would not be what the policy samples: "
+            "take auto or none",
             "tool_choice",
             "unsupported_parameter",
         )

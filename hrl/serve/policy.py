@@ -7,7 +7,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hrl.data.chat import ChatTemplateError
@@ -72,7 +72,7 @@ class Read:
 
     Attributes:
         choice: As a client is given it.
-        parsed: As the chat template takes it.
+        parsed: As the policy wrote it, a stop text included.
         num_text_tokens: The tokens that are exactly the text that is shown; None where a stop text begins within one.
     """
 
@@ -205,15 +205,14 @@ class PolicyWords:
         count = len(output.token_ids) if stopped is None else stopped.num_tokens
         ids = output.token_ids[:count]
         parsed = self._parser(asked).parse(ids, turn=turn)
-        if stopped is not None:
-            parsed = _cut(parsed, asked.stop)
+        shown = parsed if stopped is None else _cut(parsed, asked.stop)
         finish: FinishReason = "length" if output.finish_reason == "length" and stopped is None else "stop"
         if parsed.tool_calls and finish == "stop":
             finish = "tool_calls"
         choice = Choice(
-            text=parsed.text,
+            text=shown.text,
             pieces=_shown(pieces(self._tokenizer, ids), stopped),
-            message=_message(parsed) if context.script is not None else None,
+            message=_message(shown) if context.script is not None else None,
             prompt_ids=context.ids,
             token_ids=ids,
             log_probs=output.log_probs[:count],
@@ -262,10 +261,8 @@ def _setting(asked: ChatAsked) -> list[Any]:
 
 
 def _cut(parsed: ParsedTurn, stops: Sequence[str]) -> ParsedTurn:
-    """Return a turn whose text and content end before the first stop text in them."""
-    text, content = _before(parsed.text, stops), _before(parsed.content, stops)
-    message = {**parsed.message, "content": content} if "content" in parsed.message else parsed.message
-    return ParsedTurn(text, content, parsed.reasoning, parsed.tool_calls, message, parsed.error)
+    """Return a turn as a client is shown it: its text and content end before the first stop text in them."""
+    return replace(parsed, text=_before(parsed.text, stops), content=_before(parsed.content, stops))
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

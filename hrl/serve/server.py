@@ -19,15 +19,17 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from hrl.errors import RefusedError
-from hrl.report.page_server import is_loopback
+from hrl.loopback import is_loopback, listening_socket
 from hrl.serve.answers import STILL_THERE, Choice, Form, error_event
 from hrl.serve.asked import ChatAsked, CompletionAsked, read_chat, read_completion
 from hrl.serve.door import Door
 from hrl.serve.refusals import NO_RETRY, RequestRefusedError, bad_request
+from hrl.serve.sessions import Session
 
 logger = logging.getLogger(__name__)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_SessionHandler = Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
 _SHUTDOWN_S = 5.0
 
 
@@ -93,10 +95,13 @@ class DoorServer:
 
     async def __aenter__(self) -> Self:
         app = web.Application(middlewares=[self._guarded], client_max_size=self._limits.body_bytes)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model:.+}", self._model)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completion)
+        for method, path, handler in (
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{model:.+}", self._model),
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._completion),
+        ):
+            app.router.add_route(method, path, self._for_session(handler))
         self._runner = web.AppRunner(
             app,
             handle_signals=False,
@@ -150,9 +155,6 @@ class DoorServer:
             spoke.cancel()
         try:
             self._require_this_machine(request)
-            request["session"] = self._door.sessions.of(
-                request.headers.get("Authorization"), request.headers.get("X-Session-Id")
-            )
             return await handler(request)
         except RequestRefusedError as refused:
             return _refusal(refused)
@@ -175,10 +177,20 @@ class DoorServer:
         if host is None or not is_loopback(host):
             raise RequestRefusedError(403, "only requests that name a loopback address are answered")
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
+    def _for_session(self, handler: _SessionHandler) -> _Handler:
+        """Return a handler of requests whose key is known."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            headers = request.headers
+            session = self._door.sessions.of(headers.get("Authorization"), headers.get("X-Session-Id"))
+            return await handler(request, session)
+
+        return handle
+
+    async def _models(self, request: web.Request, _: Session) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [self._described()]})
 
-    async def _model(self, request: web.Request) -> web.StreamResponse:
+    async def _model(self, request: web.Request, _: Session) -> web.StreamResponse:
         if request.match_info["model"] != self._door.served.model:
             raise RequestRefusedError(
                 404, f"there is no such model here; {self._door.served.model!r} is served", code="model_not_found"
@@ -195,13 +207,13 @@ class DoorServer:
             "max_model_len": served.max_model_len,
         }
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
         asked = read_chat(await self._body(request))
-        return await self._answered(request, asked, log_probs=asked.logprobs)
+        return await self._answered(request, session, asked, log_probs=asked.logprobs)
 
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
+    async def _completion(self, request: web.Request, session: Session) -> web.StreamResponse:
         asked = read_completion(await self._body(request))
-        return await self._answered(request, asked, log_probs=asked.logprobs is not None)
+        return await self._answered(request, session, asked, log_probs=asked.logprobs is not None)
 
     async def _body(self, request: web.Request) -> bytes:
         if "Content-Encoding" in request.headers:
@@ -215,9 +227,8 @@ class DoorServer:
             ) from None
 
     async def _answered(
-        self, request: web.Request, asked: ChatAsked | CompletionAsked, *, log_probs: bool
+        self, request: web.Request, session: Session, asked: ChatAsked | CompletionAsked, *, log_probs: bool
     ) -> web.StreamResponse:
-        session = request["session"]
         if asked.stream_options is not None and not asked.stream:
             raise bad_request("stream_options is for stream=true", "stream_options")
         contexts = await self._door.begin(session, asked)
@@ -305,9 +316,8 @@ def _listening(host: str, port: int, *, allow_remote: bool) -> socket.socket:
             f"{host} can be reached from other machines, and who has the key could use the engine from there; leave "
             "--host out and forward the port (ssh -L PORT:127.0.0.1:PORT THIS_MACHINE), or say --allow-remote"
         )
-    address = "127.0.0.1" if host == "localhost" else host.strip("[]")
     try:
-        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        return listening_socket(host, port)
     except OSError as error:
         raise DoorError(
             f"nothing can be served on {host}, port {port}: {error.strerror or error}; choose another port, or 0 for a "

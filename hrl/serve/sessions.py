@@ -118,7 +118,7 @@ class Session:
         if self._began is None:
             self._began = now
         limits, counts = self.limits, self.counts
-        if limits.seconds is not None and now - self._began > limits.seconds:
+        if limits.seconds is not None and now - self._began >= limits.seconds:
             raise self._over("deadline", f"its {limits.seconds:g} seconds are over")
         if limits.calls is not None and self._turns + choices > limits.calls:
             raise self._over("max_turns", f"it has had {self._turns} of its {limits.calls} answers")

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from hrl.config import compose_cli
 from hrl.errors import ConfigError
+from hrl.loopback import is_loopback
 from hrl.report import page_server
 from hrl.report.console import RunConsole
 from hrl.report.html_report import run_page
 from hrl.report.outcome import Outcome, is_live, read_outcome
-from hrl.report.page_server import LiveView, LiveViewError, is_loopback
+from hrl.report.page_server import LiveView, LiveViewError
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder, json_line
 from hrl.trainer.kinds import KINDS

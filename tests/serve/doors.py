@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openai import AsyncOpenAI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hrl.serve.door import Door, Served
 from hrl.serve.policy import PolicyWords, Reading
 from hrl.serve.rows import Call
 from hrl.serve.server import DoorServer, HttpLimits
-from hrl.serve.sessions import Limits, Sessions
+from hrl.serve.sessions import Limits, Session, Sessions
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import SampleOutput
-from tests.data.conftest import make_tokenizer
+from hrl.workers.rollout.base import FinishReason, SampleOutput
 
 KEY = "hrl-key"
 MODEL = "tiny"
@@ -32,14 +33,29 @@ CHATML = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 """ChatML with tools as Hermes writes them."""
+MERGES = [("A", "B"), ("AB", "C"), ("H", "E"), ("L", "L")]
+
+
+def tokenizer_with_merges(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """A token per byte, and some for several: the same text may be several lists of tokens."""
+    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, MERGES))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<|start|>", "<|end|>", "<pad>")]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, eos_token="<|end|>", pad_token="<pad>"
+    )
 
 
 @dataclass
 class Engine:
-    """Answers with what `say` returns for the text of the context, in tokens of its own: bytes, never merged.
+    """Answers with what `say` returns for the text of the context, a token per byte: never as a tokenizer would.
 
     Attributes:
-        record: Every answer: context, sampled ids, log-probs, how it was sampled.
+        record: Every answer: context, what was sampled, how it was sampled.
     """
 
     tokenizer: Any
@@ -47,20 +63,36 @@ class Engine:
     record: list[tuple[list[int], SampleOutput, SamplingParams]] = field(default_factory=list)
     delay_s: float = 0.0
     error: Exception | None = None
+    ends_with: FinishReason | None = None
     version: int = 3
+    cancelled: int = 0
 
     async def generate(self, ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:
-        await asyncio.sleep(self.delay_s)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         if self.error is not None:
             raise self.error
-        spoken = self.tokenizer(self.say(self.tokenizer.decode(ids)), add_special_tokens=False)["input_ids"]
-        tokens = [*spoken, self.tokenizer.eos_token_id]
-        reason = "stop" if len(tokens) <= sampling.max_tokens else "length"
+        tokens = [*self.one_by_one(self.say(self.tokenizer.decode(ids))), self.tokenizer.eos_token_id]
+        reason: FinishReason = "stop" if len(tokens) <= sampling.max_tokens else "length"
         tokens = tokens[: sampling.max_tokens]
         log_probs = [-random.Random(f"{sampling.seed}/{place}").random() for place in range(len(tokens))]
-        output = SampleOutput(tokens, log_probs, reason, self.version)
+        output = SampleOutput(tokens, log_probs, self.ends_with or reason, self.version)
         self.record.append((list(ids), output, sampling))
         return output
+
+    def one_by_one(self, text: str) -> list[int]:
+        """The tokens of a text, a byte each."""
+        return [self.tokenizer.convert_tokens_to_ids(sign) for sign in _byte_signs(text)]
+
+
+def _byte_signs(text: str) -> list[str]:
+    ((signs, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text) or [
+        ("", 0)
+    ]
+    return list(signs)
 
 
 def echo(context: str) -> str:
@@ -75,31 +107,35 @@ class Opened:
     engine: Engine
     client: AsyncOpenAI
 
-    def calls(self, session: str = "default") -> Sequence[Call]:
+    def session(self, name: str = "default") -> Session:
+        """A session."""
+        return next(one for one in self.door.sessions if one.name == name)
+
+    def calls(self, name: str = "default") -> Sequence[Call]:
         """What a session has kept."""
-        return next(one.calls for one in self.door.sessions if one.name == session)
+        return self.session(name).calls
 
 
 @asynccontextmanager
 async def opened(
     say: Callable[[str], str] = echo,
     *,
-    limits: Limits = Limits(),
-    http: HttpLimits = HttpLimits(),
+    limits: Limits | None = None,
+    http: HttpLimits | None = None,
     tokenizer: Any = None,
     max_model_len: int = 2000,
     reading: dict[str, Any] | None = None,
     **engine: Any,
 ) -> AsyncIterator[Opened]:
     """A door, its server, and an unmodified client."""
-    tokenizer = tokenizer or make_tokenizer(CHATML)
+    tokenizer = tokenizer or tokenizer_with_merges()
     made = Engine(tokenizer, say, **engine)
     words = PolicyWords(tokenizer, Reading(stop_ids=(tokenizer.eos_token_id,), **(reading or {})), max_model_len)
     served = Served(MODEL, SamplingParams(temperature=1.0, top_p=1.0, top_k=-1), max_model_len)
-    door = Door(served, words, made.generate, Sessions(KEY, limits))
+    door = Door(served, words, made.generate, Sessions(KEY, limits or Limits()))
     try:
         async with (
-            DoorServer(door, limits=http) as server,
+            DoorServer(door, limits=http or HttpLimits()) as server,
             AsyncOpenAI(base_url=server.base_url, api_key=KEY, max_retries=0) as client,
         ):
             yield Opened(door, server, made, client)

@@ -1,0 +1,430 @@
+"""An unmodified client of OpenAI's plays against a local server; what it did becomes rows, as the engine has it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, RateLimitError
+
+from hrl.episodes.episode import EpisodeRow
+from hrl.serve.refusals import not_now
+from hrl.serve.rows import rows_of
+from hrl.serve.sessions import Limits
+from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError
+from tests.serve.doors import KEY, MODEL, Engine, Opened, opened
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+        },
+    }
+]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def use_tool(context: str) -> str:
+    """Call the tool, and then say what it returned."""
+    if "tool\n" in context:
+        return f"It is {context.rpartition('tool' + chr(10))[2].partition('<')[0]}."
+    return '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call>'
+
+
+def require_sampled(rows: list[EpisodeRow], engine: Engine) -> None:
+    """Every token with mask 1 was sampled in exactly its context with its log-prob, and each answer is trained once."""
+    answers = [(ids, output) for ids, output, _ in engine.record]
+    for row in rows:
+        ids = [*row.prompt_ids, *row.response_ids]
+        start = 0
+        while start < len(row.mask):
+            if not row.mask[start]:
+                assert (row.log_probs[start], row.versions[start]) == (0.0, -1)
+                start += 1
+                continue
+            end = start
+            while end < len(row.mask) and row.mask[end] and row.turns[end] == row.turns[start]:
+                end += 1
+            context = ids[: len(row.prompt_ids) + start]
+            found = next(
+                (
+                    place
+                    for place, (asked, output) in enumerate(answers)
+                    if asked == context
+                    and output.token_ids == list(row.response_ids[start:end])
+                    and output.log_probs == list(row.log_probs[start:end])
+                ),
+                None,
+            )
+            assert found is not None, "tokens that nobody sampled in this context are trained"
+            assert set(row.versions[start:end]) == {engine.version}
+            del answers[found]
+            start = end
+    assert not answers, "an answer is not trained"
+
+
+def test_a_conversation_is_one_row_of_the_tokens_that_were_sampled():
+    """The answer ABC is three tokens as sampled, and one as it would be tokenised."""
+
+    async def play() -> None:
+        async with opened() as door:
+            messages: list[Any] = [user("abc")]
+            for more in ("hello", "abc abc"):
+                answer = await door.client.chat.completions.create(model=MODEL, messages=messages)
+                messages += [answer.choices[0].message.model_dump(exclude_none=True), user(more)]
+            last = await door.client.chat.completions.create(model=MODEL, messages=messages)
+            assert last.choices[0].message.content == "ABC ABC"
+            (row,) = rows_of(door.calls())
+            require_sampled([row], door.engine)
+            ids = [*row.prompt_ids, *row.response_ids]
+            tokenizer = door.engine.tokenizer
+            again = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            said = tokenizer.decode(ids)
+            assert said == tokenizer.decode(again) + "ABC ABC<|end|>"
+            assert ids[: len(again)] != again
+            assert [ids for ids, _, _ in door.engine.record][2] == ids[: -len("ABC ABC") - 1]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("form", ["parts", "object", "extra"])
+def test_an_answer_is_known_again_in_every_form_in_which_clients_send_it_back(form: str):
+    async def play() -> None:
+        async with opened() as door:
+            first = await door.client.chat.completions.create(model=MODEL, messages=[user("abc")])
+            message = first.choices[0].message
+            back: Any = {
+                "parts": {"role": "assistant", "content": [{"type": "text", "text": message.content}]},
+                "object": message,
+                "extra": {**message.model_dump(), "annotations": []},
+            }[form]
+            await door.client.chat.completions.create(model=MODEL, messages=[user("abc"), back, user("more")])
+            (row,) = rows_of(door.calls())
+            require_sampled([row], door.engine)
+
+    asyncio.run(play())
+
+
+def test_a_changed_history_is_a_branch_with_what_it_has_in_common():
+    async def play() -> None:
+        async with opened() as door:
+            await door.client.chat.completions.create(model=MODEL, messages=[user("abc")])
+            await door.client.chat.completions.create(
+                model=MODEL, messages=[user("abc"), {"role": "assistant", "content": "XYZ"}, user("more")]
+            )
+            rows = rows_of(door.calls())
+            require_sampled(rows, door.engine)
+            assert len(rows) == 2 and rows[0].prompt_ids == rows[1].prompt_ids
+            assert sum(rows[1].mask) == len("MORE") + 1
+
+    asyncio.run(play())
+
+
+def test_concurrent_calls_and_several_choices_are_branches():
+    async def play() -> None:
+        async with opened(delay_s=0.01) as door:
+            first = await door.client.chat.completions.create(model=MODEL, messages=[user("abc")])
+            history: list[Any] = [user("abc"), first.choices[0].message]
+            await asyncio.gather(
+                *(
+                    door.client.chat.completions.create(model=MODEL, messages=[*history, user(f"u{i}")])
+                    for i in range(3)
+                )
+            )
+            several = await door.client.chat.completions.create(model=MODEL, messages=[*history, user("n")], n=2)
+            assert [choice.index for choice in several.choices] == [0, 1]
+            rows = rows_of(door.calls())
+            require_sampled(rows, door.engine)
+            assert len(rows) == 5
+            assert all(row.prompt_ids == rows[0].prompt_ids for row in rows)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tools_are_called_and_answered(streamed: bool):
+    async def play() -> None:
+        async with opened(use_tool) as door:
+            messages: list[Any] = [user("20 + 22?")]
+            message = await said(door, messages, streamed=streamed, tools=TOOLS)
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"a": 20, "b": 22} and call["function"]["name"] == "add"
+            assert message["finish_reason"] == "tool_calls" and not message["content"]
+            messages += [
+                {"role": "assistant", "content": message["content"], "tool_calls": message["tool_calls"]},
+                {"role": "tool", "tool_call_id": call["id"], "content": "42"},
+            ]
+            message = await said(door, messages, streamed=streamed, tools=TOOLS)
+            assert message["content"] == "It is 42." and message["finish_reason"] == "stop"
+            (row,) = rows_of(door.calls())
+            require_sampled([row], door.engine)
+            assert door.session().counts["tool_calls"] == 1
+
+    asyncio.run(play())
+
+
+def test_no_calls_are_read_where_the_client_wants_none():
+    async def play() -> None:
+        async with opened(use_tool) as door:
+            message = await said(door, [user("20 + 22?")], streamed=False, tools=TOOLS, tool_choice="none")
+            assert "tool_calls" not in message and message["content"].startswith("<tool_call>")
+
+    asyncio.run(play())
+
+
+async def said(door: Opened, messages: list[Any], *, streamed: bool, **more: Any) -> dict[str, Any]:
+    """The answer, put together from a stream as clients do."""
+    if not streamed:
+        answer = await door.client.chat.completions.create(model=MODEL, messages=messages, **more)
+        choice = answer.choices[0]
+        return {
+            **choice.message.model_dump(exclude_none=True),
+            "content": choice.message.content,
+            "finish_reason": choice.finish_reason,
+        }
+    async with door.client.chat.completions.stream(model=MODEL, messages=messages, **more) as stream:
+        choice = (await stream.get_final_completion()).choices[0]
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": call.function.arguments},
+        }
+        for call in choice.message.tool_calls or ()
+    ]
+    return {"content": choice.message.content, "tool_calls": calls, "finish_reason": choice.finish_reason}
+
+
+def test_a_stream_says_what_the_whole_answer_says():
+    text = "Grüße 😀 " * 3
+
+    async def play() -> None:
+        async with opened(lambda _: text) as door:
+            asked: Any = {
+                "model": MODEL,
+                "messages": [user("x")],
+                "logprobs": True,
+                "seed": 1,
+                "extra_body": {"return_token_ids": True},
+            }
+            whole = (await door.client.chat.completions.create(**asked)).choices[0]
+            assert whole.message.content == text and whole.logprobs and whole.logprobs.content
+            events = [
+                event
+                async for event in await door.client.chat.completions.create(
+                    **asked, stream=True, stream_options={"include_usage": True}
+                )
+            ]
+            deltas = [event.choices[0] for event in events if event.choices]
+            assert "".join(delta.delta.content or "" for delta in deltas) == text
+            log_probs = [entry for delta in deltas if delta.logprobs for entry in delta.logprobs.content or ()]
+            assert log_probs == whole.logprobs.content
+            ids = [token for delta in deltas for token in getattr(delta, "token_ids", None) or ()]
+            assert ids == whole.token_ids == door.engine.record[0][1].token_ids
+            assert [entry.logprob for entry in log_probs] == door.engine.record[0][1].log_probs
+            assert events[1].prompt_token_ids == door.engine.record[0][0]
+            assert events[-1].usage.completion_tokens == len(ids)
+            assert deltas[-1].finish_reason == "stop" and len(deltas) > 4
+
+    asyncio.run(play())
+
+
+def test_a_text_that_goes_on_keeps_the_tokens_that_were_sampled():
+    async def play() -> None:
+        async with opened(lambda _: "ABC") as door:
+            complete = door.client.completions.create
+            first = await complete(
+                model=MODEL, prompt="say ", max_tokens=3, logprobs=0, extra_body={"return_token_ids": True}
+            )
+            assert first.choices[0].text == "ABC" and first.choices[0].finish_reason == "length"
+            assert first.choices[0].logprobs.text_offset == [0, 1, 2]
+            await complete(model=MODEL, prompt="say ABC and AB", max_tokens=4)
+            (row,) = rows_of(door.calls())
+            require_sampled([row], door.engine)
+            ids = await complete(model=MODEL, prompt=[1, 2, 3], max_tokens=1, extra_body={"return_token_ids": True})
+            assert ids.choices[0].prompt_token_ids == [1, 2, 3]
+            several = await complete(model=MODEL, prompt=["a", "b"], n=2)
+            assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+            assert several.usage.prompt_tokens == 2
+            require_sampled(rows_of(door.calls()), door.engine)
+
+    asyncio.run(play())
+
+
+def test_a_stop_text_ends_the_answer_where_it_is_complete():
+    async def play() -> None:
+        async with opened(lambda _: "one\nObservation: two") as door:
+            answer = await door.client.chat.completions.create(
+                model=MODEL, messages=[user("x")], stop=["Obs", "two"], extra_body={"return_token_ids": True}
+            )
+            choice = answer.choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("one\n", "stop")
+            assert choice.token_ids == door.engine.one_by_one("one\nObs")
+            (call,) = door.calls()
+            assert call.token_ids == choice.token_ids and call.log_probs == door.engine.record[0][1].log_probs[:7]
+            history: list[Any] = [user("x"), choice.message, user("more")]
+            await door.client.chat.completions.create(model=MODEL, messages=history)
+            (row,) = rows_of(door.calls())
+            assert door.engine.tokenizer.decode(row.response_ids).startswith("one\nObs<|end|>\n<|start|>user\nmore")
+
+    asyncio.run(play())
+
+
+def test_a_text_stopped_before_its_stop_text_goes_on_with_or_without_it():
+    async def play() -> None:
+        async with opened(lambda _: "ABC!STOP") as door:
+            complete = door.client.completions.create
+            first = await complete(model=MODEL, prompt="p", max_tokens=20, stop="STOP")
+            assert first.choices[0].text == "ABC!"
+            sampled = door.engine.one_by_one
+            await complete(model=MODEL, prompt="pABC!STOPx")
+            assert door.engine.record[1][0] == [*sampled("p"), *sampled("ABC!STOP"), *sampled("x")]
+            await complete(model=MODEL, prompt="pABC!y")
+            assert door.engine.record[2][0] == [*sampled("p"), *sampled("ABC!"), *sampled("y")]
+            rows = rows_of(door.calls())
+            assert [len(row.prompt_ids) for row in rows] == [1, 1]
+
+    asyncio.run(play())
+
+
+def test_parameters_reach_the_engine():
+    async def play() -> None:
+        async with opened() as door:
+            for asked in (
+                {"temperature": 0.0, "top_p": 0.5, "seed": 7, "max_tokens": 2},
+                {"seed": 2**32 + 7, "max_completion_tokens": 3, "extra_body": {"top_k": 5}},
+                {"seed": 7, "n": 2},
+            ):
+                await door.client.chat.completions.create(model=MODEL, messages=[user("abcdef")], **asked)
+            one, two, three, four = [sampling for _, _, sampling in door.engine.record]
+            assert (one.temperature, one.top_p, one.top_k, one.seed, one.max_tokens) == (0.0, 0.5, -1, 7, 2)
+            assert (two.temperature, two.top_p, two.top_k, two.seed, two.max_tokens) == (1.0, 1.0, 5, 7, 3)
+            assert three.seed == 7 != four.seed
+
+    asyncio.run(play())
+
+
+def test_sessions_are_told_apart_by_header_and_by_key():
+    async def play() -> None:
+        async with opened() as door:
+            url = door.server.base_url
+            async with (
+                AsyncOpenAI(base_url=url, api_key=f"{KEY}:agent-1") as one,
+                AsyncOpenAI(base_url=url, api_key=KEY, default_headers={"X-Session-Id": "agent-2"}) as two,
+            ):
+                for client in (one, two, two):
+                    await client.chat.completions.create(model=MODEL, messages=[user("x")])
+            assert len(door.calls("agent-1")) == 1 and len(door.calls("agent-2")) == 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        (Limits(calls=2), RateLimitError),
+        (Limits(tokens=5), RateLimitError),
+        (Limits(seconds=0.0), RateLimitError),
+        (Limits(concurrent_calls=1), RateLimitError),
+    ],
+    ids=["calls", "tokens", "seconds", "concurrent"],
+)
+def test_a_session_over_its_limit_is_refused_and_others_are_not(limits: Limits, error: type[Exception]):
+    async def play() -> None:
+        async with opened(limits=limits, delay_s=0.01) as door:
+            create = door.client.chat.completions.create
+            with pytest.raises(error):
+                for _ in range(3):
+                    await create(model=MODEL, messages=[user("abc")], n=2 if limits.concurrent_calls == 1 else 1)
+            assert door.session().counts["refused"] == 1
+            async with AsyncOpenAI(base_url=door.server.base_url, api_key=f"{KEY}:other") as other:
+                if limits.seconds is None:
+                    await other.chat.completions.create(model=MODEL, messages=[user("abc")])
+
+    asyncio.run(play())
+
+
+def test_a_session_that_runs_out_of_time_ends_its_calls():
+    async def play() -> None:
+        async with opened(limits=Limits(seconds=0.05), delay_s=30) as door:
+            with pytest.raises(RateLimitError, match="seconds are over"):
+                await door.client.chat.completions.create(model=MODEL, messages=[user("abc")])
+            assert door.engine.cancelled == 1 and door.session().reached == "deadline" and not door.calls()
+
+    asyncio.run(play())
+
+
+def test_a_client_that_hangs_up_is_not_sampled_for():
+    async def play() -> None:
+        async with opened(delay_s=30) as door:
+            for stream in (False, True):
+                asking = asyncio.ensure_future(
+                    door.client.chat.completions.create(model=MODEL, messages=[user("abc")], stream=stream)
+                )
+                if stream:
+                    events = await asking
+                    await events.close()
+                else:
+                    while not door.door.sessions or not any(not one.is_idle for one in door.door.sessions):
+                        await asyncio.sleep(0.005)
+                    asking.cancel()
+                async with asyncio.timeout(5):
+                    while not door.session().is_idle:
+                        await asyncio.sleep(0.005)
+            assert door.engine.cancelled == 2 and door.session().counts["dropped"] == 2 and not door.calls()
+
+    asyncio.run(play())
+
+
+def test_weights_that_are_synced_and_an_engine_that_died_are_told_apart():
+    async def play() -> None:
+        async with opened() as door:
+
+            async def status(**more: Any) -> int:
+                raw = await door.client.chat.completions.with_raw_response.create(
+                    model=MODEL, messages=[user("x")], **more
+                )
+                return raw.status_code
+
+            door.door.pause("weights are being synced")
+            with pytest.raises(Exception, match="weights are being synced") as found:
+                await status()
+            assert found.value.status_code == 503 and found.value.response.headers["Retry-After"] == "1"
+            door.door.resume()
+            assert await status() == 200
+            for error, code in ((EngineUnusableError("sync"), 503), (EngineDeadError("dead"), 500)):
+                door.engine.error = error
+                with pytest.raises(Exception, match=str(error)) as found:
+                    await status()
+                assert found.value.status_code == code
+            with pytest.raises(Exception, match="dead"):
+                async for _ in await door.client.chat.completions.create(
+                    model=MODEL, messages=[user("x")], stream=True
+                ):
+                    pass
+            door.engine.error = None
+            assert await status() == 200 and not_now("x").status == 503
+
+    asyncio.run(play())
+
+
+def test_a_context_that_is_too_long_is_refused_in_openais_words():
+    async def play() -> None:
+        async with opened(max_model_len=60) as door:
+            create = door.client.chat.completions.create
+            for asked in ({"messages": [user("x" * 60)]}, {"messages": [user("x")], "max_tokens": 60}):
+                with pytest.raises(BadRequestError) as found:
+                    await create(model=MODEL, **asked)
+                assert found.value.code == "context_length_exceeded"
+            with pytest.raises(BadRequestError, match="has 1,000,000 characters"):
+                await create(model=MODEL, messages=[user("x" * 1_000_000)])
+
+    asyncio.run(play())
