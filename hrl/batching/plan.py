@@ -26,9 +26,16 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank runs, in order. A plain forward has exactly one mini-batch."""
+    """What one rank runs, in order. A plain forward has exactly one mini-batch.
+
+    Attributes:
+        mini_batches: Of rows of the rank.
+        is_tree: The rows of a micro-batch compute all that they have in common at their beginning once, however deep;
+            else equal prompts alone.
+    """
 
     mini_batches: tuple[MiniBatchPlan, ...]
+    is_tree: bool = False
 
     @property
     def num_steps(self) -> int:

@@ -1,22 +1,28 @@
-"""The driver's decision, once per stage and from lengths alone: which rank runs which rows, in which micro-batches.
+"""The driver's decision, once per stage and from lengths: which rank runs which rows, in which micro-batches.
 
 Ranks never negotiate. A plan is a function of its arguments, so a rerun plans the same.
+
+The samples of a group compute their prompt once. Rows of episodes of several turns have more in common than that, or
+less: branches of an episode share most of it, and their prompts may differ. How much is read from their tokens, once
+for a batch (`Trie`), and then the rows of a group are planned as a tree: cuts go where rows have the least in common.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count, islice, pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 
 from hrl.algos.numbering import number_groups
 from hrl.batching.balance import balance, longest_first, pack
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
+from hrl.batching.trie import Trie
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +57,8 @@ def lengths_of(batch: DataProto) -> tuple[Tensor, Tensor]:
 class RowLengths:
     """Lengths and groups of a batch's rows, in an order in which the rows of a group are neighbours.
 
-    All methods take positions in this order; `index` leads back to the batch.
+    All methods take positions in this order; `index` leads back to the batch. The rows of a unit (see `tokens`) are of
+    one group and ascend.
 
     Attributes:
         index: (B,) row number in the batch.
@@ -59,7 +66,9 @@ class RowLengths:
         response: (B,) tokens of the response.
         trained: (B,) tokens of the response that are trained on, for the divisors of the loss.
         group: (B,) number of the group, by first appearance in the batch.
-        share_prefix: The rows of a group that run together compute their prompt once.
+        share_prefix: The rows of a group that run together compute once what they have in common at their beginning.
+        shared: (B,) tokens that a row has in common with the one before it, as `Trie` has them. None where a group's
+            rows have their prompt in common and no more is looked for.
     """
 
     index: np.ndarray
@@ -68,6 +77,7 @@ class RowLengths:
     trained: np.ndarray
     group: np.ndarray
     share_prefix: bool
+    shared: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -77,6 +87,7 @@ class RowLengths:
         trained_tokens: Lengths,
         group_ids: Sequence[Hashable] | np.ndarray | None,
         share_prefix: bool,
+        trie: Trie | None = None,
     ) -> RowLengths:
         """Check the lengths and sort the rows by group.
 
@@ -86,10 +97,11 @@ class RowLengths:
             trained_tokens: (B,) tokens of every response that are trained on.
             group_ids: (B,) group of every row (its `uid`); None makes every row a group.
             share_prefix: The rows of a group that share a micro-batch count (and compute) their prompt once.
+            trie: What the rows of each group have in common instead; it is read where `share_prefix` is set. Without
+                it, rows of a group whose prompts are of one length have one prompt.
 
         Raises:
-            ValueError: The lengths are not (B,) counts, a response has more trained tokens than tokens, or rows of a
-                group that shares its prompt have different ones.
+            ValueError: The lengths are not (B,) counts, or a response has more trained tokens than tokens.
         """
         prompt = _counts(prompt_lens, "prompt_lens")
         response = _counts(response_lens, "response_lens", num_rows=len(prompt))
@@ -98,37 +110,38 @@ class RowLengths:
             raise ValueError(f"row {int(np.argmax(trained > response))} has more trained tokens than response tokens")
         group = _group_numbers(group_ids, len(prompt))
         index = np.argsort(group, kind="stable")
-        prompt, group = prompt[index], group[index]
-        if share_prefix:
-            first = np.searchsorted(group, group)
-            odd = np.flatnonzero(prompt != prompt[first])
-            if len(odd):
-                row, other = odd[0], first[odd[0]]
-                raise ValueError(
-                    f"rows {index[row]} and {index[other]} are of one group and can't share a prompt: "
-                    f"one has {prompt[row]} tokens, the other {prompt[other]}"
-                )
-        return cls(index, prompt, response[index], trained[index], group, share_prefix)
+        shared = None
+        if share_prefix and trie is not None:
+            index, shared = trie.order, trie.shared
+        elif share_prefix and (prompt[index] != prompt[index][np.searchsorted(group[index], group[index])]).any():
+            index = np.lexsort((prompt, group))
+            is_like_before = (np.diff(group[index]) == 0) & (np.diff(prompt[index]) == 0)
+            shared = np.append(False, is_like_before) * prompt[index]
+        return cls(index, prompt[index], response[index], trained[index], group[index], share_prefix, shared)
 
     def __len__(self) -> int:
         return len(self.index)
 
     def tokens(self, units: _Units) -> np.ndarray:
         """Return the tokens that each unit (rows of one group) runs."""
+        if self.shared is not None:
+            return self._sum_of_tree(units, np.asarray)
         return self._sum(units, self.prompt, self.response)
 
     def cost(self, units: _Units) -> np.ndarray:
         """Return what each unit (rows of one group) costs, in tokens of a short row: L + L² / 24576.
 
-        A shared prompt is paid once; each response attends to it, hence (P + R)² - P² for the response's part.
+        A shared prompt is paid once; each response attends to it, hence (P + R)² - P² for the response's part. The same
+        holds for all that a row of a tree has in common with others.
         """
+        if self.shared is not None:
+            return self._sum_of_tree(units, _cost)
         return self._sum(units, *self._costs)
 
     @cached_property
     def _costs(self) -> tuple[np.ndarray, np.ndarray]:
-        prompt, total = self.prompt.astype(np.float64), (self.prompt + self.response).astype(np.float64)
-        of_prompt = prompt + prompt**2 / EQUAL_COST_TOKENS
-        return of_prompt, total + total**2 / EQUAL_COST_TOKENS - of_prompt
+        of_prompt = _cost(self.prompt)
+        return of_prompt, _cost(self.prompt + self.response) - of_prompt
 
     def _sum(self, units: _Units, of_prompt: np.ndarray, of_response: np.ndarray) -> np.ndarray:
         rows = _flat(units)
@@ -138,9 +151,42 @@ class RowLengths:
         prompts = of_prompt[rows[starts]] if self.share_prefix else np.add.reduceat(of_prompt[rows], starts)
         return prompts + np.add.reduceat(of_response[rows], starts)
 
+    def _sum_of_tree(self, units: _Units, weigh: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        rows, starts = _flat(units), _starts(units)
+        common = self.in_common(rows)
+        common[starts] = 0
+        return np.add.reduceat(weigh(self.prompt[rows] + self.response[rows]) - weigh(common), starts)
+
+    def in_common(self, positions: np.ndarray) -> np.ndarray:
+        """Return the tokens that each row has in common with the one before it among these; 0 for the first.
+
+        Only where positions ascend is that so; elsewhere the number means nothing.
+        """
+        before, here = positions[:-1], positions[1:]
+        common = np.zeros(len(positions), np.int64)
+        if self.shared is not None:
+            # Two rows have in common the least of what neighbours between them have.
+            ends = np.stack([before, here], axis=1).reshape(-1) + 1
+            common[1:] = np.minimum.reduceat(np.append(self.shared, 0), ends)[::2]
+        elif self.share_prefix:
+            common[1:] = np.where(self.group[here] == self.group[before], self.prompt[here], 0)
+        return common
+
+    def subtrees(self, run: np.ndarray) -> tuple[list[np.ndarray], int]:
+        """Cut two or more ascending rows of a group where they have the least in common; also return that least."""
+        common = self.in_common(run)[1:]
+        least = int(common.min())
+        return np.split(run, np.flatnonzero(common == least) + 1), least
+
     def runs(self, positions: np.ndarray) -> list[np.ndarray]:
         """Cut ascending positions where the group changes."""
         return np.split(positions, np.flatnonzero(np.diff(self.group[positions])) + 1) if len(positions) else []
+
+
+def _cost(tokens: np.ndarray) -> np.ndarray:
+    """Return what sequences of so many tokens cost, float64."""
+    length = tokens.astype(np.float64)
+    return length + length**2 / EQUAL_COST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -193,10 +239,12 @@ class Planner:
     """Plans a batch for the worker groups.
 
     Attributes:
-        share_prefix: The samples of a group compute their prompt once.
+        share_prefix: The samples of a group compute their prompt once; rows of episodes of several turns compute once
+            all that they have in common at their beginning.
     """
 
     share_prefix: bool
+    _last_trie: list[tuple[list[ref[Any]], Trie]] = field(default_factory=list, repr=False, compare=False)
 
     def forward(self, batch: DataProto, world_size: int, limits: MicroBatchLimits) -> BatchPlan:
         """Plan one pass over every row, balanced over ranks: for log-probs, values and reward models."""
@@ -239,7 +287,31 @@ class Planner:
 
     def _rows(self, batch: DataProto, *, grouped: bool = True) -> RowLengths:
         groups = batch.non_tensor_batch["uid"] if grouped else None
-        return RowLengths.of(*lengths_of(batch), batch.batch["response_mask"].sum(-1), groups, self.share_prefix)
+        trie = self._trie(batch) if grouped and self.share_prefix and _has_turns(batch) else None
+        trained = batch.batch["response_mask"].sum(-1)
+        return RowLengths.of(*lengths_of(batch), trained, groups, self.share_prefix, trie)
+
+    def _trie(self, batch: DataProto) -> Trie:
+        """Return what the rows of the groups have in common, read once for all stages of a step."""
+        columns = [batch.batch[name] for name in ("prompts", "responses", "attention_mask")]
+        source = [*columns, batch.non_tensor_batch["uid"]]
+        # The stages add columns to the batch and leave these as they are, the same tensors.
+        for of, trie in self._last_trie:
+            if all(one() is other for one, other in zip(of, source, strict=True)):
+                return trie
+        prompts, responses, mask = (column.numpy() for column in columns)
+        tokens = np.concatenate([prompts, responses], axis=1, dtype=np.int32)
+        mask = mask.astype(bool)
+        sequences = np.split(tokens[mask], np.cumsum(mask.sum(1))[:-1])
+        trie = Trie.of(sequences, _group_numbers(source[-1], len(mask)))
+        self._last_trie[:] = [([ref(one) for one in source], trie)]
+        return trie
+
+
+def _has_turns(batch: DataProto) -> bool:
+    """Return whether an episode of the batch has several turns; a single one is a prompt and its response."""
+    turns = batch.non_tensor_batch.get("num_turns")
+    return turns is not None and bool((turns > 1).any())
 
 
 def rows_of_first_step(plan: BatchPlan) -> list[int]:
@@ -404,7 +476,7 @@ def _assemble(rows: RowLengths, steps: list[_Step], world_size: int, repeats: in
             for step in steps
         )
         held.append(tuple(place))
-        plans.append(RankPlan(mini_batches * repeats))
+        plans.append(RankPlan(mini_batches * repeats, is_tree=rows.shared is not None))
     return BatchPlan(rows=tuple(held), ranks=tuple(plans))
 
 
@@ -531,12 +603,56 @@ def _cut_groups(rows: RowLengths, groups: _Units, parts: int, max_tokens: int) -
 def _split_evenly(rows: RowLengths, group: np.ndarray, parts: int) -> list[np.ndarray]:
     if parts >= len(group):
         return list(group[:, None])
+    if rows.shared is not None:
+        return _split_tree_evenly(rows, group, parts)
     return [np.sort(group[part]) for part in longest_first(rows.response[group], parts)]
 
 
+def _split_tree_evenly(rows: RowLengths, group: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Cut a tree into about `parts` units of about equal length: subtrees whole, those that are too large cut again."""
+    units: list[np.ndarray] = []
+    waiting = [(group, parts)]
+    while waiting:
+        tree, wanted = waiting.pop()
+        if wanted == 1 or len(tree) == 1:
+            units.append(tree)
+            continue
+        subtrees, common = rows.subtrees(tree)
+        sizes = rows.tokens(subtrees) - common
+        in_parts = sizes * wanted / max(int(sizes.sum()), 1)
+        is_large = in_parts > 1
+        cuts = np.maximum(np.rint(in_parts), 1).astype(np.int64)
+        waiting += [(subtrees[at], int(cuts[at])) for at in np.flatnonzero(is_large).tolist()]
+        small = [subtree for subtree, large in zip(subtrees, is_large, strict=True) if not large]
+        bins = longest_first(sizes[~is_large], max(wanted - int(cuts[is_large].sum()), 1))
+        units += [_merged(small, part) for part in bins if part]
+    return units
+
+
 def _split_to_fit(rows: RowLengths, group: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    if rows.shared is not None:
+        return _split_tree_to_fit(rows, group, max_tokens)
     room = max_tokens - int(rows.prompt[group[0]])
     return [np.sort(group[part]) for part in pack(rows.response[group], room)]
+
+
+def _split_tree_to_fit(rows: RowLengths, group: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Cut a tree that exceeds the budget into units that don't: subtrees whole, those that are too large cut again."""
+    units: list[np.ndarray] = []
+    waiting = [group]
+    while waiting:
+        subtrees, common = rows.subtrees(waiting.pop())
+        tokens = rows.tokens(subtrees)
+        fits = tokens <= max_tokens  # always so for one row
+        waiting += [subtree for subtree, fit in zip(subtrees, fits, strict=True) if not fit]
+        fitting = [subtree for subtree, fit in zip(subtrees, fits, strict=True) if fit]
+        # All of them begin with what they have in common, which a unit counts once.
+        units += [_merged(fitting, part) for part in pack(tokens[fits] - common, max_tokens - common)]
+    return units
+
+
+def _merged(parts: list[np.ndarray], chosen: list[int]) -> np.ndarray:
+    return np.sort(np.concatenate([parts[at] for at in chosen]))
 
 
 def _pack_ranks(rows: RowLengths, shares: list[_Units], max_tokens: int) -> _MicroBatches:
@@ -608,7 +724,12 @@ def _sums(values: np.ndarray, parts: list[list[int]]) -> np.ndarray:
 
 
 def _share_by_count(rows: RowLengths, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
-    """Give every rank the same number of rows, give or take one, of about equal cost; whole groups if they divide."""
+    """Give every rank the same number of rows, give or take one, of about equal cost; whole groups if they divide.
+
+    Rows of trees are dealt out in their order instead: what is next to each other has the most in common.
+    """
+    if rows.shared is not None:
+        return np.array_split(positions, world_size)
     units: _Units = rows.runs(positions) if rows.share_prefix else []
     if len(units) % world_size or len({len(unit) for unit in units}) != 1:
         units = positions[:, None]
@@ -618,13 +739,12 @@ def _share_by_count(rows: RowLengths, positions: np.ndarray, world_size: int) ->
 
 def _in_order(rows: RowLengths, share: np.ndarray, max_rows: int, max_tokens: int) -> Iterator[np.ndarray]:
     """Cut a rank's rows (ascending) into runs of `max_rows`, shorter where the token budget ends a run."""
-    prompt, group = rows.prompt[share], rows.group[share]
-    shares_prompt = np.append(False, group[1:] == group[:-1]) & rows.share_prefix  # with the row before it
-    ends = np.cumsum(rows.response[share] + np.where(shares_prompt, 0, prompt))  # tokens up to and with each row
+    tokens = (rows.prompt + rows.response)[share]
+    ends = np.cumsum(tokens - rows.in_common(share))  # tokens up to and with each row
     start = 0
     while start < len(share):
-        # The first row of a run brings its prompt, wherever its group began.
-        before = int(ends[start] - rows.response[share[start]] - prompt[start])
+        # The first row of a run brings all of its tokens, wherever its group began.
+        before = int(ends[start] - tokens[start])
         fitting = int(np.searchsorted(ends - before, max_tokens, side="right"))
         end = min(start + max_rows, fitting)
         yield share[start:end]

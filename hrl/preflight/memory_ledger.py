@@ -314,12 +314,16 @@ def _resident(
 
 
 def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, ranks: int) -> int:
-    """Return the tokens of a role's largest micro-batch, at most the rank's part of the samples of `prompts`."""
+    """Return the tokens of a role's largest micro-batch, at most the rank's part of the samples of `prompts`.
+
+    Episodes have no such bound: how many rows they give, and how much of them is shared, is known when they are over.
+    """
     samples, data = config.actor_rollout_ref.rollout.n, config.data
     sequences = -(-prompts * samples // ranks)
     there = sequences * data.max_response_length + -(-sequences // samples) * data.max_prompt_length
     longest = data.max_prompt_length + data.max_response_length
-    return min(there, config.micro_batches()[role].largest(longest))
+    largest = config.micro_batches()[role].largest(longest)
+    return largest if config.environment.is_used else min(there, largest)
 
 
 def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str) -> list[_Pool]:

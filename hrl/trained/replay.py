@@ -21,7 +21,7 @@ from typing import Annotated, Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -112,6 +112,7 @@ class _Record(BaseModel):
     grad_norm: float
     micro_batches: list[_MicroBatchOfRecord]
     not_finite: _NotFiniteOfRecord
+    is_tree: StrictBool
     counts: dict[str, Any]
     response_width: StrictInt
     asked_for: str
@@ -404,7 +405,8 @@ def _request(dumps: Sequence[Dump]) -> Any:
         raise ReplayError(f"{dumps[0].path} was asked for by {record['asked_for']}, which is no update of hrl")
     try:
         fields = {name: _SECTIONS.get(name, lambda value: value)(value) for name, value in record["request"].items()}
-        return kind(plan=RankPlan((MiniBatchPlan(tuple(micro_batches), **record["counts"]),)), **fields)
+        mini_batch = MiniBatchPlan(tuple(micro_batches), **record["counts"])
+        return kind(plan=RankPlan((mini_batch,), is_tree=record["is_tree"]), **fields)
     except (ValidationError, TypeError, ValueError) as error:
         raise ReplayError(f"the request in {dumps[0].path} is not one of this version of hrl: {error}") from error
 

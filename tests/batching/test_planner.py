@@ -266,6 +266,17 @@ def test_a_group_too_large_for_the_budget_is_split_and_pays_its_prompt_in_each_p
     assert [len(mb) for mb in plan.ranks[0].mini_batches[0].micro_batches] == [2, 2, 2]
 
 
+def test_rows_of_a_group_whose_prompts_differ_bring_their_own():
+    prompts, groups = [40, 7, 40, 7], ["a"] * 4
+    rows = RowLengths.of(prompts, [5] * 4, [5] * 4, groups, share_prefix=True)
+    assert rows.index.tolist() == [1, 3, 0, 2]
+    assert rows.tokens([np.arange(4)]).tolist() == [7 + 40 + 4 * 5]
+    plan = plan_forward(prompts, [5] * 4, world_size=1, limits=limits(67), group_ids=groups, share_prefix=True)
+    assert len(plan.ranks[0].mini_batches[0].micro_batches) == 1
+    plan = plan_forward(prompts, [5] * 4, world_size=1, limits=limits(66), group_ids=groups, share_prefix=True)
+    assert len(plan.ranks[0].mini_batches[0].micro_batches) == 2
+
+
 def test_a_group_is_cut_over_ranks_only_where_ranks_would_wait_otherwise():
     one_group = plan_forward(
         [4] * 8, [100] * 8, world_size=4, limits=limits(10_000), group_ids=[0] * 8, share_prefix=True
@@ -366,7 +377,6 @@ def test_a_row_that_is_left_out_may_be_longer_than_the_budget():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_lens": [4, 5]}, "rows 1 and 0 are of one group"),
         ({"prompt_lens": [4.0, 4.0]}, "must be integers"),
         ({"response_lens": [1, -1]}, "response_lens of row 1 is negative"),
         ({"response_lens": [1]}, "response_lens has shape"),

@@ -114,6 +114,17 @@ def test_weights_that_stay_gathered_between_forward_and_backward_are_counted():
     assert gathered == {"true": 2 * (2 * 544997376 + 2 * 233057792), "false": 2 * SEVEN.parameters}
 
 
+def test_the_rows_of_episodes_fill_every_micro_batch():
+    """How many there are is known when they are over; two samples of one prompt have 1024 + 2 * 3072 tokens."""
+    few = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
+    peaks = []
+    for more in (few, (), (*few, "environment.path=guess")):
+        given = config(*ONE_CARD, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=28672", *more)
+        (ledger,) = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
+        peaks.append(next(phase for phase in ledger.phases if phase.name == "actor update").num_bytes)
+    assert peaks[0] < peaks[1] == peaks[2]
+
+
 def test_gradients_and_what_layers_keep_do_not_peak_together():
     (ledger,) = ledgers_of(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
     update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}

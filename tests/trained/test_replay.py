@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from hrl import cli
-from hrl.trained.replay import Dump, ReplayError, _checkpoint_before
+from hrl.trained.replay import Dump, ReplayError, _checkpoint_before, _request
 
 RECORD: dict[str, Any] = {
     "update": "actor",
@@ -22,6 +22,7 @@ RECORD: dict[str, Any] = {
     "grad_norm": "NaN",
     "micro_batches": [{"loss": "-Infinity", "uids": ["ü"]}],
     "not_finite": {"columns": ["advantages"]},
+    "is_tree": True,
     "counts": {"num_tokens": 1, "num_sequences": 1, "num_groups": 1},
     "response_width": 1,
     "asked_for": "PolicyUpdate",
@@ -71,6 +72,20 @@ def test_a_field_that_is_missing_or_of_another_kind_is_named(field: str, file: P
         file.write_text(json.dumps(record))
         with pytest.raises(ReplayError, match=f"a.json was not written by a run of this version of hrl: {field}: "):
             Dump.read(file)
+
+
+def test_rows_are_packed_as_they_were(file: Path) -> None:
+    asked = {
+        "step": 3,
+        "temperature": 1.0,
+        "loss_type": "nll",
+        "loss_agg_mode": "token-mean",
+        "loss_scale_factor": None,
+    }
+    for is_tree in (True, False):
+        file.write_text(json.dumps(RECORD | {"asked_for": "SupervisedUpdate", "request": asked, "is_tree": is_tree}))
+        plan = _request([Dump.read(file)]).plan
+        assert plan.is_tree is is_tree and plan.mini_batches[0].num_tokens == 1
 
 
 def test_a_column_that_is_missing_is_named(file: Path) -> None:

@@ -34,11 +34,13 @@ from hrl.algos.registry import Registry, pair_loss_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import VALUE_LOSSES
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
+from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import StepReport
 from hrl.workers.requests import OldLogProbs
 from tests.algos.batches import ACTOR
 from tests.models.tiny import (
+    RESPONSE_WIDTH,
     SHAPE,
     actor_config,
     critic_config,
@@ -46,6 +48,7 @@ from tests.models.tiny import (
     make_batch,
     model_config,
 )
+from tests.models.trees import tree_batch
 from tests.processes.warm import METHOD, warm_context
 from tests.workers import padded
 from tests.workers.asked import Actor, Critic, learn_answers, learn_pairs, learn_scores
@@ -140,6 +143,15 @@ def deal(batch: DataProto, world_size: int, micro_batches: int) -> BatchPlan:
     return BatchPlan(tuple(rows), tuple(ranks))
 
 
+def plan_tree(batch: DataProto, world_size: int, micro_batches: int) -> BatchPlan:
+    """As the driver plans rows that form trees: under a budget that asks for about so many micro-batches."""
+    lengths = batch.batch["attention_mask"].sum(1)
+    limits = MicroBatchLimits(int(lengths.max() + lengths.sum() // (3 * micro_batches * world_size)), None, "")
+    plan = Planner(share_prefix=True).update(batch, world_size, limits, mini_batch_rows=len(batch), epochs=1)
+    assert all(rank.is_tree for rank in plan.ranks)
+    return plan
+
+
 # ------------------------------------------------------------------------------------------- losses
 
 
@@ -164,20 +176,28 @@ class Subject:
         batch: all its rows.
         update: the model that takes a step, and how it does.
         plain: the gradients by a padded forward of the whole batch.
+        cut: the plan for a number of ranks, of about so many micro-batches.
     """
 
     batch: DataProto
     update: Callable[[Models], tuple[Actor | Critic, Update]]
     plain: Callable[[padded.Plain], Gradients]
+    cut: Callable[[DataProto, int, int], BatchPlan] = deal
 
 
 def policy_subject(
-    loss: str, *, still: bool = False, bypass: Any | None = None, gate_closed: bool = False, **changes: Any
+    loss: str,
+    *,
+    still: bool = False,
+    bypass: Any | None = None,
+    gate_closed: bool = False,
+    is_tree: bool = False,
+    **changes: Any,
 ) -> Subject:
     """A policy loss under an actor's configuration; ``still`` leaves only what is added to it."""
     config = SimpleNamespace(**vars(actor_config()) | vars(deepcopy(ACTOR)) | {"loss_agg_mode": EVERY} | changes)
     config.policy_loss.loss_mode = loss
-    batch = batch_for("clip_cov" if loss == EVERY else loss)
+    batch = batch_for("clip_cov" if loss == EVERY else loss, is_tree)
     if still:
         batch.batch["advantages"].zero_()
     asked: dict[str, Any] = {"correction": bypass}
@@ -189,7 +209,8 @@ def policy_subject(
         models.actor.loss = config
         return models.actor, partial(models.actor.learn, **asked)
 
-    return Subject(batch, update, lambda plain: padded.policy_gradients(plain, batch, config, **asked))
+    cut = plan_tree if is_tree else deal
+    return Subject(batch, update, lambda plain: padded.policy_gradients(plain, batch, config, **asked), cut)
 
 
 def kl_subject(kind: str) -> Subject:
@@ -204,14 +225,15 @@ def bypass_subject(loss_type: str, *, gate_closed: bool = False) -> Subject:
     return policy_subject("vanilla", bypass=settings, gate_closed=gate_closed)
 
 
-def value_subject(name: str, mode: str = EVERY) -> Subject:
-    config, batch = critic_config(loss_agg_mode=mode), batch_for("vanilla")
+def value_subject(name: str, mode: str = EVERY, is_tree: bool = False) -> Subject:
+    config, batch = critic_config(loss_agg_mode=mode), batch_for("vanilla", is_tree)
 
     def update(models: Models) -> tuple[Critic, Update]:
         models.critic.loss = config
         return models.critic, partial(models.critic.learn, loss_name=name)
 
-    return Subject(batch, update, lambda plain: padded.value_gradients(plain, batch, config, name))
+    cut = plan_tree if is_tree else deal
+    return Subject(batch, update, lambda plain: padded.value_gradients(plain, batch, config, name), cut)
 
 
 def as_pairs(batch: DataProto) -> DataProto:
@@ -264,6 +286,8 @@ def whole() -> dict[str, Subject]:
         | {"value": value_subject(EVERY), "supervised": supervised_subject(EVERY)}
         | {f"pair {name}": pair_subject(name) for name in members(PAIR_LOSSES)}
         | {"reward model": reward_model_subject(EVERY)}
+        | {"policy of a tree": policy_subject(EVERY, is_tree=True, entropy_coeff=0.3, **kl)}
+        | {"value of a tree": value_subject(EVERY, is_tree=True)}
     )
 
 
@@ -282,9 +306,11 @@ def single() -> dict[str, Subject]:
     )
 
 
-def batch_for(loss: str) -> DataProto:
+def batch_for(loss: str, is_tree: bool = False) -> DataProto:
     """A ragged batch with every column that a policy or value loss reads."""
     batch = make_batch(num_groups=4, samples=4, temperature=TEMPERATURE)
+    if is_tree:
+        batch = episodes_like(batch)
     columns = batch.batch
     generator = torch.Generator().manual_seed(0)
     columns["rollout_is_weights"] = 0.2 + torch.rand(columns["advantages"].shape, generator=generator).double()
@@ -293,6 +319,17 @@ def batch_for(loss: str) -> DataProto:
             loss, columns["old_log_probs"], columns["advantages"], columns["response_mask"], ACTOR, generator
         )
     return batch
+
+
+def episodes_like(batch: DataProto) -> DataProto:
+    """Rows that form trees in two groups, with the numbers of another batch's tokens, again where those end."""
+    tree = tree_batch(seed=1, num_rows=len(batch), longest=16)
+    tree.non_tensor_batch["uid"] = np.array([f"g{row % 2}" for row in range(len(batch))], dtype=object)
+    width = tree.batch["responses"].shape[1]
+    for name in ("advantages", "ref_log_prob", "old_log_probs", "values", "returns"):
+        tree.batch[name] = batch.batch[name].repeat(1, -(-width // RESPONSE_WIDTH))[:, :width].contiguous()
+    tree.meta_info.update(batch.meta_info)
+    return tree
 
 
 # ------------------------------------------------------------------------------------------- gradients
@@ -327,7 +364,7 @@ def squared_errors(
     models: Models, subject: Subject, cut: int, rank: int, world_size: int, reference: Gradients
 ) -> Tensor:
     """Squared distance ``(P,)`` of this rank's shard of every parameter's gradient from its part of the reference."""
-    plan = deal(subject.batch, world_size, cut)
+    plan = subject.cut(subject.batch, world_size, cut)
     model, update = subject.update(models)
     mine = subject.batch.select_idxs(list(plan.rows[rank]))
     found = local_gradients(model, update, mine, plan.ranks[rank])

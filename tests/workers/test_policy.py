@@ -21,6 +21,7 @@ from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.config.algorithm import RolloutCorrectionConfig
+from hrl.models.packed_model import TokenRows
 from hrl.workers.engine.checksum import WeightsDifferError
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.engine.snapshot import Snapshot
@@ -35,6 +36,7 @@ from tests.models.tiny import (
     save_qwen2,
     trim,
 )
+from tests.models.trees import tree_batch
 from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, gradients, parameters, policy_of
 
@@ -73,6 +75,24 @@ def test_log_probs_equal_plain_forwards(family, temperature, share_prefix, reque
     torch.testing.assert_close(got.batch["old_log_probs"], want.float(), **NORM_ERROR)
     assert (got.batch["old_log_probs"][batch.batch["response_mask"] == 0] == 0).all()
     assert got.batch["entropys"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("budget", [1000, 40], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_log_probs_of_a_tree_are_those_of_its_rows_alone(family, budget, request):
+    path, batch = request.getfixturevalue(family), tree_batch(seed=4, num_rows=12, longest=20)
+    plan = Planner(share_prefix=True).forward(batch, 1, MicroBatchLimits(budget, None, ""))
+    (rank,) = plan.ranks
+    assert rank.is_tree and (len(rank.mini_batches[0].micro_batches) > 1) == (budget == 40)
+    mine = batch.select_idxs(list(plan.rows[0]))
+    together, alone = policy_of(path), policy_of(path, share_prefix=False)
+    got, want = (each.log_probs(mine, rank, with_entropy=True).batch for each in (together, alone))
+    for name in ("old_log_probs", "entropys"):
+        torch.testing.assert_close(got[name], want[name], **NORM_ERROR)
+    rows, picks = TokenRows.of(mine), rank.mini_batches[0].micro_batches
+    packs = [[each.engine.pack(rows, picked, is_tree=True) for picked in picks] for each in (together, alone)]
+    tokens = [sum(packed.layout.num_tokens for packed in part) for part in packs]
+    assert tokens[0] < 0.8 * tokens[1]
 
 
 def test_sums_of_squared_probabilities_are_those_of_the_sampled_distributions(llama):

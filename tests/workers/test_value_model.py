@@ -8,6 +8,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.value_loss import VALUE_LOSSES, value_loss
+from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.models.packed_model import TokenRows
 from tests.models.tiny import (
     RESPONSE_WIDTH,
@@ -20,6 +21,7 @@ from tests.models.tiny import (
     save_llama,
     trim,
 )
+from tests.models.trees import tree_batch
 from tests.workers.asked import Critic
 from tests.workers.engine.ranks import CPU, gradients, parameters
 
@@ -61,6 +63,21 @@ def test_values_stand_before_each_token_and_scores_at_the_last(classifier):
     _, values, scores = plain_head_outputs(classifier, batch)
     torch.testing.assert_close(model.values(batch, plan).batch["values"], values.float(), **NORM_ERROR)
     torch.testing.assert_close(model.scores(batch, plan).batch["rm_scores"], scores.float(), **NORM_ERROR)
+
+
+def test_values_and_scores_of_a_tree_are_those_of_its_rows_alone(classifier):
+    batch = tree_batch(seed=4, num_rows=12, longest=20)
+    plan = Planner(share_prefix=True).forward(batch, 1, MicroBatchLimits(40, None, ""))
+    mine = batch.select_idxs(list(plan.rows[0]))
+    together, alone = (
+        Critic(model_config(classifier, share_prefix=shared), None, fsdp_config(), device=CPU, total_steps=None)
+        for shared in (True, False)
+    )
+    for name in ("values", "scores"):
+        got, want = (getattr(each, name)(mine, plan.ranks[0]).batch for each in (together, alone))
+        for column in want.keys():
+            assert want[column].any()
+            torch.testing.assert_close(got[column], want[column], **NORM_ERROR)
 
 
 def test_gradients_equal_those_of_plain_forwards(classifier):

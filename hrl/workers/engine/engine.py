@@ -196,9 +196,13 @@ class Engine:
 
     # ------------------------------------------------------------------ running
 
-    def pack(self, rows: TokenRows, picked: tuple[int, ...], wanted: Wanted = "next") -> PackedMicroBatch:
+    def pack(
+        self, rows: TokenRows, picked: tuple[int, ...], wanted: Wanted = "next", *, is_tree: bool = False
+    ) -> PackedMicroBatch:
         """Pack local rows for this engine."""
-        return pack_micro_batch(rows, picked, share_prefix=self.share_prefix, wanted=wanted, device=self.device)
+        return pack_micro_batch(
+            rows, picked, share_prefix=self.share_prefix, is_tree=is_tree, wanted=wanted, device=self.device
+        )
 
     @torch.no_grad()
     def forward(
@@ -228,7 +232,7 @@ class Engine:
         with self.resident():
             for index, picked in enumerate(micro_batches):
                 with span(f"micro-batch {index}"):
-                    packed = self.pack(rows, picked, wanted)
+                    packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
                     outputs = torch.stack(run(packed)).float()
                 assert len(outputs) == num_outputs, "`run` gives as many results as are asked for"
                 if not packed.is_empty:
@@ -279,7 +283,7 @@ class Engine:
 
         def share_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             nonlocal num_flops
-            packed = self.pack(rows, picked, wanted)
+            packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
             flat = run(packed)
             if packed.is_empty:
                 return flat[0].sum() * 0.0
