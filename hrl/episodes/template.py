@@ -150,8 +150,11 @@ class EpisodeTemplate:
     def _known(self, message: Message, form: Form) -> dict[str, Any]:
         """Return a message with its calls and its reasoning as the template reads them."""
         known = dict(message)
-        if calls := known.get("tool_calls"):
+        calls = known.get("tool_calls")
+        if calls:
             known["tool_calls"] = [_with_arguments(call, form) for call in calls]
+        if not known.get("content"):
+            known["content"] = None if calls else ""
         if reasoning := known.get("reasoning_content"):
             known |= {name: reasoning for name in self._names_of_reasoning if name not in known}
         return known

@@ -325,7 +325,8 @@ class Transcript:
             except ChatTemplateError as error:
                 refusal = refusal or error
                 continue
-            text = other if text is None else text
+            if text is None:
+                text, self._form = other, form
             place = self._end_of_turn(row, turn, other)
             if place is not None:
                 self._form = form
