@@ -193,7 +193,7 @@ def _plain(value: object, where: str, left: _Budget, depth: int) -> Any:
         if type(listed) is not type(value):
             return _plain(listed, where, left, depth + 1)
     raise EnvironmentReplyError(
-        f"returned a {type(value).__name__} in {where}, which is no plain data: texts, numbers, lists and dicts are"
+        f"returned {_short(value)} in {where}, which is no plain data: texts, numbers, lists and dicts are"
     )
 
 

@@ -110,7 +110,7 @@ class PoolCounts:
 
     Attributes:
         failures: Calls in which an environment failed.
-        timeouts: Calls past their deadline.
+        timeouts: Calls past their deadline; neither counts those of `close`.
         lost_processes: Processes that died, or were killed for what their episodes did.
         retired_processes: Processes that were replaced because a call that can't be ended still runs there.
         lost_episodes: Episodes that ended with their process.
@@ -136,7 +136,10 @@ class _Call:
 
 @dataclass(eq=False)
 class _Process:
-    """A process and its episodes; `popen` is its guard, which ends as it does."""
+    """A process and its episodes; `popen` is its guard, which ends as it does.
+
+    `since` is when it was started, then when it was ready.
+    """
 
     popen: subprocess.Popen[bytes]
     state: SharedState
@@ -306,7 +309,10 @@ class EnvironmentPool:
             while (message := await receive(reader)) is not None:
                 self._answered(process, message)
         except GarbledError as error:
-            self._end(process, f"something in its process wrote {error} to the connection that answers calls")
+            # Whoever wrote it was at work then, and its own answer comes after it.
+            unanswered = {call.episode.number for call in process.calls.values()}
+            said = f"something in its process wrote {error} to the connection that answers calls"
+            self._end(process, said, unanswered)
             return
         await self._lost(process)
 
@@ -319,6 +325,7 @@ class EnvironmentPool:
             names = message.get("names")
             self.names = [str(name) for name in names] if isinstance(names, list) else []
             self._failed_starts = 0
+            process.since = time.monotonic()
             NEEDED.add(process.pid, "an environment process")
             process.ready.set_result(None)
             return
@@ -377,7 +384,7 @@ class EnvironmentPool:
         if not process.episodes:
             return
         holder, since, _ = process.state.read()
-        if now - since > self._timeout_s + (0.0 if holder else _SILENCE_S):
+        if now - max(since, process.since) > self._timeout_s + (0.0 if holder else _SILENCE_S):
             self._spawn(self._end_still(process))
         elif any(now - call.since > _PATIENCE * self._timeout_s + _GRACE_S for call in process.calls.values()):
             late = {call.episode.number for call in process.calls.values() if now - call.since > self._timeout_s}
@@ -395,7 +402,8 @@ class EnvironmentPool:
             return
         holder, *_ = process.state.read()
         threads = {thread.thread_id: thread.holder for thread in process.state.busy_threads()}
-        if time.monotonic() - process.state.last_beat > _SILENCE_S or not holder:
+        beat = max(process.state.last_beat, process.since)
+        if time.monotonic() - beat > min(_SILENCE_S, limit_s) or not holder:
             # Something holds Python's lock, and it is who computes; others wait for the lock.
             before = _cpu_ticks(pid)
             await asyncio.sleep(_LOOK_S)
@@ -410,8 +418,8 @@ class EnvironmentPool:
             blamed = {holder}
         if process in self._processes:
             held = blamed - {0} and process.episodes.keys() & blamed
-            said = f"held its process for longer than {limit_s:g} s" if held else f"stood still for {limit_s:g} s"
-            self._end(process, f"its process {pid} was killed: something {said}", blamed)
+            how = "something held it" if held else "it stood still"
+            self._end(process, f"its process {pid} was killed: {how} for longer than {limit_s:g} s", blamed)
 
     async def _lost(self, process: _Process) -> None:
         """Clear up behind a process that ended by itself."""
@@ -570,14 +578,14 @@ class LiveEnvironment:
         self._process.writer.write(encode({"id": number, "episode": self.number, "do": method, **fields}))
         answer = await future
         if "timeout" in answer:
-            self._pool.counts.timeouts += 1
+            self._pool.counts.timeouts += method != "close"
             where = f", in\n{str(answer['timeout'])[:5000]}" if answer["timeout"] else ""
             raise EnvironmentTimeoutError(
                 f"{self.title}: {method} took longer than {self._pool._timeout_s:g} s (environment.step_timeout_s)"
                 f"{where}"
             )
         if "error" in answer:
-            self._pool.counts.failures += 1
+            self._pool.counts.failures += method != "close"
             raise EnvironmentFailedError(f"{self.title}: {self._pool._with_hint(str(answer['error'])[:5000])}")
         return answer["result"]
 

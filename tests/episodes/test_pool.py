@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+import errno
+import os
+import re
+import signal
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hrl
 from hrl.config.environment import EnvironmentConfig
 from hrl.environments.interface import Action
-from hrl.environments.loading import EnvironmentSpec
+from hrl.environments.loading import EnvironmentLoadError, EnvironmentSpec
 from hrl.episodes.pool import (
+    EnvironmentFailedError,
+    EnvironmentLostError,
     EnvironmentPool,
+    EnvironmentTimeoutError,
     LiveEnvironment,
 )
+from hrl.errors import HrlError
+from hrl.processes.watch import is_gone
 
 WORLDS = str(Path(__file__).with_name("worlds.py"))
 
@@ -51,3 +62,426 @@ def test_an_episode_comes_back_as_the_class_has_it(name):
         assert await plays_right(pool.open("e", {"name": "x"}, 7))
 
     with_pool(play, pool_of(name))
+
+
+async def outcome_of(pool: EnvironmentPool, text: str, key: object = "e") -> Any:
+    """What comes of an action: a result, or an error."""
+    environment = pool.open(key, {"name": "x"}, 7)
+    await environment.reset()
+    try:
+        return await environment.step(Action(text))
+    except HrlError as error:
+        return error
+    finally:
+        await environment.close()
+
+
+def outcomes_of(pool: EnvironmentPool, texts: Sequence[str]) -> dict[str, Any]:
+    """What comes of actions that episodes of their own take at the same time; and of ten ordinary episodes beside."""
+    found: dict[str, Any] = {}
+
+    async def play(pool: EnvironmentPool) -> None:
+        beside = [plays_right(pool.open(f"beside {number}", {"name": "x"}, 7)) for number in range(10)]
+        *said, right = await asyncio.gather(*(outcome_of(pool, text, text) for text in texts), asyncio.gather(*beside))
+        found.update(zip(texts, said, strict=True))
+        found["beside"] = right
+        found["counts"] = pool.counts
+
+    with_pool(play, pool)
+    return found
+
+
+#: What an environment does in a step → what is said of it.
+FAILURES = {
+    "raise": r"Echo\.step failed:\nTraceback(?s:.*)worlds\.py(?s:.*)raise ZeroDivisionError(?s:.*)by the user$",
+    "exit": r"Echo\.step failed:(?s:.*)sys\.exit\(3\)(?s:.*)SystemExit: 3",
+    "nan": "returned nan as the reward, which is not finite",
+    "recursive": "returned message 0 nested more than 50 levels deep, or in itself",
+    "object": "returned an object in message 0, which is no plain data",
+    "number": r"returned 3, where hrl\.StepResult\(observation=…, reward=…, done=…\) is expected",
+    "tuple": r"returned a tuple, where hrl\.StepResult",
+    "many megabytes of messages": "returned more than 4,194,304 characters",
+    "large": r"Echo\.step failed:(?s:.*)MemoryError",
+}
+
+
+@pytest.fixture(scope="module", params=["Echo", "AsyncEcho"])
+def failures(request):
+    return outcomes_of(pool_of(request.param, max_observation_tokens=1024), [*FAILURES, "megabyte", "print"])
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_what_an_environment_does_wrong_is_said_in_one_error_with_its_class_and_method(failures, what):
+    error = failures[what]
+    assert isinstance(error, EnvironmentFailedError)
+    assert re.match(rf"environment of episode {what}: (Async)?", str(error)) and re.search(FAILURES[what], str(error))
+    assert "hrl/episodes" not in str(error)
+
+
+def test_and_holds_up_or_ends_nothing_else(failures):
+    assert failures["beside"] == [True] * 10
+    counts = failures["counts"]
+    assert (counts.failures, counts.lost_processes, counts.timeouts) == (len(FAILURES), 0, 0)
+
+
+def test_a_long_text_loses_its_middle_before_it_leaves_its_process(failures):
+    text = failures["megabyte"].observation.messages[0]["content"]
+    assert len(text) < 70_000 and text.startswith("xxx") and text.endswith("xxend")
+    assert "[… 934,467 characters left out …]" in text
+
+
+def test_what_an_environment_prints_disturbs_nothing(failures):
+    assert failures["print"].observation.messages[0]["content"] == "1: print"
+
+
+def test_a_text_of_any_length_and_kind_comes_back_or_is_cut():
+    found = outcomes_of(
+        pool_of(max_observation_tokens=None, memory_limit_gib=None), ["surrogate", "megabyte", "hundred megabytes"]
+    )
+    assert found["surrogate"].observation.messages[0]["content"] == "a\ufffdb\U0001f600"
+    assert len(found["megabyte"].observation.messages[0]["content"]) == 1_000_003
+    assert "returned more than 4,194,304 characters" in str(found["hundred megabytes"])
+    assert found["beside"] == [True] * 10
+
+
+@pytest.mark.parametrize(
+    "name, what, told",
+    [
+        ("Echo", "end", "its process [0-9]+ ended with exit code 3"),
+        ("AsyncEcho", "end", "its process [0-9]+ ended with exit code 3"),
+        ("AsyncEcho", "exit in a task", "its process [0-9]+ ended with exit code 3"),
+        ("Echo", "die", "its process [0-9]+ was killed by SIGKILL"),
+        ("Echo", "garble", "something in its process wrote b'garbage"),
+        ("Echo", "leak", r"has no memory left \(environment\.memory_limit_gib\): Echo\.step failed:(?s:.*)MemoryError"),
+        ("AsyncEcho", "leak", "has no memory left"),
+    ],
+)
+def test_a_step_that_ends_its_process_is_to_blame_and_the_others_in_it_are_not(name, what, told):
+    async def play(pool):
+        others = [pool.open(number, {"name": "x"}, 7) for number in range(3)]
+        for other in others:
+            await other.reset()
+        error = await outcome_of(pool, what)
+        assert isinstance(error, EnvironmentLostError) and error.is_to_blame and re.search(told, str(error))
+        for other in others:
+            with pytest.raises(EnvironmentLostError) as raised:
+                await other.step(Action("a"))
+            assert not raised.value.is_to_blame
+            await other.close()
+        assert await plays_right(pool.open("again", {"name": "x"}, 7)), "in the process that took its place"
+        assert (pool.counts.lost_processes, pool.counts.lost_episodes) == (1, 4)
+
+    with_pool(play, pool_of(name, memory_limit_gib=1.0))
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("Echo", "spin in C"),
+        ("Echo", "sleep with Python's lock"),
+        ("AsyncEcho", "spin in C"),
+        ("AsyncEcho", "spin"),
+        ("AsyncEcho", "sleep"),
+    ],
+)
+def test_a_step_that_holds_up_its_process_is_killed_at_the_deadline_and_found_out_among_others(name, what, monkeypatch):
+    monkeypatch.setattr("hrl.episodes.pool._SILENCE_S", 0.5)
+
+    async def play(pool):
+        idle = pool.open("idle", {"name": "x"}, 7)
+        await idle.reset()
+        begun = asyncio.get_running_loop().time()
+        error = await outcome_of(pool, what)
+        assert isinstance(error, EnvironmentLostError) and error.is_to_blame
+        assert re.search("was killed: something held it for longer than 0.5 s", str(error))
+        assert asyncio.get_running_loop().time() - begun < 20
+        with pytest.raises(EnvironmentLostError) as raised:
+            await idle.step(Action("a"))
+        assert not raised.value.is_to_blame
+
+    with_pool(play, pool_of(name, step_timeout_s=0.5))
+
+
+def test_whoever_computes_with_pythons_lock_is_to_blame_and_not_those_who_wait_for_it(monkeypatch):
+    """Others' plain methods are in the midst of their own work then."""
+    monkeypatch.setattr("hrl.episodes.pool._SILENCE_S", 0.5)
+
+    async def play(pool):
+        sleeping = [asyncio.ensure_future(outcome_of(pool, "sleep", number)) for number in range(3)]
+        await asyncio.sleep(0.3)
+        error = await outcome_of(pool, "spin in C", "spinning")
+        others = await asyncio.gather(*sleeping)
+        assert isinstance(error, EnvironmentLostError) and error.is_to_blame
+        assert [getattr(one, "is_to_blame", "late") for one in others] == [False] * 3
+
+    with_pool(play, pool_of("Echo", step_timeout_s=1.0))
+
+
+def test_a_plain_step_past_its_deadline_fails_alone_and_its_process_is_replaced_once_it_is_empty():
+    async def play(pool):
+        (first,) = pool._processes
+        others = [pool.open(number, {"name": "x"}, 7) for number in range(2)]
+        for other in others:
+            await other.reset()
+        error = await outcome_of(pool, "sleep")
+        assert isinstance(error, EnvironmentTimeoutError)
+        assert re.search(
+            r"step took longer than 0\.5 s (?s:.*)worlds\.py\", line \d+, in do\n +time\.sleep", str(error)
+        )
+        assert first.is_retiring and first in pool._processes
+        late = pool.open("late", {"name": "x"}, 7)
+        assert late._process is not first and await plays_right(late)
+        for other in others:
+            assert (await other.step(Action("a"))).reward == 0.5
+            await other.close()
+        while first in pool._processes:
+            await asyncio.sleep(0.02)
+        counts = pool.counts
+        assert (counts.timeouts, counts.retired_processes, counts.lost_processes, counts.failed_closes) == (1, 1, 0, 1)
+
+    with_pool(play, pool_of(step_timeout_s=0.5))
+
+
+def test_an_await_past_its_deadline_is_cancelled_and_its_process_stays():
+    async def play(pool):
+        error = await outcome_of(pool, "wait")
+        assert isinstance(error, EnvironmentTimeoutError)
+        assert re.search(r"worlds\.py\", line \d+, in do_async\n +await asyncio\.sleep\(1000\)", str(error))
+        assert await plays_right(pool.open("e", {"name": "x"}, 7))
+        assert (pool.counts.timeouts, pool.counts.retired_processes, pool.counts.failed_closes) == (1, 0, 0)
+        assert isinstance(await outcome_of(pool, "wait and ignore"), EnvironmentTimeoutError)
+        assert pool.counts.retired_processes == 1
+
+    with_pool(play, pool_of("AsyncEcho", step_timeout_s=0.4))
+
+
+def test_a_process_that_somebody_stopped_is_replaced_and_no_episode_is_to_blame(monkeypatch):
+    monkeypatch.setattr("hrl.episodes.pool._SILENCE_S", 0.5)
+
+    async def play(pool):
+        (process,) = pool._processes
+        environment = pool.open("e", {"name": "x"}, 7)
+        await environment.reset()
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(EnvironmentLostError, match=r"had been stopped \(SIGSTOP\)") as raised:
+            await environment.step(Action("a"))
+        assert not raised.value.is_to_blame
+        assert await plays_right(pool.open("again", {"name": "x"}, 7))
+
+    with_pool(play, pool_of(step_timeout_s=0.3))
+
+
+@pytest.mark.parametrize("name", ["Echo", "AsyncEcho"])
+def test_a_fork_that_returns_from_a_step_answers_nothing(name):
+    async def play(pool):
+        for name in ("one", "two"):
+            result = await outcome_of(pool, "fork and return", name)
+            assert result.observation.messages[0]["content"] == "1: fork and return"
+        assert pool.counts.lost_processes == 0
+
+    with_pool(play, pool_of(name))
+
+
+def test_a_forged_answer_is_a_failure_and_no_result():
+    async def play(pool):
+        error = await outcome_of(pool, "forge")
+        assert isinstance(error, EnvironmentLostError | EnvironmentFailedError)
+        assert await plays_right(pool.open("again", {"name": "x"}, 7))
+
+    with_pool(play, pool_of())
+
+
+def test_what_an_environment_starts_ends_with_its_process():
+    before = sleepers()
+
+    async def play(pool):
+        assert (await outcome_of(pool, "fork")).reward == 0.5
+        assert len(sleepers() - before) == 1
+
+    with_pool(play, pool_of())
+    assert not sleepers() - before
+
+
+def sleepers() -> set[str]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == b"sleep\x001000\x00":
+                found.add(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("greeting", ["raise", "hang"])
+def test_what_a_close_does_wrong_is_counted_and_raises_nothing(greeting, caplog):
+    async def play(pool):
+        environment = pool.open("e", {"name": "x"}, 7)
+        await environment.reset()
+        await environment.close()
+        await environment.close()
+        assert pool.counts.failed_closes == 1
+
+    with_pool(play, pool_of("ClosesBadly", {"greeting": greeting}, step_timeout_s=0.5))
+    said = "at the close" if greeting == "raise" else "close took longer than 0.5 s"
+    assert said in caplog.text
+
+
+def test_a_caller_that_gives_a_step_up_may_close_at_once():
+    async def play(pool):
+        for text in ("wait", "a"):
+            environment = pool.open("e", {"name": "x"}, 7)
+            await environment.reset()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2 if text == "wait" else 0):
+                    await environment.step(Action(text))
+            await environment.close()
+        assert pool.counts.failed_closes == 0 and await plays_right(pool.open("e", {"name": "x"}, 7))
+
+    with_pool(play, pool_of("AsyncEcho", step_timeout_s=60.0))
+
+
+def test_episodes_spread_over_the_processes():
+    async def play(pool):
+        opened = [pool.open(number, {"name": "x"}, 7) for number in range(6)]
+        assert sorted(len(process.episodes) for process in pool._processes) == [2, 2, 2]
+        await opened[0].close()
+        assert pool.open("late", {"name": "x"}, 7)._process is opened[0]._process
+
+    with_pool(play, pool_of(num_workers=3))
+
+
+def test_a_class_of_any_kind_with_the_three_methods_will_do():
+    async def play(pool):
+        environment = pool.open("e", {}, 7)
+        assert list((await environment.reset()).token_ids) == [1, 2, 3]
+        result = await environment.step(Action("x"))
+        assert (result.done, result.truncated, result.metrics, result.reward) == (True, True, {"found": 1.0}, None)
+        await environment.close()
+
+    with_pool(play, pool_of("Duck"))
+
+
+def test_a_row_names_another_environment_and_one_that_there_is_not_is_told_with_those_that_there_are():
+    async def play(pool):
+        environment = pool.open("e", {"env": "single_turn", "prompt": [{"role": "user", "content": "Hi"}]}, 7)
+        assert (await environment.reset()).messages == [{"role": "user", "content": "Hi"}]
+        assert (await environment.step(Action("x"))).done
+        greeted = pool.open("e", {"name": "x", "env_kwargs": {"greeting": "good day"}}, 7)
+        assert (await greeted.reset()).messages[0]["content"] == "good day x 7"
+        with pytest.raises(
+            EnvironmentFailedError, match="row of episode 3 has env 'single_tun'.*Did you mean single_turn"
+        ):
+            pool.open(3, {"env": "single_tun"}, 7)
+        with pytest.raises(EnvironmentFailedError, match="env_kwargs 3, where a dict"):
+            pool.open(3, {"env_kwargs": 3}, 7)
+        wrong = pool.open(3, {"name": "x", "env_kwargs": {"greetings": "x"}}, 7)
+        with pytest.raises(EnvironmentFailedError, match=r"(?s)can't be made with.*greetings"):
+            await wrong.reset()
+
+    with_pool(play, pool_of())
+
+
+@pytest.mark.parametrize(
+    "source, told",
+    [
+        ("import nothing_like_this", "No module named 'nothing_like_this'"),
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+        ("import os; os._exit(7)", "ended with exit code 7 while loading"),
+        ("class Wor: pass", r"has no World\. "),
+        ("class World: pass", "World in .*world.py has no method reset and no step and no close"),
+        ("World = 3", "World in .* has no method reset and no step and no close"),
+        (
+            "import hrl\nclass World(hrl.SingleTurn):\n    def __init__(self, size): pass",
+            r"can't be made with environment.kwargs \(none\): missing a required argument: 'size'",
+        ),
+        ("import os; os.environ['MY_KEY']", r"the variable MY_KEY is set.*environment\.env=\[MY_KEY\]"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_one_error_at_the_start(tmp_path, monkeypatch, source, told):
+    monkeypatch.setenv("MY_KEY", "x")
+    (tmp_path / "world.py").write_text(f"{source}\n")
+    pool = EnvironmentPool(EnvironmentSpec.of(f"{tmp_path}/world.py:World"), settings(num_workers=2))
+    with pytest.raises(
+        EnvironmentLoadError, match=rf"^environment\.path: (?s:.*)world\.py can't be loaded: (?s:.*){told}"
+    ):
+        asyncio.run(pool.start())
+
+
+def test_a_file_that_never_finishes_loading_is_given_up(tmp_path, monkeypatch):
+    (tmp_path / "world.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr("hrl.episodes.pool._START_TIMEOUT_S", 0.3)
+    pool = EnvironmentPool(EnvironmentSpec.of(f"{tmp_path}/world.py:World"), settings(num_workers=2))
+    with pytest.raises(EnvironmentLoadError, match="loading took longer than 0.3 s"):
+        asyncio.run(pool.start())
+
+
+def test_a_process_that_the_system_does_not_give_is_told_at_once(monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("hrl.episodes.pool.start_child", refuse)
+    with pytest.raises(EnvironmentLoadError, match=r"Resource temporarily unavailable(?s:.*)environment\.num_workers"):
+        asyncio.run(pool_of().start())
+
+
+def test_no_secret_and_no_heavy_import_reaches_a_process_and_what_is_named_does(tmp_path, monkeypatch):
+    (tmp_path / "world.py").write_text(
+        "import os, sys, hrl\n"
+        "class World(hrl.SingleTurn):\n"
+        "    def __init__(self, key): self.key = key\n"
+        "    def reset(self, row):\n"
+        "        heavy = {'torch', 'ray', 'transformers', 'vllm', 'numpy', 'pydantic'} & set(sys.modules)\n"
+        "        return f'{heavy} {self.key} {\" \".join(os.environ.values())}'\n"
+    )
+    for name in ("HF_TOKEN", "MY_API_KEY", "NAMED", "OF_ARGUMENT"):
+        monkeypatch.setenv(name, f"canary-{name}")
+    spec = EnvironmentSpec.of(f"{tmp_path}/world.py:World", {"key": "env:OF_ARGUMENT"})
+
+    async def play(pool):
+        observation = await pool.open("e", {}, 7).reset()
+        text = observation.messages[0]["content"]
+        assert text.startswith("set() canary-OF_ARGUMENT ") and "canary-NAMED" in text
+        assert "canary-HF_TOKEN" not in text and "canary-MY_API_KEY" not in text
+
+    with_pool(play, EnvironmentPool(spec, settings(env=["NAMED"])))
+    monkeypatch.delenv("OF_ARGUMENT")
+    with pytest.raises(EnvironmentLoadError, match="argument key of .*World .* variable OF_ARGUMENT, which is"):
+        asyncio.run(EnvironmentPool(spec, settings()).start())
+    with pytest.raises(EnvironmentLoadError, match=r"environment\.env names MISSING"):
+        asyncio.run(pool_of(env=["MISSING"]).start())
+
+
+def test_an_environment_given_as_an_object_is_copied_for_each_episode():
+    class Counter(hrl.Environment):
+        def __init__(self) -> None:
+            self.turns = 0
+
+        def step(self, action: Action) -> hrl.StepResult:
+            self.turns += 1
+            return hrl.StepResult(str(self.turns), done=True)
+
+    async def play(pool):
+        for number in range(2):
+            environment = pool.open(number, {"prompt": [{"role": "user", "content": "?"}]}, 7)
+            await environment.reset()
+            assert (await environment.step(Action("x"))).observation.messages[0]["content"] == "1"
+
+    with_pool(play, EnvironmentPool(EnvironmentSpec.of(None, given=Counter()), settings()))
+    with_pool(play, EnvironmentPool(EnvironmentSpec.of(None, given=Counter), settings()))
+
+
+def test_closing_the_pool_ends_processes_and_episodes():
+    async def run() -> None:
+        pool = pool_of(num_workers=2)
+        await pool.start()
+        pids = [process.pid for process in pool._processes]
+        stuck = asyncio.ensure_future(outcome_of(pool, "sleep"))
+        await asyncio.sleep(0.3)
+        await pool.close()
+        await pool.close()
+        assert isinstance(await stuck, EnvironmentLostError)
+        assert all(is_gone(pid) for pid in pids)
+        with pytest.raises(RuntimeError, match="not running"):
+            pool.open("e", {}, 7)
+
+    asyncio.run(run())
