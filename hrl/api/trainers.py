@@ -32,7 +32,7 @@ from hrl.config.section import Section, leaves
 from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.errors import ConfigError, DatasetError, Problem
 from hrl.files import expanded
-from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given, functions_named
+from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given, functions_named, name_of_environment
 from hrl.report.run_folder import MODEL
 from hrl.reward.weighted import Rewards, entries_of
 
@@ -394,6 +394,7 @@ class PPO(Trainer):
         data: Rows | None = None,
         *,
         val_data: Rows | None = None,
+        environment: Any = None,
         steps: int | None = None,
         epochs: int | None = None,
         batch_size: int | None = None,
@@ -426,6 +427,9 @@ class PPO(Trainer):
             data: Rows to train on: a list of dicts, a dict of columns, a `datasets.Dataset`, a pandas `DataFrame`, or
                 names of files or hub data sets. A row has a `prompt` (a text or a chat) and what its reward needs.
             val_data: Rows to validate on.
+            environment: What the policy acts in, over several turns: a class such as those of `hrl.Environment`, a
+                function that makes one, a list of functions that the policy may call as tools, a Python file
+                (`"my_env.py:Class"`) or a name that `hrl env-test --list` shows. Without one a prompt has one answer.
             steps: Steps to train for; by default `epochs` passes over the rows.
             epochs: Passes over the rows (`trainer.total_epochs`).
             batch_size: Prompts per step (`data.train_batch_size`).
@@ -444,7 +448,9 @@ class PPO(Trainer):
             trainer_cls: A subclass of `RayPPOTrainer` with hooks of your own.
         """
         self._reward: Any = None
-        values: dict[str, Any] = {}
+        named_environment = isinstance(environment, str | Path)
+        self._environment = None if named_environment else environment
+        values: dict[str, Any] = {"environment.path": str(environment) if named_environment else None}
         if callable(reward):
             self._reward = reward
         elif reward is not None:
@@ -452,7 +458,7 @@ class PPO(Trainer):
             entries = entries_of(rewards)
             named = [entry.model_dump(exclude_defaults=True) for entry in entries if not isinstance(entry, tuple)]
             if len(named) == len(entries):  # no object among them, so that a command line can say the same
-                values = {"reward.functions": named}
+                values["reward.functions"] = named
             else:
                 self._reward = rewards
         super().__init__(
@@ -475,13 +481,16 @@ class PPO(Trainer):
         )
 
     def _given(self) -> Given:
-        return Given(self._train_rows, self._val_rows, self._reward)
+        return Given(self._train_rows, self._val_rows, self._reward, self._environment)
 
     def _objects(self) -> dict[str, Any]:
-        if self._reward is None:
-            return {}
-        named = [entry.model_dump(exclude_defaults=True) for entry in functions_named(self._reward)]
-        return {"reward.functions": named}
+        objects: dict[str, Any] = {}
+        if self._environment is not None:
+            objects["environment.path"] = name_of_environment(self._environment)
+        if self._reward is not None:
+            named = [entry.model_dump(exclude_defaults=True) for entry in functions_named(self._reward)]
+            objects["reward.functions"] = named
+        return objects
 
     def generate(
         self,

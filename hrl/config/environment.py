@@ -4,7 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from hrl.config.reward import FROM_PYTHON
 from hrl.config.section import Section, Unit
+
+UNPAID = ("single_turn", "tools")
+"""Environments of hrl that give no rewards, so that reward functions decide."""
 
 
 class EnvironmentConfig(Section):
@@ -55,3 +59,13 @@ class EnvironmentConfig(Section):
     def is_used(self) -> bool:
         """Whether responses are episodes."""
         return self.path is not None
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it stands for an environment that a run was given as an object."""
+        return (self.path or "").startswith(FROM_PYTHON)
+
+    @property
+    def pays(self) -> bool:
+        """Whether it gives rewards of its own, so that a run needs no reward function."""
+        return self.path is not None and self.path not in UNPAID

@@ -7,7 +7,7 @@ from hrl.config.critic import CriticConfig
 from hrl.config.data import DataConfig
 from hrl.config.environment import EnvironmentConfig
 from hrl.config.model import MicroBatches
-from hrl.config.reward import RewardConfig
+from hrl.config.reward import RewardConfig, RewardEntry
 from hrl.config.section import ACTOR, REF, RM, ROLLOUT, WholeConfig, section
 from hrl.config.trainer import TrainerConfig
 
@@ -36,6 +36,12 @@ class PPOTrainerConfig(WholeConfig):
         loss = self.algorithm.preference_loss
         compares_pairs = loss is not None and pair_loss_traits(loss).reference
         return compares_pairs or self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def reward_entries(self) -> tuple[RewardEntry, ...]:
+        """The reward functions to add up; none where a reward model or an environment alone decides."""
+        names_none = self.reward.functions is None and self.reward.custom_reward_function.path is None
+        return () if self.environment.pays and names_none else self.reward.entries
 
     @property
     def needs_reward_model(self) -> bool:

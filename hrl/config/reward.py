@@ -195,7 +195,8 @@ class RewardConfig(Section):
     """Functions whose weighted scores are added up, e.g. `[numeric, {name: length, weight: 0.2, most: 50},
     "my.py:brief"]`; an entry is a `name` of the library (`hrl reward` lists them) or a `path`, with `weight`, `label`
     and the function's arguments. Null takes the function of `custom_reward_function`, else that of each row's data
-    source, or none beside a reward model."""
+    source, or none beside a reward model or an environment of your own, to whose rewards functions that are named add
+    theirs."""
     shaping: dict[Annotated[str, NameOf(REWARD_SHAPER_NAMES)], PositiveFloat | None] = Field(default_factory=dict)
     """Transformations of the weighted sum before training, in the order written, e.g. `{standardise: null, clip: 5}`:
     clip limits it to [-limit, limit], scale divides it by its standard deviation over the run, standardise subtracts

@@ -235,7 +235,8 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
     if reward.reward_model.enable and not reward.reward_model.model_path:
         what = "needs a folder or hub id, because the reward model is enabled."
         yield Problem("reward.reward_model.model_path", what, involves=("reward.reward_model.enable",))
-    yield from _functions_can_be_summed(reward)
+    if config.reward_entries or not config.environment.pays:
+        yield from _functions_can_be_summed(reward)
     buffer, longest = reward.overlong_buffer, config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= longest:
         what = f"is {buffer.len} tokens, must be between 1 and data.max_response_length={longest}."

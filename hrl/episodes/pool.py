@@ -163,6 +163,30 @@ class _Process:
         return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
 
 
+def environment_of(settings: EnvironmentConfig, given: object = None) -> EnvironmentSpec:
+    """Return the environment of a run.
+
+    Args:
+        settings: The section `environment`.
+        given: What the run was given as an object, see `EnvironmentSpec.of`; None for what the section names.
+
+    Raises:
+        EnvironmentLoadError: It can't be used.
+    """
+    path = settings.path if given is None else None
+    return EnvironmentSpec.of(path, settings.kwargs, settings.tools, settings.tool_timeout_s, given)
+
+
+async def try_environment(spec: EnvironmentSpec, settings: EnvironmentConfig) -> None:
+    """Load an environment where it will live, in a process of its own, which then ends.
+
+    Raises:
+        EnvironmentLoadError: It can't be loaded.
+    """
+    async with EnvironmentPool(spec, settings.model_copy(update={"num_workers": 1})):
+        pass
+
+
 class EnvironmentPool:
     """Processes in which the environments of many episodes live. All of it belongs to one event loop.
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hrl.config.compose import YOURS
 from hrl.config.data import held_out_beside
+from hrl.config.environment import EnvironmentConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import FROM_PYTHON, RewardConfig, RewardEntry
 from hrl.config.section import Section
+from hrl.environments.loading import EnvironmentLoadError
 from hrl.errors import DatasetError
 from hrl.reward.function import RewardFunctionError, unwrapped
 from hrl.reward.weighted import Rewards, entries_of
@@ -32,6 +34,8 @@ class Given:
             these belong to the configuration's own training rows.
         reward: The reward function, called like `compute_score`, or several; see `PickledFunction.of` for how one is
             sent.
+        environment: The environment's class, a function that makes one, or a list of functions as tools; see
+            `EnvironmentSpec.of`.
 
     Raises:
         DatasetError: Rows are not an iterable of rows.
@@ -40,6 +44,7 @@ class Given:
     train_rows: Iterable[Mapping[str, Any]] | None = None
     val_rows: Iterable[Mapping[str, Any]] | None = None
     reward: Rewards | None = None
+    environment: Any = None
 
     def __post_init__(self) -> None:
         for name in ("train_rows", "val_rows"):
@@ -71,6 +76,8 @@ class Given:
         changes: dict[str, Section] = {}
         if self.reward is not None and isinstance(config, PPOTrainerConfig):
             changes["reward"] = _with_functions_named(config.reward, self.reward)
+        if self.environment is not None and isinstance(config, PPOTrainerConfig):
+            changes["environment"] = _with_environment_named(config.environment, self.environment)
         if names:
             changes["data"] = config.data.model_copy(update=names)
         if names.get("val_files") == []:
@@ -79,6 +86,25 @@ class Given:
                 never["test_freq"] = -1
             changes["trainer"] = config.trainer.model_copy(update=never)
         return config.model_copy(update=changes)
+
+
+def _with_environment_named(settings: EnvironmentConfig, given: Any) -> EnvironmentConfig:
+    """Return the section `environment` with the name of what a run is given as an object.
+
+    Raises:
+        EnvironmentLoadError: The section names another one.
+    """
+    if settings.path is not None and not settings.is_object:
+        raise EnvironmentLoadError(
+            f"environment.path is {settings.path}, and an environment is given as an object too: leave one of them out"
+        )
+    return settings.model_copy(update={"path": name_of_environment(given)})
+
+
+def name_of_environment(given: Any) -> str:
+    """Return how `config.yaml` calls an environment that a run is given as an object."""
+    # Functions are the tools of an environment that is hrl's own.
+    return "tools" if isinstance(given, Sequence) else FROM_PYTHON + where_from(given)
 
 
 def _with_functions_named(reward: RewardConfig, given: Rewards) -> RewardConfig:

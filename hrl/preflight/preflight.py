@@ -18,6 +18,7 @@ from hrl.config.outline import Outline, RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.data_look import look_at_batch, look_at_rows, look_at_template
+from hrl.preflight.environment_look import look_at_environment
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import has_checkpoints, look_at_run_folder, look_at_store
 from hrl.preflight.given import Given
@@ -107,6 +108,7 @@ def inspect_run(
     with stage("reading the rows"):
         train, val = look_at_rows(findings, config, given, tokenizer, ids)
     if isinstance(config, PPOTrainerConfig):
+        look_at_environment(findings, config, given)
         look_at_reward(findings, config, given, train, val)
     elif given.reward is not None:
         findings.problem("reward", "was given, and this kind of run scores nothing.", "Leave it out.")

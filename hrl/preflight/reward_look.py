@@ -38,7 +38,7 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
     """
     reward = config.reward
     try:
-        entries = list(reward.entries) if given.reward is None else entries_of(given.reward)
+        entries = list(config.reward_entries) if given.reward is None else entries_of(given.reward)
     except RewardFunctionError as error:
         findings.problem("reward", f"can't be used: {sentence(str(error))}")
         return
@@ -51,6 +51,8 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
         )
         return
     also = f"the reward model {reward.reward_model.model_path}" if config.needs_reward_model else ""
+    if config.environment.pays:
+        also = f"{also} and the environment" if also else "the environment"
     if not entries:
         findings.facts.append(Fact("reward", f"{also} alone"))
         return

@@ -90,8 +90,9 @@ def combine_scores(
     max_response_tokens: int,
     reward: RewardConfig,
     shaping: RewardShaping | None = None,
+    environment_scores: Tensor | None = None,
 ) -> CombinedScores:
-    """Return `shaping(functions + model · m) + overlong penalty`, per response.
+    """Return `shaping(functions + model · m) + overlong penalty`, per response; `plain` has the environment's too.
 
     Args:
         function_scores: The weighted sum of the functions' scores, one per response, `None` for those left out; or
@@ -101,14 +102,16 @@ def combine_scores(
         max_response_tokens: The longest response allowed.
         reward: The section `reward`, with the weight `m` and the overlong buffer.
         shaping: Applied to the weighted sum; `None` for no shaping.
+        environment_scores: (B,), what an environment gave over all turns; `None` without one. These rewards belong to
+            their turns, so they are not in `scores`.
 
     Raises:
         ValueError: There is no source of reward, or the number of scores differs from the number of responses.
         NonFiniteScoreError: A score of the reward model, or the combined score, isn't finite.
     """
     rows = len(response_lengths)
-    if function_scores is None and model_scores is None:
-        raise ValueError("there is neither a reward function nor a reward model")
+    if function_scores is None and model_scores is None and environment_scores is None:
+        raise ValueError("there is neither a reward function nor a reward model, nor an environment that gives rewards")
     scores = plain = torch.zeros(rows)
     kept = torch.ones(rows, dtype=torch.bool)
     if model_scores is not None:
@@ -127,6 +130,8 @@ def combine_scores(
         scores = scores + functions
         if model_scores is None or any(entry.weight for entry in reward.entries):
             plain = functions
+    if environment_scores is not None:
+        plain = plain + environment_scores.float()
     if shaping is not None:
         scores = shaping(scores, kept)
     penalty, overlong = torch.zeros(rows), reward.overlong_buffer

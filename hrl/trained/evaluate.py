@@ -29,7 +29,7 @@ from hrl.trained.scores import Estimate, SourceScores, score_table
 
 SAMPLES = "samples.jsonl"
 SCORES = "scores.json"
-_OF_THE_RUN = ("data.", "reward.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
+_OF_THE_RUN = ("data.", "environment.", "reward.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
 """Keys of the model's own run that hold for its evaluation too, with the exceptions below."""
 _NOT_OF_THE_RUN = (
     "data.train_files",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +12,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
 from hrl.config.section import WholeConfig
 from hrl.data.dataset import columns_of_rows
+from hrl.models.tokenizer import resolve_tokenizer
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
 from hrl.report.charts import LOSS, REWARD, Picture
@@ -22,6 +23,7 @@ from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.offline.dpo import DPOTrainer
 from hrl.trainer.offline.rm import RMTrainer
 from hrl.trainer.offline.sft import SFTTrainer
+from hrl.trainer.ppo.episodes import EpisodeDriver
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob
 from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -118,11 +120,17 @@ def _ppo_notes(config: PPOTrainerConfig, ready: Preflight) -> list[str]:
 
 
 @contextmanager
-def _reward_service(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Iterator[Mapping[str, Any]]:
+def _services(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Iterator[Mapping[str, Any]]:
     datasets = [rows for rows in (ready.train_dataset, ready.val_dataset) if rows is not None]
     sources = sorted({source for rows in datasets for source in rows.data_sources})
-    with RewardService(config, tuple(sources), given.reward, columns_of_rows(datasets)) as rewards:
-        yield {"rewards": rewards}
+    with ExitStack() as services:
+        service = RewardService(config, tuple(sources), given.reward, columns_of_rows(datasets))
+        rewards, episodes = services.enter_context(service), None
+        if config.environment.is_used:
+            model = config.actor_rollout_ref.model
+            tokenizer = resolve_tokenizer(model.tokenizer_path or str(ready.folders["actor"]))
+            episodes = services.enter_context(EpisodeDriver(config, given.environment, tokenizer, ready.ids))
+        yield {"rewards": rewards, "episodes": episodes}
 
 
 # ---------------------------------------------------------------------- trainers that learn from a data set
@@ -171,7 +179,7 @@ def _offline(config: RunKind[OfflineC], trainer: type[TrainingLoop]) -> Kind[Off
 
 
 KINDS: dict[str, Kind[Any]] = {
-    "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, _ppo_line, REWARD, _ppo_batch_tokens, _ppo_notes, _reward_service),
+    "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, _ppo_line, REWARD, _ppo_batch_tokens, _ppo_notes, _services),
     "dpo": _offline(DPO, DPOTrainer),
     "sft": _offline(SFT, SFTTrainer),
     "rm": _offline(RM, RMTrainer),

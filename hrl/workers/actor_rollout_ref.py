@@ -13,6 +13,7 @@ The worker holds no algorithm: the driver says which rows run where (`RankPlan`)
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from hrl.workers.policy import Policy
     from hrl.workers.requests import AnyPolicyUpdate, LogProbRequest, SampleRequest, Training
     from hrl.workers.rollout.host import OnSample, RolloutHost
+    from hrl.workers.rollout.single_requests import Inbox
     from hrl.workers.weight_sync.sender import SyncReport, WeightSync
     from hrl.workers.weight_sync.tensor_parallel import FellowRank, Lead
     from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
@@ -264,6 +266,22 @@ class ActorRolloutRefWorker(ModelWorker):
             return DataProto()
         on_sample = self._reward_hook(batch, request.reward_round)
         return self.host.generate_sequences(batch, request, on_sample, timeout_s=self.runtime.collective_timeout_s)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def serve_requests(self, inbox: Inbox) -> int:
+        """Answer requests that come one by one until there are no more to come; return how many they were.
+
+        Args:
+            inbox: Where they come from.
+
+        Raises:
+            RolloutError: The engine failed, or whoever gives the requests is gone.
+        """
+        if self._host is None:  # a tensor-parallel peer of the rank that drives the engine
+            return 0
+        engine = self.rank // self.rollout.tensor_model_parallel_size
+        take = functools.partial(inbox.take, engine)
+        return self._host.serve_requests(take, inbox.give, timeout_s=self.runtime.collective_timeout_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_reward_sink(self, sink: Any) -> None:

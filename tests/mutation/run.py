@@ -69,9 +69,11 @@ def run_tests(folder: Path, tests: Iterable[str], report: Path) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "hrl")]:
         del sys.modules[name]
     torch.set_num_threads(1)
-    hypothesis.settings.register_profile("mutation", derandomize=True, database=None)
-    hypothesis.settings.load_profile("mutation")
-    code = pytest.main(["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *tests])
+    hypothesis.settings.register_profile("mutation", derandomize=True, database=None, deadline=None)
+    # By the option, since tests/conftest.py loads a profile of its own.
+    code = pytest.main(
+        ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=mutation", *tests]
+    )
     sys.stdout.flush()
     os._exit(int(code))
 

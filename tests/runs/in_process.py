@@ -6,7 +6,9 @@ unpacked as on their way to another process, and the one rank is an object.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import pickle
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 from hrl.config import compose_cli
+from hrl.episodes.service import EpisodeService
 from hrl.models.tokenizer import load_tokenizer
 from hrl.preflight.given import Given
 from hrl.processes.signals import ENDING, StopRequest
@@ -32,6 +35,7 @@ from hrl.single_controller.worker_group import WorkerGroup
 from hrl.trainer.kinds import KINDS
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.run import run
+from hrl.workers.rollout.host import LoopThread
 from tests.models.tiny import world_of_one
 
 
@@ -97,6 +101,45 @@ class InProcessRewards(RewardLoop):
         """A pool of this process starts at once, in `start`."""
 
 
+@dataclass(frozen=True)
+class InProcessInbox:
+    """Where the one rank's requests come from: a loop of this process."""
+
+    service: EpisodeService
+    loop: LoopThread
+    batch: int
+
+    async def take(self, engine: int) -> Any:
+        return await asyncio.wrap_future(self.loop.submit(self.service.next_work(self.batch, engine)))
+
+    def give(self, answers: list[Any]) -> None:
+        self.loop.submit(self.service.answered(pickle.loads(pickle.dumps(answers))))  # noqa: S301
+
+
+class InProcessEpisodes:
+    """Stands for the Ray actor that plays episodes."""
+
+    def __init__(self, setup: Any) -> None:
+        self._service, self._loop = EpisodeService(setup), LoopThread("episodes")
+
+    def start(self) -> None:
+        self._loop.run(self._service.start(), timeout_s=60.0, what="starting")
+
+    def inbox(self, batch: int) -> InProcessInbox:
+        return InProcessInbox(self._service, self._loop, batch)
+
+    def begin(self, batch: int, tasks: Any, *args: Any) -> None:
+        sent = pickle.loads(pickle.dumps(tasks))  # noqa: S301  as Ray sends it
+        self._loop.run(self._service.begin(batch, sent, *args), timeout_s=60.0, what="beginning")
+
+    def collect(self, batch: int) -> Any:
+        return self._loop.run(self._service.collect(batch), timeout_s=60.0, what="collecting")
+
+    def shutdown(self) -> None:
+        self._loop.run(self._service.close(), timeout_s=60.0, what="ending")
+        self._loop.stop()
+
+
 @contextmanager
 def in_process(*, reports: bool = False) -> Iterator[None]:
     """Makes this process the only rank of a world, and rewards a loop in it; a command's run stays in it, too.
@@ -110,9 +153,10 @@ def in_process(*, reports: bool = False) -> Iterator[None]:
         for name, value in environ.items():
             patch.setenv(name, value)
         patch.setattr("hrl.trainer.ppo.rewards.RewardActor", InProcessRewards)
+        patch.setattr("hrl.trainer.ppo.episodes.EpisodeActor", InProcessEpisodes)
         patch.setattr("hrl.trainer.run.run_cluster", lambda *_: nullcontext())
         load = functools.cache(load_tokenizer)
-        for module in ("hrl.preflight.model_look", "hrl.workers.actor_rollout_ref"):
+        for module in ("hrl.preflight.model_look", "hrl.workers.actor_rollout_ref", "hrl.episodes.service"):
             patch.setattr(f"{module}.load_tokenizer", lambda path, **options: load(str(path), **options))
         patch.setattr("hrl.trainer.run.run", run_configured)
         if not reports:

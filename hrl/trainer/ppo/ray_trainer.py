@@ -31,6 +31,7 @@ from hrl.trainer.ppo.advantage import (
     rows_without_advantage,
 )
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
+from hrl.trainer.ppo.episodes import heads_of, score_episodes
 from hrl.trainer.ppo.finite_columns import FiniteColumns, LeftOutError
 from hrl.trainer.ppo.generation import (
     Asked,
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
 
     from hrl.batching.plan import BatchPlan
     from hrl.config.ppo import PPOTrainerConfig
+    from hrl.reward.combine import CombinedScores
+    from hrl.trainer.ppo.episodes import EpisodeDriver, EpisodeScores
     from hrl.trainer.ppo.rewards import RewardService
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
@@ -90,6 +93,7 @@ class RayPPOTrainer(TrainingLoop):
 
     Args:
         rewards: Scores finished samples, see `hrl.trainer.ppo.rewards`.
+        episodes: Has episodes played, see `hrl.trainer.ppo.episodes`; None where every prompt has one answer.
         config, args, named: As for `TrainingLoop`; its datasets hold prompts.
 
     Attributes:
@@ -101,9 +105,16 @@ class RayPPOTrainer(TrainingLoop):
     beginning = "giving the engine the weights"
     group_filter: ClassVar[type[GroupFilter]] = GroupFilter
 
-    def __init__(self, config: PPOTrainerConfig, *args: Any, rewards: RewardService, **named: Any) -> None:
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        *args: Any,
+        rewards: RewardService,
+        episodes: EpisodeDriver | None = None,
+        **named: Any,
+    ) -> None:
         super().__init__(config, *args, **named)
-        self.rewards = rewards
+        self.rewards, self.episodes = rewards, episodes
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.use_critic = config.needs_critic
         self.use_reference_policy = config.needs_reference
@@ -118,9 +129,13 @@ class RayPPOTrainer(TrainingLoop):
 
     def init_workers(self) -> None:
         """Start the processes of every pool and load the models of every role into them."""
+        if self.episodes is not None:
+            self.episodes.begin_start(self.rewards.sink)
         super().init_workers()
         self.rewards.start()  # whose processes have been starting beside the workers
-        if self.rewards.sink is not None:
+        if self.episodes is not None:
+            self.episodes.start()
+        elif self.rewards.sink is not None:
             self.workers.rollout.set_reward_sink(self.rewards.sink)
 
     # ------------------------------------------------------------------ the algorithm
@@ -209,6 +224,8 @@ class RayPPOTrainer(TrainingLoop):
         if self.sampler is None:
             return
         scored = batch.batch["response_mask"].bool().any(-1)
+        if self.episodes is not None:  # an episode counts once
+            scored &= scored.new_zeros(len(scored)).index_fill(0, heads_of(batch), value=True)
         kept = batch.select_idxs(scored)
         scores = kept.batch["plain_scores"].double().numpy()
         right = answers_that_are_correct(kept.non_tensor_batch["reward_parts"].tolist())
@@ -274,10 +291,14 @@ class RayPPOTrainer(TrainingLoop):
         """Whether a validation and the samples of the next step may be drawn at the same time.
 
         Not if a sampler chooses the prompts, whose state is in checkpoints; if rows are streamed, and may turn out bad;
-        if a reward model would score a validation beside engines that sample; or if a subclass samples in its own way.
+        if a reward model would score a validation beside engines that sample; if episodes are played, of which the
+        engines know one batch at a time; or if a subclass samples in its own way.
         """
         draws_late = self.sampler is not None or getattr(self.train_dataset, "is_streamed", False)
-        return not (draws_late or self.use_rm) and type(self).generate is RayPPOTrainer.generate
+        return (
+            not (draws_late or self.use_rm or self.episodes is not None)
+            and type(self).generate is RayPPOTrainer.generate
+        )
 
     def look_ahead(self, upcoming: DataProto) -> None:
         """Begin the samples of the validation, and beside them those of the next step.
@@ -301,7 +322,7 @@ class RayPPOTrainer(TrainingLoop):
             asked = self._asked(prompts, step, validate=validate, wave=wave)
         else:
             self._begun.remove(asked)
-        sampled = self._responses(asked)
+        sampled = self._responses(asked, metrics)
         check_policy_version(sampled, self.policy_version)
         metrics.observe(count_troubles(sampled))
         return sampled
@@ -342,8 +363,10 @@ class RayPPOTrainer(TrainingLoop):
             reward_round=reward_round,
         )
 
-    def _responses(self, asked: Asked) -> DataProto:
-        """Return the rows with a response each, by the weights that the engines have."""
+    def _responses(self, asked: Asked, metrics: StepMetrics) -> DataProto:
+        """Return the rows with a response each, or those of their episodes, by the weights that the engines have."""
+        if self.episodes is not None:
+            return self.episodes.play(asked, self.workers.rollout, metrics)
         sampled = self.workers.rollout.generate_sequences(asked.rows, asked.request)
         # The sampler's columns are prompt and response together; they replace the prompt's own.
         return asked.rows.select(batch_keys=[]).union(sampled)
@@ -378,7 +401,7 @@ class RayPPOTrainer(TrainingLoop):
         samples = prompt_batch(prompts, n, step=step, validate=True)
         request = self._request(samples, step, sampling, seed_of(self.config.trainer.seed, validate=True))
         self._begun = []
-        sampled = self._responses(Asked(prompts, samples, request))
+        sampled = self._responses(Asked(prompts, samples, request), StepMetrics())
         records = rollout_records(sampled, self.tokenizer)
         if with_log_probs:
             for record, log_probs in zip(records, sampled.batch["rollout_log_probs"], strict=True):
@@ -392,11 +415,16 @@ class RayPPOTrainer(TrainingLoop):
         reward function's own. Greedy responses leave the batch; their scores stay as `reward_baselines (B,)`.
         """
         batch = self._with_model_scores(batch)
-        combined = self.rewards.collect(batch, metrics)
-        batch.batch["token_level_scores"] = place_scores(combined.scores, batch.batch["response_mask"])
-        batch.batch["plain_scores"] = combined.plain
+        scored: CombinedScores | EpisodeScores
+        if self.episodes is not None:
+            scored = score_episodes(batch, self.rewards, self.config.environment, metrics, validate=False)
+            batch.batch["token_level_scores"] = scored.tokens
+        else:
+            scored = self.rewards.collect(batch, metrics)
+            batch.batch["token_level_scores"] = place_scores(scored.scores, batch.batch["response_mask"])
+        batch.batch["plain_scores"] = scored.plain
         if self.estimator.needs_baseline:
-            batch, counts = take_baselines(batch, combined.scores, combined.kept)
+            batch, counts = take_baselines(batch, scored.scores, scored.kept)
             metrics.observe(counts)
         self.show_sampler(batch)
         return batch
@@ -598,7 +626,13 @@ class RayPPOTrainer(TrainingLoop):
 
     def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:
         batch = self._with_model_scores(self._sample(prompts, counters, validate=True))
-        combined = self.rewards.collect(batch, counters, validate=True)
+        combined: CombinedScores | EpisodeScores
+        if self.episodes is not None:
+            scored = score_episodes(batch, self.rewards, self.config.environment, counters, validate=True)
+            heads = heads_of(batch)  # an episode counts once
+            batch, combined = batch.select_idxs(heads), scored.at(heads)
+        else:
+            combined = self.rewards.collect(batch, counters, validate=True)
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
         batch.batch["kept"] = combined.kept
         return batch

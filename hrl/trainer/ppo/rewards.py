@@ -22,6 +22,8 @@ from hrl.reward.weighted import Rewards
 from hrl.workers.rollout.base import sample_keys
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hrl.config import PPOTrainerConfig
 
 
@@ -64,7 +66,7 @@ class RewardService:
         self._num_rounds = 0
         self._rounds = {validate: _Round() for validate in (True, False)}
         self._loop: RewardActor | None = None
-        if reward.entries or function is not None:  # otherwise the reward model alone decides
+        if config.reward_entries or function is not None:  # otherwise the reward model or the environment alone decides
             folder = config.trainer.default_local_dir
             self._loop = RewardActor(RewardSpec.of_config(reward, data_sources, function, columns, folder), reward)
 
@@ -119,7 +121,9 @@ class RewardService:
         self._loop.begin(self._num_rounds, announced, title)
         return self._num_rounds
 
-    def collect(self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False) -> CombinedScores:
+    def collect(
+        self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False, of_environment: Tensor | None = None
+    ) -> CombinedScores:
         """Return the scores of the announced batch: `scores` to train on, `plain` to validate by.
 
         Rows that a reward function left out (it returned `None`, or failed with `reward.on_error=skip`) lose their
@@ -130,6 +134,7 @@ class RewardService:
             batch: Sampled rows, with `rm_scores (B,)` where the run has a reward model.
             metrics: Receives the counters of the reward function and the means of the parts.
             validate: The batch was announced as that of a validation.
+            of_environment: (B,), what an environment gave to each over all turns; None without one.
 
         Raises:
             RewardError: Rewards are missing or wrong; the message names function or model, and sample.
@@ -151,6 +156,7 @@ class RewardService:
                 self._max_response_tokens,
                 self._reward,
                 None if validate else self.shaping,
+                of_environment,
             )
         except NonFiniteScoreError as error:
             uid, sample = sample_keys(batch)[error.row]
@@ -158,6 +164,8 @@ class RewardService:
         for row, part in enumerate(parts):
             if model_scores is not None:
                 part["reward_model"] = float(model_scores[row])
+            if of_environment is not None:
+                part["environment"] = float(of_environment[row])
             if self._reward.overlong_buffer.enable:
                 part["overlong"] = float(combined.overlong[row])
         metrics.observe(part_metrics(parts))

@@ -97,10 +97,18 @@ class SampleOutput:
     policy_version: int
 
 
-def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
-    """Return the 32-bit seed of one sample; it does not depend on which engine draws the sample, or when."""
+def sample_seed(run_seed: int, step: int, uid: str, sample_index: int, *within: int | str) -> int:
+    """Return the 32-bit seed of one sample; it does not depend on which engine draws the sample, or when.
+
+    Args:
+        run_seed: Of the run.
+        step: Of the run.
+        uid: The sample's group.
+        sample_index: Its number there.
+        within: What of the sample it is for, such as the number of a later turn.
+    """
     # torch's CPU generator uses no more than 32 bits of a seed.
-    text = f"{run_seed}/{step}/{uid}/{sample_index}"
+    text = "/".join(map(str, (run_seed, step, uid, sample_index, *within)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 

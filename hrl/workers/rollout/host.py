@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
@@ -30,6 +30,7 @@ from hrl.workers.rollout.base import (
     sample_keys,
     sample_seed,
 )
+from hrl.workers.rollout.single_requests import LOG_PROB_TOLERANCE, EngineAnswer, EngineWork, serve_requests
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender
 from hrl.workers.weight_sync.sender import SenderTransport, SyncReport, WeightSync
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
@@ -55,8 +56,6 @@ SHUTDOWN_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 120.0
 RECEIVE_MARGIN_S = 10.0
 """Beyond a sync's deadline, so that the engine's processes, which know what they wait for, report it first."""
-LOG_PROB_TOLERANCE = 1e-3
-"""How far above 0 rounding may lift a log-prob."""
 
 OnSample = Callable[[int, list[int], str], None]
 """Called with (row, token ids, finish reason) when a sample ends, one call at a time, on a thread of its own."""
@@ -223,6 +222,27 @@ class RolloutHost:
         for wave in begun:
             wave.outputs.cancel()
             wave.end()
+
+    def serve_requests(
+        self,
+        take: Callable[[], Awaitable[EngineWork | None]],
+        give: Callable[[list[EngineAnswer]], None],
+        *,
+        timeout_s: float = GENERATE_TIMEOUT_S,
+    ) -> int:
+        """Run requests that come one by one, until there are no more to come; return how many were answered.
+
+        Args:
+            take: Waits for work, on the engine's loop; returns None when there is no more to come.
+            give: Hands over what is finished.
+            timeout_s: For all of it, in seconds.
+
+        Raises:
+            RolloutError: The engine failed, or it took longer.
+        """
+        self._drop_begun()
+        work = serve_requests(self.engine, take, give, self._setup.tokens.vocab_size)
+        return int(self._control(work, "answering requests", timeout_s))
 
     def sleep(self) -> None:
         """Have the engine give its device memory to the trainer, if it can."""

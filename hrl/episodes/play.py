@@ -1,0 +1,236 @@
+"""One episode, from the first prompt to its end, as a coroutine: the policy's turn, the environment's, and so on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from hrl.data.chat import ChatTemplateError
+from hrl.environments.interface import Action, EnvironmentReplyError, Observation
+from hrl.episodes.episode import EndReason, Episode
+from hrl.episodes.parsing import TurnParser
+from hrl.episodes.pool import EnvironmentFaultError, EnvironmentLostError, EnvironmentPool, LiveEnvironment
+from hrl.episodes.tokens import Transcript
+from hrl.errors import HrlError
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import SampleOutput, sample_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.config.environment import EnvironmentConfig
+
+Generate = Callable[[list[int], SamplingParams, object, str], Awaitable[SampleOutput]]
+"""Has a turn sampled, given its context, how, the episode, and the name that errors use."""
+
+_MOST_INNOCENT_ATTEMPTS = 5
+"""How often an episode is begun anew where the process was lost by others."""
+
+
+class EpisodeError(HrlError, RuntimeError):
+    """Episodes can't be played; names the first and what happened."""
+
+
+@dataclass(frozen=True)
+class EpisodeTask:
+    """An episode that is to be played.
+
+    Attributes:
+        key: `(uid, sample_index)`.
+        row: What the environment is given: the row of the data set, with `prompt` as messages.
+        sampling: How the policy's turns are sampled; each gets a seed of its own.
+        run_seed, step: What seeds derive from.
+    """
+
+    key: tuple[str, int]
+    row: Mapping[str, Any]
+    sampling: SamplingParams
+    run_seed: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"episode (uid {self.key[0]}, sample {self.key[1]})"
+
+    @property
+    def environment_seed(self) -> int:
+        """The seed of its environment."""
+        return sample_seed(self.run_seed, self.step, *self.key, "environment")
+
+    def turn_sampling(self, turn: int, max_tokens: int) -> SamplingParams:
+        """Return how a turn is sampled. The first turn's seed is that of a response of a single turn."""
+        seed = sample_seed(self.run_seed, self.step, *self.key, *([] if turn == 0 else [turn]))
+        return replace(self.sampling, seed=seed, max_tokens=max_tokens)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an episode's tokens have to fit into.
+
+    Attributes:
+        prompt: Longest first prompt, in tokens.
+        response: All tokens after it.
+    """
+
+    prompt: int
+    response: int
+
+
+@dataclass(eq=False)
+class _Play:
+    """An episode in play."""
+
+    task: EpisodeTask
+    transcript: Transcript | None = None
+    num_turns: int = 0
+    rewards: list[float | None] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+    engine_s: float = 0.0
+    environment_s: float = 0.0
+
+    def ended(self, end: EndReason, attempts: int, error: str | None = None) -> Episode:
+        """Return what is left of it."""
+        script = self.transcript
+        return Episode(
+            key=self.task.key,
+            rows=[] if script is None else script.rows(),
+            messages=[] if script is None else script.messages,
+            turn_rewards=[*self.rewards, *[None] * (self.num_turns - len(self.rewards))],
+            end=end,
+            error=error,
+            num_tool_calls=self.num_tool_calls,
+            num_tool_errors=self.num_tool_errors,
+            engine_s=self.engine_s,
+            environment_s=self.environment_s,
+            attempts=attempts,
+            metrics=self.metrics,
+        )
+
+
+class Player:
+    """Plays episodes.
+
+    Args:
+        tokenizer: The policy's.
+        stop_ids: Tokens that end a turn.
+        template_kwargs: `data.apply_chat_template_kwargs`.
+        settings: The section `environment`.
+        limits: What an episode's tokens have to fit into.
+        pool: Where environments live.
+        generate: Has a turn sampled.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: tuple[int, ...],
+        template_kwargs: Mapping[str, Any],
+        settings: EnvironmentConfig,
+        limits: Limits,
+        pool: EnvironmentPool,
+        generate: Generate,
+    ) -> None:
+        self._tokenizer, self._stop_ids, self._template_kwargs = tokenizer, stop_ids, template_kwargs
+        self._settings, self._limits, self._pool, self._generate = settings, limits, pool, generate
+
+    async def play(self, task: EpisodeTask) -> Episode:
+        """Play an episode to its end. What fails in its environment ends it as failed; it is not raised."""
+        attempts, blamed = 0, 0
+        while True:
+            attempts += 1
+            play = _Play(task)
+            try:
+                end = await self._play(play)
+            except EnvironmentLostError as lost:
+                blamed += lost.is_to_blame
+                if blamed >= self._settings.max_attempts or attempts >= _MOST_INNOCENT_ATTEMPTS:
+                    return play.ended("failed", attempts, str(lost))
+            except (EnvironmentFaultError, EnvironmentReplyError, ChatTemplateError, _UnplayableError) as error:
+                return play.ended("failed", attempts, str(error))
+            else:
+                return play.ended(end, attempts)
+
+    async def _play(self, play: _Play) -> EndReason:
+        live = self._pool.open(play.task.key, play.task.row, play.task.environment_seed)
+        try:
+            async with asyncio.timeout(self._settings.episode_timeout_s) as deadline:
+                return await self._take_turns(play, live)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return "deadline"
+        finally:
+            await live.close()
+
+    async def _take_turns(self, play: _Play, live: LiveEnvironment) -> EndReason:
+        settings, task = self._settings, play.task
+        began = time.perf_counter()
+        first = await live.reset()
+        play.environment_s += time.perf_counter() - began
+        script = Transcript(
+            self._tokenizer,
+            self._stop_ids,
+            self._template_kwargs,
+            first=first,
+            max_observation_tokens=settings.max_observation_tokens,
+        )
+        if len(script.context) > self._limits.prompt:
+            raise _UnplayableError(
+                f"{task.name}: its first prompt has {len(script.context)} tokens, more than data.max_prompt_length="
+                f"{self._limits.prompt}; tools and what `reset` returns count"
+            )
+        play.transcript = script
+        parser = TurnParser(
+            self._tokenizer, settings.tool_parser, settings.reasoning_parser, first.tools, stop_ids=self._stop_ids
+        )
+        for turn in range(settings.max_turns):
+            left = self._limits.response - script.num_response_tokens
+            if left < 1:
+                return "max_tokens"
+            sampling = task.turn_sampling(turn, min(left, settings.max_turn_tokens or left))
+            began = time.perf_counter()
+            output = await self._generate(script.context, sampling, task.key, f"turn {turn} of {task.name}")
+            play.engine_s += time.perf_counter() - began
+            if output.finish_reason == "abort":
+                raise _UnplayableError(f"{task.name}: the engine aborted turn {turn}")
+            parsed = parser.parse(output.token_ids, turn=turn)
+            script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
+            play.num_turns += 1
+            play.num_tool_calls += len(parsed.tool_calls)
+            action = Action(
+                text=parsed.text,
+                token_ids=tuple(output.token_ids),
+                content=parsed.content,
+                reasoning=parsed.reasoning,
+                tool_calls=parsed.tool_calls,
+                finish_reason=output.finish_reason,
+                turn=turn,
+            )
+            began = time.perf_counter()
+            result = await live.step(action)
+            play.environment_s += time.perf_counter() - began
+            play.rewards.append(result.reward)
+            play.metrics.update(result.metrics)
+            play.num_tool_errors = int(play.metrics.get("tool_errors", 0))
+            if result.done:
+                return "truncated" if result.truncated else "done"
+            if output.finish_reason == "length" and len(output.token_ids) == left:
+                return "max_tokens"
+            if turn + 1 < settings.max_turns:
+                script.add_observation(_full(result.observation))
+        return "max_turns"
+
+
+class _UnplayableError(HrlError, RuntimeError):
+    """An episode can't go on, for a reason that is neither the environment's failure nor a limit."""
+
+
+def _full(observation: object) -> Observation:
+    """Return what a step showed; without anything, the policy has another turn."""
+    return observation if isinstance(observation, Observation) else Observation(messages=[])

@@ -1,0 +1,321 @@
+"""The episodes of a run: they are announced, played between environments and engines, and collected.
+
+`EpisodeService` lives on one event loop, wherever that is; `EpisodeActor` runs it in a Ray actor on the driver's node,
+which all ranks can reach and which has the files that the configuration names. Ranks pull work from it
+(`hrl.workers.rollout.single_requests`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from hrl.episodes.episode import Episode
+from hrl.episodes.play import EpisodeError, EpisodeTask, Limits, Player
+from hrl.episodes.pool import EnvironmentPool
+from hrl.episodes.router import Router
+from hrl.models.tokenizer import load_tokenizer
+from hrl.processes.evidence import why_memory_ended_it
+from hrl.processes.lifetime import die_with_parent
+from hrl.processes.watch import NEEDED
+from hrl.single_controller.own_ray import end_lost_ray, watched_get
+from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
+from hrl.workers.rollout.base import RolloutError
+
+if TYPE_CHECKING:
+    from hrl.config.environment import EnvironmentConfig
+    from hrl.environments.loading import EnvironmentSpec
+    from hrl.workers.rollout.single_requests import EngineAnswer, EngineWork
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_SHARE = 0.1
+_ANSWER_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
+_SHUTDOWN_TIMEOUT_S = 10.0
+_CONCURRENT_CALLS = 1000
+
+
+class EpisodeServiceError(EpisodeError):
+    """The process that plays the episodes of a run is gone, or does not answer."""
+
+    may_pass = True
+
+
+@dataclass(frozen=True)
+class EpisodeSetup:
+    """What episodes are played with.
+
+    Attributes:
+        environment: Which environment, with its arguments.
+        settings: The section `environment`.
+        limits: What an episode's tokens have to fit into.
+        tokenizer_path: Folder of the policy's tokenizer on this node.
+        trust_remote_code: Whether it may bring its own code.
+        stop_ids: Tokens that end a turn.
+        template_kwargs: `data.apply_chat_template_kwargs`.
+        rewards: The Ray actor that scores what was answered last; None where environments alone decide.
+    """
+
+    environment: EnvironmentSpec
+    settings: EnvironmentConfig
+    limits: Limits
+    tokenizer_path: str
+    trust_remote_code: bool
+    stop_ids: tuple[int, ...]
+    template_kwargs: Mapping[str, Any]
+    rewards: Any = None
+
+
+class EpisodeService:
+    """Plays the episodes of one batch after the other.
+
+    Args:
+        setup: What they are played with.
+    """
+
+    def __init__(self, setup: EpisodeSetup) -> None:
+        self._setup = setup
+        self.router = Router()
+        self._pool = EnvironmentPool(setup.environment, setup.settings)
+        self._playing: dict[int, asyncio.Task[list[Episode]]] = {}
+        self._player: Player
+
+    async def start(self) -> None:
+        """Load the tokenizer and start the environments' processes.
+
+        Raises:
+            EnvironmentLoadError: The environment can't be loaded.
+            ModelSourceError: There is no usable tokenizer.
+        """
+        setup = self._setup
+        starting = asyncio.ensure_future(self._pool.start())
+        tokenizer = await asyncio.to_thread(
+            load_tokenizer, setup.tokenizer_path, trust_remote_code=setup.trust_remote_code
+        )
+        await starting
+        self._player = Player(
+            tokenizer,
+            setup.stop_ids,
+            setup.template_kwargs,
+            setup.settings,
+            setup.limits,
+            self._pool,
+            self.router.generate,
+        )
+
+    async def begin(
+        self, batch: int, tasks: Sequence[EpisodeTask], num_engines: int, reward_round: int | None = None
+    ) -> None:
+        """Begin the episodes of a batch, and return at once; engines are to ask for work. Another batch is dropped.
+
+        Args:
+            batch: Number of the batch, never used twice.
+            tasks: The episodes.
+            num_engines: Engines that will ask, numbered from 0.
+            reward_round: Under which the last answers are sent to the rewards; None sends them nowhere.
+        """
+        for earlier in list(self._playing):
+            await self._drop(earlier)
+        self.router.open(num_engines)
+        self._playing[batch] = asyncio.create_task(self._play_all(tasks, reward_round))
+
+    async def next_work(self, batch: int, engine: int) -> EngineWork | None:
+        """Wait until there is work for an engine; None once the batch is over."""
+        return await self.router.next_work(engine) if batch in self._playing else None
+
+    async def answered(self, answers: Sequence[EngineAnswer]) -> None:
+        """Take what an engine has finished."""
+        self.router.answered(answers)
+
+    async def collect(self, batch: int) -> list[Episode]:
+        """Return the episodes of a batch, in the order in which they were announced, once all are over.
+
+        Raises:
+            EpisodeError: One failed and `environment.on_error=raise`, or too many did.
+        """
+        episodes = await self._playing[batch]
+        del self._playing[batch]
+        failed = [episode for episode in episodes if episode.end == "failed"]
+        may_fail = 0 if self._setup.settings.on_error == "raise" else int(MAX_FAILED_SHARE * len(episodes))
+        if len(failed) > may_fail:
+            rule = (
+                "environment.on_error=raise"
+                if self._setup.settings.on_error == "raise"
+                else f"environment.on_error=skip allows {may_fail}"
+            )
+            raise EpisodeError(
+                f"{len(failed)} of {len(episodes)} episodes failed ({rule}). The first, uid {failed[0].key[0]}, sample "
+                f"{failed[0].key[1]}: {failed[0].error}"
+            )
+        return episodes
+
+    async def close(self) -> None:
+        """End all episodes and the environments' processes."""
+        for batch in list(self._playing):
+            await self._drop(batch)
+        await self._pool.close()
+
+    async def _drop(self, batch: int) -> None:
+        task = self._playing.pop(batch)
+        task.cancel()
+        await asyncio.wait({task})
+
+    async def _play_all(self, tasks: Sequence[EpisodeTask], reward_round: int | None) -> list[Episode]:
+        most = self._setup.settings.max_concurrent_episodes or len(tasks)
+        seats = asyncio.Semaphore(max(most, 1))
+
+        async def one(task: EpisodeTask) -> Episode:
+            async with seats:
+                episode = await self._player.play(task)
+            self.router.forget(task.key)
+            if reward_round is not None:
+                self._setup.rewards.submit.remote(reward_round, task.key, last_answer(episode))
+            return episode
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = [group.create_task(one(task)) for task in tasks]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            self.router.close()
+        return [task.result() for task in playing]
+
+
+def last_answer(episode: Episode) -> str:
+    """Return what the policy wrote in its last turn, for a reward function; empty if it never had a turn."""
+    texts = [message.get("content") for message in episode.messages if message.get("role") == "assistant"]
+    return str(texts[-1] or "") if texts else ""
+
+
+# ---------------------------------------------------------------------- as a Ray actor
+
+
+@dataclass(frozen=True)
+class RayInbox:
+    """What ranks reach the service by, see `hrl.workers.rollout.single_requests.Inbox`.
+
+    Attributes:
+        handle: Of the actor.
+        batch: Whose requests they answer.
+    """
+
+    handle: Any
+    batch: int
+
+    async def take(self, engine: int) -> EngineWork | None:
+        """Wait for work of an engine; None when the batch is over.
+
+        Raises:
+            RolloutError: The actor is gone.
+        """
+        try:
+            work: EngineWork | None = await asyncio.wrap_future(
+                self.handle.next_work.remote(self.batch, engine).future()
+            )
+        except RayActorError as error:
+            raise RolloutError(f"the process that plays the episodes is gone: {error}") from None
+        return work
+
+    def give(self, answers: list[EngineAnswer]) -> None:
+        """Hand over what is finished."""
+        self.handle.answered.remote(answers)
+
+
+class _Actor(EpisodeService):
+    """The service in a process of its own."""
+
+    def __init__(self, setup: EpisodeSetup) -> None:
+        die_with_parent()  # the parent is the raylet, which ends with the driver; the kernel is faster than Ray here
+        super().__init__(setup)
+
+    async def process_id(self) -> int:
+        """Return the id of this process."""
+        return os.getpid()
+
+
+class EpisodeActor:
+    """An `EpisodeService` in a Ray actor on this node: the same calls, the same results, the same errors.
+
+    Args:
+        setup: What episodes are played with.
+
+    Attributes:
+        handle: Handle for ranks, which pull work from it.
+        pid: Id of the actor's process, once started.
+    """
+
+    def __init__(self, setup: EpisodeSetup) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS, "scheduling_strategy": here}
+        self.handle = ray.remote(**options)(_Actor).remote(setup)
+        self.pid = -1
+        self._starting = self.handle.start.remote()
+
+    def start(self) -> None:
+        """Return when episodes can be played.
+
+        Raises:
+            EnvironmentLoadError: The environment can't be loaded.
+            EpisodeServiceError: The actor died or did not answer, as in every other call.
+        """
+        self.pid = self._call("process_id", timeout_s=_START_TIMEOUT_S)
+        NEEDED.add(self.pid, "the episode service")
+        self._answer(self._starting, "start", _START_TIMEOUT_S)
+
+    def inbox(self, batch: int) -> RayInbox:
+        """Return what ranks reach the service by."""
+        return RayInbox(self.handle, batch)
+
+    def begin(self, batch: int, tasks: Sequence[EpisodeTask], num_engines: int, reward_round: int | None) -> None:
+        """Begin the episodes of a batch; see `EpisodeService.begin`."""
+        self._call("begin", batch, tasks, num_engines, reward_round)
+
+    def collect(self, batch: int) -> list[Episode]:
+        """Return the episodes of a batch; see `EpisodeService.collect`."""
+        episodes: list[Episode] = self._call("collect", batch)
+        return episodes
+
+    def shutdown(self) -> None:
+        """End the environments' processes, then the actor. One that doesn't answer is killed, and they end with it."""
+        NEEDED.remove(self.pid)
+        if end_lost_ray():  # with which it ends
+            return
+        try:
+            self._call("close", timeout_s=_SHUTDOWN_TIMEOUT_S)
+        except EpisodeError as error:
+            logger.info("%s; it is killed", error)
+        finally:
+            ray.kill(self.handle)
+
+    def _call(self, method: str, *args: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+        return self._answer(getattr(self.handle, method).remote(*args), method, timeout_s)
+
+    def _answer(self, ref: Any, method: str, timeout_s: float) -> Any:
+        try:
+            return watched_get(ref, timeout_s)
+        except RayTaskError as error:  # the service's own error says all; Ray's wrapper adds nothing to it
+            cause = cause_of(error)
+            raise cause if isinstance(cause, Exception) else EpisodeError(str(error)) from None
+        except GetTimeoutError as error:
+            raise EpisodeServiceError(
+                f"the episode service did not answer `{method}` within {timeout_s:g} s"
+            ) from error
+        except RayError as error:
+            if not is_death(error):
+                raise
+            known = NEEDED.why_it_ended(self.pid) or why_memory_ended_it() or death_reason(error)
+            raise EpisodeServiceError(
+                f"the episode service (process {self.pid} on the driver's node) died before it answered `{method}`: "
+                f"{known}"
+            ) from error

@@ -1,0 +1,211 @@
+"""The driver's side of episodes: what a batch asks for, and what comes back as its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from hrl.algos.reward_placement import place_scores, place_turn_rewards
+from hrl.batching.episodes import episode_numbers
+from hrl.episodes.metrics import episode_metrics
+from hrl.episodes.play import EpisodeTask, Limits
+from hrl.episodes.pool import environment_of
+from hrl.episodes.rows import episode_batch, policy_version_of
+from hrl.episodes.service import EpisodeActor, EpisodeSetup
+from hrl.metrics import Metric, StepMetrics
+from hrl.models.tokenizer import TokenIds
+from hrl.protocol import DataProto
+from hrl.workers.rollout.base import sample_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hrl.config import PPOTrainerConfig
+    from hrl.config.environment import EnvironmentConfig
+    from hrl.trainer.ppo.generation import Asked
+    from hrl.trainer.ppo.rewards import RewardService
+
+
+class EpisodeDriver:
+    """Has the episodes of a batch played by the engines of a run.
+
+    Entering its context begins to start the environments' processes, `start` waits until they are there, leaving the
+    context ends them.
+
+    Args:
+        config: The whole configuration, with an environment.
+        environment: The environment, if it was given as an object; else None.
+        tokenizer_path: Folder of the policy's tokenizer.
+        tokens: Its ids that have a meaning.
+        columns: Columns of the rows to come.
+    """
+
+    def __init__(self, config: PPOTrainerConfig, environment: Any, tokenizer_path: str, tokens: TokenIds) -> None:
+        self._config, self._tokens = config, tokens
+        self._num_batches = 0
+        self._setup = EpisodeSetup(
+            environment=environment_of(config.environment, environment),
+            settings=config.environment,
+            limits=Limits(config.data.max_prompt_length, config.data.max_response_length),
+            tokenizer_path=tokenizer_path,
+            trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+            stop_ids=tokens.stop,
+            template_kwargs=dict(config.data.apply_chat_template_kwargs),
+        )
+        self._actor: EpisodeActor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._actor is not None:
+            self._actor.shutdown()
+
+    def begin_start(self, rewards: Any) -> None:
+        """Begin to start the processes.
+
+        Args:
+            rewards: The Ray actor that scores what was answered last; None where environments alone decide.
+        """
+        self._actor = EpisodeActor(replace(self._setup, rewards=rewards))
+
+    def start(self) -> None:
+        """Return when episodes can be played.
+
+        Raises:
+            EnvironmentLoadError: The environment can't be loaded.
+            EpisodeServiceError: The service did not start.
+        """
+        self._service.start()
+
+    def play(self, asked: Asked, engines: Any, metrics: StepMetrics) -> DataProto:
+        """Play the episodes that a batch asks for; returns their rows, see `episode_batch`.
+
+        Args:
+            asked: One row per episode.
+            engines: The worker group that samples.
+            metrics: Receives what the episodes were like.
+
+        Raises:
+            EpisodeError: Episodes failed, and `environment.on_error` does not allow it.
+        """
+        self._num_batches += 1
+        tasks, request = tasks_of(asked), asked.request
+        num_engines = engines.world_size // self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self._service.begin(self._num_batches, tasks, num_engines, request.reward_round)
+        engines.serve_requests(self._service.inbox(self._num_batches))
+        episodes = self._service.collect(self._num_batches)
+        metrics.observe(episode_metrics(episodes))
+        batch = episode_batch(
+            asked.rows,
+            episodes,
+            prompt_width=self._setup.limits.prompt,
+            response_width=self._setup.limits.response,
+            pad_id=self._tokens.pad,
+        )
+        batch.meta_info["temperature"] = request.sampling.temperature
+        version = policy_version_of(batch)
+        if version is not None:
+            batch.meta_info["policy_version"] = version
+        return batch
+
+    @property
+    def _service(self) -> EpisodeActor:
+        if self._actor is None:
+            raise RuntimeError("the episode service was not started")
+        return self._actor
+
+
+def tasks_of(asked: Asked) -> list[EpisodeTask]:
+    """Return the episodes that a batch asks for."""
+    rows, request = asked.rows.non_tensor_batch, asked.request
+    is_greedy = rows["greedy"] if request.with_greedy else np.zeros(len(asked.rows), dtype=bool)
+    names = ("raw_prompt", "data_source", "reward_model", "extra_info", "columns")
+    return [
+        EpisodeTask(
+            key,
+            {
+                **columns,
+                "prompt": list(prompt),
+                "data_source": source,
+                "reward_model": reward_model,
+                "extra_info": extra,
+            },
+            replace(request.sampling, temperature=0.0) if greedy else request.sampling,
+            request.seed,
+            request.step,
+        )
+        for key, greedy, prompt, source, reward_model, extra, columns in zip(
+            sample_keys(asked.rows), is_greedy, *(rows[name] for name in names), strict=True
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class EpisodeScores:
+    """What the episodes of a batch are worth, row by row.
+
+    Attributes:
+        tokens: `(B, R)`, an environment's rewards on the last trained token of their turns, what reward functions and
+            models gave on the last one of the episode.
+        scores: `(B,)`, all of it, of the row's episode.
+        plain: `(B,)`, the same without weights and penalties of `reward`.
+        kept: `(B,)` bool, whether the row's episode counts.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    plain: Tensor
+    kept: Tensor
+
+    def at(self, rows: Tensor) -> EpisodeScores:
+        """Return those of some rows."""
+        return EpisodeScores(self.tokens[rows], self.scores[rows], self.plain[rows], self.kept[rows])
+
+
+def score_episodes(
+    batch: DataProto, rewards: RewardService, settings: EnvironmentConfig, metrics: StepMetrics, *, validate: bool
+) -> EpisodeScores:
+    """Score a batch of episodes. Episodes that do not count lose their response mask, in all their rows.
+
+    Args:
+        batch: Rows of `episode_batch`, with `rm_scores (B,)` where the run has a reward model.
+        rewards: Scores what was answered last.
+        settings: The section `environment`.
+        metrics: Receives what was counted.
+        validate: Whether the batch was announced as that of a validation.
+
+    Raises:
+        RewardError: Rewards are missing or wrong.
+    """
+    numbers, heads = episode_numbers(batch), heads_of(batch)
+    codes = np.arange(len(batch)) if numbers is None else numbers
+    turn_rewards = batch.non_tensor_batch["turn_rewards"]
+    totals = torch.tensor([sum(one for one in turns if one is not None) for turns in turn_rewards])
+    last = batch.select_idxs(heads)
+    combined = rewards.collect(last, metrics, validate=validate, of_environment=totals[heads])
+    of_row = torch.from_numpy(codes)
+    ends = batch.non_tensor_batch["end"]
+    counts = torch.tensor([end != "failed" for end in ends])
+    if settings.on_truncation == "mask" and not validate:
+        counts &= torch.tensor([end == "done" for end in ends])
+    kept = combined.kept[of_row] & counts
+    batch.batch["response_mask"] = batch.batch["response_mask"] * kept[:, None]
+    batch.non_tensor_batch["reward_parts"] = last.non_tensor_batch["reward_parts"][codes]
+    mask = batch.batch["response_mask"]
+    placed = place_turn_rewards(turn_rewards, batch.batch["turn_index"], mask, codes)
+    metrics.observe({"episode/rewards_moved": Metric.total(placed.num_moved)})
+    tokens = placed.scores
+    tokens[heads] += place_scores(combined.scores, mask[heads])
+    scores = combined.scores[of_row] + totals
+    return EpisodeScores(tokens, torch.where(kept, scores, 0.0), combined.plain[of_row], kept)
+
+
+def heads_of(batch: DataProto) -> Tensor:
+    """Return the rows that hold the last turn of their episodes, (E,) int64, in the order of the episodes."""
+    branches = batch.non_tensor_batch["branch"]
+    is_last = [at + 1 == len(branches) or branches[at + 1] == 0 for at in range(len(branches))]
+    return torch.tensor(is_last).nonzero()[:, 0]

@@ -1,0 +1,95 @@
+"""A rank takes requests while others run, and hands over what is finished."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import EngineDeadError, RolloutError, SampleOutput
+from hrl.workers.rollout.single_requests import EngineRequest, EngineWork, serve_requests
+
+VOCAB = 10
+
+
+def request(number: int, most: int = 4) -> EngineRequest:
+    return EngineRequest(
+        number, f"turn 0 of episode {number}", np.array([number], np.int32), SamplingParams(max_tokens=most)
+    )
+
+
+def serve(work: list[EngineWork], generate, *, then: asyncio.Event | None = None) -> tuple[int, list[list[int]]]:
+    """Serves work item by item; returns the count and the numbers of each hand-over."""
+    given: list[list[int]] = []
+    left = iter(work)
+
+    async def take() -> EngineWork | None:
+        await asyncio.sleep(0.005)
+        return next(left, None)
+
+    engine = SimpleNamespace(generate=generate, policy_version=3)
+
+    async def play() -> int:
+        return await serve_requests(engine, take, lambda answers: given.append([a.number for a in answers]), VOCAB)
+
+    return asyncio.run(play()), given
+
+
+async def echo(prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    await asyncio.sleep(0)
+    return SampleOutput([prompt[0] % VOCAB], [-0.5], "stop", 3)
+
+
+def test_what_ends_together_goes_together() -> None:
+    count, given = serve(
+        [EngineWork([request(1), request(2)]), EngineWork(), EngineWork([request(3)]), EngineWork()], echo
+    )
+    assert count == 3 and given == [[1, 2], [3]]
+
+
+def test_a_withdrawn_request_is_cancelled_and_never_answered() -> None:
+    cancelled = []
+
+    async def slow(prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        try:
+            await asyncio.sleep(30.0)
+        except asyncio.CancelledError:
+            cancelled.append(request_id)
+            raise
+        raise AssertionError("it was withdrawn")
+
+    count, given = serve([EngineWork([request(1)]), EngineWork(withdrawn=[1, 99])], slow)
+    assert (count, given, cancelled) == (0, [], ["request-1"])
+
+
+@pytest.mark.parametrize(
+    ("output", "wrong"),
+    [
+        (SampleOutput([1, 2], [-0.1], "stop", 3), "2 tokens with 1 log-probs"),
+        (SampleOutput([1] * 5, [-0.1] * 5, "length", 3), "5 tokens, although at most 4 were asked for"),
+        (SampleOutput([1], [-0.1], "stop", 2), "policy version 2, although version 3 is served"),
+        (SampleOutput([VOCAB], [-0.1], "stop", 3), "a token outside the vocabulary of 10"),
+        (SampleOutput([1], [float("nan")], "stop", 3), "a log-prob that is not a finite number below 0"),
+        (SampleOutput([1], [0.5], "stop", 3), "a log-prob that is not a finite number below 0"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused_with_the_name_of_its_request(output: SampleOutput, wrong: str) -> None:
+    async def answer(*_: object) -> SampleOutput:
+        return output
+
+    with pytest.raises(RolloutError, match=f"the engine answered turn 0 of episode 7 with {wrong}"):
+        serve([EngineWork([request(7)]), EngineWork(), EngineWork()], answer)
+
+
+def test_an_engine_that_dies_ends_it_with_its_own_error_while_others_wait() -> None:
+    async def dying(prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        if prompt[0] == 2:
+            raise EngineDeadError("the engine died")
+        await asyncio.sleep(30.0)
+        raise AssertionError
+
+    with pytest.raises(EngineDeadError, match="the engine died"):
+        serve([EngineWork([request(1), request(2)]), *[EngineWork()] * 100], dying)
