@@ -177,6 +177,62 @@ def _alarm(name: str) -> Conversion:
     return Conversion(convert, f"`trainer.alarms={{{name}: …}}`", f"set trainer.alarms={{{name}: …}}")
 
 
+ENVIRONMENT = "environment.path"
+_NAMES_ONE = (
+    "set environment.path=tools and environment.tools=[my_tools.py:function], or environment.path=my_env.py:Class"
+)
+_VERLS_PARSERS = {"gpt-oss": "openai", "glm": "glm45", "seed": "seed_oss", "minimax": "minimax_m2", "kimi": "kimi_k2"}
+"""verl's names of tool parsers that vLLM has by another name."""
+
+
+def _needs_environment(*without: Any) -> Conversion:
+    """Return the conversion of a value that says that there are turns: an environment has to be named.
+
+    Args:
+        without: Values that do not say so.
+    """
+
+    def convert(value: Any, given: Given) -> Mapping[str, Any] | None:
+        return {} if value in without or given(ENVIRONMENT) is not None else None
+
+    return Conversion(convert, f"nothing, beside `{ENVIRONMENT}`", _NAMES_ONE)
+
+
+def _of_environment(key: str, *kinds: type, names: Mapping[Any, Any] | None = None) -> Conversion:
+    """Return the conversion to a key of the environment; without one it has no effect, as in verl.
+
+    Args:
+        key: The key.
+        kinds: Types of its values.
+        names: verl's values that have another name here.
+    """
+
+    def convert(value: Any, given: Given) -> Mapping[str, Any] | None:
+        if given(ENVIRONMENT) is None:
+            return {}
+        return {key: (names or {}).get(value, value)} if type(value) in kinds else None
+
+    return Conversion(convert, f"with `{ENVIRONMENT}`, `{key}`", f"set {key}")
+
+
+def _limit_of_answers() -> Conversion:
+    """Return the conversion of `max_user_turns`: after the last answer the policy has one more turn."""
+    turns = "environment.max_turns"
+
+    def convert(answers: Any, given: Given) -> Mapping[str, Any] | None:
+        limit = given(turns)
+        if given(ENVIRONMENT) is None:
+            return {}
+        numbers = type(answers) is int and type(limit) is int
+        return {} if numbers and limit <= answers + 1 else None
+
+    return Conversion(
+        convert,
+        f"nothing, where `{turns}` is at most one more: each turn but the last is answered",
+        f"set {turns}, the policy's turns: one more than are answered",
+    )
+
+
 _BOTH = ("param_offload", "optimizer_offload")
 _PPO_CONVERTED: dict[str, Conversion] = {
     f"{ACTOR}.ppo_micro_batch_size": _over_processes(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
@@ -192,6 +248,11 @@ _PPO_CONVERTED: dict[str, Conversion] = {
     "reward.function_weight": _one_weighted_function(),
     f"{ROLLOUT}.logprob_diff_alarm": _alarm(SAMPLER_GAP),
     f"{ROLLOUT}.enable_chunked_prefill": _engine_argument("enable_chunked_prefill"),
+    f"{ROLLOUT}.multi_turn.enable": _needs_environment(False),
+    f"{ROLLOUT}.agent.default_agent_loop": _needs_environment("single_turn_agent"),
+    f"{ROLLOUT}.multi_turn.max_user_turns": _limit_of_answers(),
+    f"{ROLLOUT}.multi_turn.format": _of_environment("environment.tool_parser", str, names=_VERLS_PARSERS),
+    f"{ROLLOUT}.agent.num_workers": _of_environment("environment.num_workers", int),
     "trainer.val_only": _switch({"trainer.total_training_steps": 0}),
 }
 

@@ -516,6 +516,23 @@ def _trackers(given: Given, into: Migrated) -> None:
             into.lost.append(Remark(given.word("report_to"), f"there is no tracker {name}"))
 
 
+def _tools(given: Given, into: Migrated) -> None:
+    rounds = given.get("max_tool_calling_iterations")
+    if isinstance(rounds, int):
+        into.set({"environment.max_turns": rounds + 1})
+        why = f"environment.max_turns={rounds + 1}: turns are the policy's, and the last one answers the last results"
+        into.differs.append(Remark(given.word("max_tool_calling_iterations"), why))
+    functions = given.get("tools")
+    if functions not in (None, []):
+        names = getattr(functions, "text", "function").strip("[]").split(",")
+        named = ", ".join(f"my_tools.py:{name.strip()}" for name in names if name.strip().isidentifier())
+        why = (
+            "the functions can stay as they are, in a file of their own: set environment.path=tools and "
+            f"environment.tools=[{named or 'my_tools.py:function'}]"
+        )
+        into.lost.append(Remark(given.word("tools"), why))
+
+
 FUNCTIONS: dict[str, Callable[[Given, Migrated], None]] = {
     "batch": _batch,
     "schedule": _schedule,
@@ -531,5 +548,6 @@ FUNCTIONS: dict[str, Callable[[Given, Migrated], None]] = {
     "precision": _precision,
     "folders": _folders,
     "trackers": _trackers,
+    "tools": _tools,
 }
 """What `by: …` of a row names."""

@@ -5,6 +5,7 @@ An episode is one record, however many rows it trains.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _OF_EPISODE = ("episode_id", "num_turns", "tool_calls", "env_metrics", "end", "error")
 """Columns that say the same in each row of an episode."""
-_SUMMED = ("score", "shaped_score")
+_ROUNDING = 1e-6
 
 
 def with_conversations(
@@ -35,10 +36,11 @@ def with_conversations(
         tokenizer: Decodes the tokens.
 
     Returns:
-        The fields of a row's record. Scores are those of all rows together, `prompt` that of the first row and
-        `response` that of the last. Further `messages` (the conversation), `turns` (a list, see `turns_of`),
-        `branches` (the tokens of each row, see `hrl.report.conversation.Run`), `policy_tokens`, `environment_tokens`,
-        `episode_id`, `num_turns`, `tool_calls` (how many), `env_metrics`, and `end` (why it ended).
+        The fields of a row's record. The score is the episode's, None for one that trains nothing; `prompt` is that of
+        the first row and `response` that of the last. Further `messages` (the conversation), `turns` (a list, see
+        `turns_of`), `branches` (the tokens of each row, see `hrl.report.conversation.Run`), `policy_tokens`,
+        `environment_tokens`, `episode_id`, `num_turns`, `tool_calls` (how many), `env_metrics`, and `end` (why it
+        ended).
     """
     others = batch.non_tensor_batch
     rows: dict[Any, list[int]] = {}
@@ -178,19 +180,23 @@ def _merged(records: Sequence[Mapping[str, Any]], batch: DataProto, rows: Sequen
     """Return the records of an episode's rows as one."""
     first, last = records[0], records[-1]
     merged = dict(first) | {"response": last["response"], "response_length": last["response_length"]}
-    for name in _SUMMED:
-        if any(name in record for record in records):
-            # A row that shaping left as it is has only a score.
-            values = [record.get(name, record.get("score")) for record in records]
-            numbers = [value for value in values if value is not None]
-            merged[name] = sum(numbers) if numbers else None
+    trained = batch.batch["response_mask"][list(rows)].sum(-1).tolist()
+    if "score" in first:
+        merged.pop("shaped_score", None)
+        merged |= _scores(batch, rows) if any(trained) else {"score": None}
     if "advantage" in first:
-        trained = batch.batch["response_mask"][list(rows)].sum(-1).tolist()
         summed = sum(record["advantage"] * count for record, count in zip(records, trained, strict=True))
         merged["advantage"] = summed / max(sum(trained), 1)
-    if "reward_parts" in first:
-        merged["reward_parts"] = {name: part for record in records for name, part in record["reward_parts"].items()}
     return merged
+
+
+def _scores(batch: DataProto, rows: Sequence[int]) -> dict[str, float]:
+    """Return the score of an episode, and what is trained on where that is another."""
+    trained_on = float(batch.batch["token_level_scores"][list(rows)].sum())
+    plain_scores = batch.batch.get("plain_scores")
+    score = trained_on if plain_scores is None else float(plain_scores[rows[0]])  # each row has the episode's
+    is_same = math.isclose(score, trained_on, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    return {"score": score} if is_same else {"score": score, "shaped_score": trained_on}
 
 
 def _question(messages: Sequence[Mapping[str, Any]], num_turns: int) -> str | None:

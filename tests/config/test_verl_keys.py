@@ -88,7 +88,6 @@ HOW_NOT_WHAT = {
     f"{ROLLOUT}.mode": ["async", "sync"],
     f"{ROLLOUT}.cudagraph_capture_sizes": [[8, 16]],
     f"{ROLLOUT}.checkpoint_engine.backend": ["nccl"],
-    f"{ROLLOUT}.agent.num_workers": [8],
     f"{ROLLOUT}.prometheus.port": [9090],
     "actor_rollout_ref.nccl_timeout": [14400],
     "critic.forward_micro_batch_size_per_gpu": [4],
@@ -548,3 +547,63 @@ def test_a_grpo_launch_line_composes_to_what_it_means_in_verl():
     assert config.trainer.resource_pools == {"global": [8]}
     assert config.trainer.logger == ["console", "wandb"]
     assert config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu == 32
+
+
+# ---------------------------------------------------------------------------------------------- episodes
+
+TURNS = f"{ROLLOUT}.multi_turn"
+OWN = {"environment.path": "my_env.py:Game"}
+
+
+def test_verls_limits_and_parsers_of_turns_are_those_of_the_environment():
+    config = validate(
+        {
+            f"{TURNS}.enable": True,
+            f"{TURNS}.max_user_turns": 4,  # the order does not matter
+            f"{TURNS}.max_assistant_turns": 5,
+            f"{TURNS}.format": "gpt-oss",
+            f"{ROLLOUT}.agent.num_workers": 3,
+            f"{ROLLOUT}.agent.default_agent_loop": "tool_agent",
+            **OWN,
+        }
+    )
+    environment = config.environment
+    assert (environment.max_turns, environment.tool_parser, environment.num_workers) == (5, "openai", 3)
+
+
+def test_settings_of_turns_have_no_effect_without_turns():
+    config = validate({f"{TURNS}.format": "hermes", f"{TURNS}.max_user_turns": 2, f"{ROLLOUT}.agent.num_workers": 3})
+    assert config.environment == validate({}).environment and config.remarks == ()
+
+
+@pytest.mark.parametrize("given", [{f"{TURNS}.enable": True}, {f"{ROLLOUT}.agent.default_agent_loop": "tool_agent"}])
+def test_turns_without_an_environment_are_refused_with_the_keys_to_set(given):
+    (key, value), *_ = given.items()
+    problem = problem_of(key, value)
+    assert problem.reason is Reason.ALTERNATIVE
+    assert "environment.path=tools and environment.tools=[my_tools.py:function]" in problem.hint
+
+
+def test_verls_limit_of_answers_is_one_less_than_the_turns():
+    limit = f"{TURNS}.max_user_turns"
+    assert validate({limit: 7, **OWN}).environment.max_turns == 8, "the default is no more than that"
+    assert "set environment.max_turns" in problem_of(limit, 6, **OWN).hint.lower()
+    assert validate({limit: 6, f"{TURNS}.max_assistant_turns": 7, **OWN}).environment.max_turns == 7
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        (f"{TURNS}.max_tool_response_length", 256, "environment.max_observation_tokens"),
+        (f"{TURNS}.tool_response_truncate_side", "left", "loses its middle"),
+        (f"{TURNS}.tool_config_path", "tools.yaml", "environment.tools"),
+        ("data.tool_config_path", "tools.yaml", "environment.tools"),
+        (f"{TURNS}.interaction_config_path", "partner.yaml", "environment.path=my_env.py:Class"),
+        (f"{ROLLOUT}.agent.agent_loop_config_path", "loop.yaml", "environment.path=my_env.py:Class"),
+        (f"{TURNS}.num_repeat_rollouts", 4, "rollout.n"),
+        (f"{TURNS}.of_next_year", 4, "docs/environments.md"),
+    ],
+)
+def test_what_is_written_differently_says_how(key, value, says):
+    problem = problem_of(key, value, **OWN)
+    assert says in problem.hint and problem.reason is Reason.ALTERNATIVE

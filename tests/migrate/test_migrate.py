@@ -458,3 +458,41 @@ def test_what_a_line_of_openrlhf_leaves_to_defaults_or_beside_a_remote_reward_is
 @pytest.mark.parametrize("text", ["9" * 5000, "²e5", "[" * 3000, "2020-99-99", "{a"])
 def test_a_value_that_yaml_fails_on_is_a_text(text):
     assert value_of(text) == text
+
+
+# ------------------------------------------------------------------------------------------------- episodes
+
+TOOLS_OF_TRL = """
+from trl import GRPOConfig, GRPOTrainer
+
+def multiply(a: int, b: int) -> int: ...
+
+GRPOTrainer(
+    model="some/model",
+    args=GRPOConfig(max_tool_calling_iterations=3),
+    tools=[multiply],
+    train_dataset=load_dataset("rows"),
+)
+"""
+
+
+def test_tools_of_trl_are_named_and_its_rounds_are_one_turn_less() -> None:
+    found = one(TOOLS_OF_TRL, "train.py")
+    assert config_of(found).environment.max_turns == 4
+    assert "environment.path=tools and environment.tools=[my_tools.py:multiply]" in lost(found)["tools=[multiply]"]
+    assert any("max_turns=4" in remark.why for remark in found.differs)
+
+
+def test_environments_and_agents_of_others_say_which_methods_are_theirs_here() -> None:
+    found = one(TOOLS_OF_TRL.replace("tools=[multiply]", "environment_factory=Game, rollout_func=play"), "train.py")
+    assert "hrl.ToolEnvironment" in lost(found)["environment_factory=Game"]
+    assert "environment.path=my_env.py:Class" in lost(found)["rollout_func=play"]
+    line = "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --train.agent_func_path agent.py"
+    ((_, why),) = [(k, v) for k, v in lost(one(line)).items() if "agent_func" in k]
+    assert "environment_feedback" in why and "environment.path=my_env.py:Class" in why
+
+
+def test_turns_of_verl_say_what_to_set() -> None:
+    line = VERL.replace("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.rollout.multi_turn.enable=True")
+    (why,) = [why for written, why in lost(one(line)).items() if "multi_turn" in written]
+    assert "environment.tools=[my_tools.py:function]" in why

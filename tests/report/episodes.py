@@ -64,7 +64,7 @@ def episode_batch(messages=None):
             "messages": objects([talked, talked, [{"role": "user", "content": "And 5 * 6?"}]]),
             "end": objects(["done", "done", "failed"]),
             "finish_reason": objects(["stop", "stop", "abort"]),
-            "reward_parts": objects([{}, {"exact": 1.0}, {}]),
+            "reward_parts": objects([{"exact": 1.0}, {"exact": 1.0}, {}]),
             "reward_model": objects([{"ground_truth": "408"}] * 2 + [{"ground_truth": "30"}]),
         },
     )

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from hrl import cli
@@ -73,6 +74,16 @@ def test_tokens_of_policy_and_environment_are_told_apart_in_every_branch(records
         [("prompt", 2, None, False), ("environment", 3, 0, False), ("policy", 2, 1, True)],
     ]
     assert [run.trained for run in runs_of(records[1])[0]] == [False, False], "a failed episode trains nothing"
+
+
+def test_the_score_of_an_episode_is_counted_once_and_what_shaping_made_of_it_stands_beside_it():
+    batch = episode_batch()
+    batch.batch["plain_scores"] = torch.tensor([1.25, 1.25, 9.0])  # each row has its episode's
+    first, second = rollout_records(batch, Words())
+    assert first["score"] == 1.25 and "shaped_score" not in first and second["score"] is None
+    batch.batch["plain_scores"] = torch.tensor([2.0, 2.0, 9.0])
+    first, second = rollout_records(batch, Words())
+    assert (first["score"], first["shaped_score"]) == (2.0, 1.25) and "shaped_score" not in second
 
 
 def test_rows_of_an_episode_need_not_be_neighbours_or_in_order():
