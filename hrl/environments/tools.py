@@ -22,6 +22,7 @@ from hrl.environments.tool_functions import (
     tool_of,
 )
 from hrl.nearest import did_you_mean
+from hrl.processes.evidence import memory_is_left
 
 __all__ = ["ToolEnvironment", "ToolSignatureError", "tool", "tool_of"]
 
@@ -30,8 +31,6 @@ _MOST_AT_ONCE = 16
 _LONGEST_RESULT = 1 << 20
 _LONGEST_SHOWN = 200
 _LONGEST_EXCEPTION = 1000
-_ROOM_BYTES = 64 << 20
-"""What can still be allocated where memory has not run out."""
 
 
 class ToolEnvironment(Environment):
@@ -156,7 +155,7 @@ class ToolEnvironment(Environment):
             return text_of(running.result()), False
         # A tool may raise anything, also by `sys.exit`; the policy is told.
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-            if isinstance(error, MemoryError) and not _has_room():
+            if isinstance(error, MemoryError) and not memory_is_left():
                 raise  # the process can't go on
             said = without_middle(f"{type(error).__name__}: {error}", _LONGEST_EXCEPTION)
             return f"Error: {call.name} failed: {clean_text(said)}", True
@@ -217,15 +216,6 @@ def _attempted(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 def _ended_by(error: BaseException) -> RuntimeError:
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _has_room() -> bool:
-    """Return whether memory is left: one allocation was too large, and not all is taken."""
-    try:
-        bytearray(_ROOM_BYTES)
-    except MemoryError:
-        return False
-    return True
 
 
 def text_of(value: object) -> str:

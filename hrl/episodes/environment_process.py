@@ -38,6 +38,7 @@ from hrl.environments.tools import ToolSignatureError
 from hrl.processes import attributing_loop
 from hrl.processes.attributing_loop import CALLER, AttributingLoop
 from hrl.processes.child import begin, describe, limit_memory, shortened
+from hrl.processes.evidence import memory_is_left
 from hrl.processes.messages import encode, open_stream, receive
 from hrl.processes.plain_data import from_plain
 from hrl.processes.shared_state import SharedState
@@ -51,8 +52,6 @@ _CANCEL_GRACE_S = 1.0
 _BEAT_S = 0.25
 _STACK_BYTES = 2 << 20
 """Of a thread: there may be as many as episodes, and all count as memory of the process."""
-_ROOM_BYTES = 64 << 20
-"""What can still be allocated where memory has not run out."""
 _FRAMES_SHOWN = 6
 
 
@@ -277,7 +276,7 @@ class _Environments:
         # The user's code may raise anything, also by `sys.exit`, and whatever it is belongs to this episode alone. No
         # Ctrl-C reaches this process, so that a `KeyboardInterrupt` is the code's own.
         except BaseException as error:  # noqa: BLE001
-            if isinstance(error, MemoryError) and not _has_room():
+            if isinstance(error, MemoryError) and not memory_is_left():
                 return {"exhausted": f"{episode.title(method)} failed:\n{_describe(error)}"}
             return {"error": f"{episode.title(method)} failed:\n{_describe(error)}"}
 
@@ -339,15 +338,6 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, EnvironmentLoadError | ToolSignatureError):
         return str(error)
     return describe(error, _OURS)
-
-
-def _has_room() -> bool:
-    """Return whether memory is left: one allocation was too large, and not all is taken."""
-    try:
-        bytearray(_ROOM_BYTES)
-    except MemoryError:
-        return False
-    return True
 
 
 def _outwards(frame: FrameType | None) -> list[FrameType]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
 _FULL_BELOW_BYTES = 64 << 20
+_ROOM_BYTES = 64 << 20
 
 
 def exit_in_words(code: int) -> str:
@@ -86,6 +87,18 @@ def why_memory_ended_it() -> str | None:
             "or give it more (`mount -o remount,size=…`, `docker run --shm-size=…`)"
         )
     return None
+
+
+def memory_is_left() -> bool:
+    """Return whether this process may allocate more; False if it has reached its limit (`RLIMIT_AS`).
+
+    It tells one allocation that was too large from memory that has run out.
+    """
+    try:
+        bytearray(_ROOM_BYTES)
+    except MemoryError:
+        return False
+    return True
 
 
 def free_shared_memory() -> int | None:

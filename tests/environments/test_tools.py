@@ -1,0 +1,284 @@
+"""An environment of tools answers whatever a policy calls, and ends with the first action without a call."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import hrl
+from hrl.environments.beginning import first_observation
+from hrl.environments.interface import Action, StepResult, ToolCall
+from hrl.environments.tools import ToolEnvironment, ToolSignatureError, text_of
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def wait(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return f"waited {seconds}"
+
+
+def sleep(seconds: float) -> str:
+    time.sleep(seconds)
+    return f"slept {seconds}"
+
+
+def fail() -> None:
+    raise ZeroDivisionError("by the user")
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+async def leave_async() -> None:
+    sys.exit(3)
+
+
+async def cancel() -> None:
+    raise asyncio.CancelledError
+
+
+def stop() -> None:
+    raise StopIteration("x")
+
+
+def huge() -> int:
+    return 10**5000
+
+
+def much() -> str:
+    return "x" * 3_000_000
+
+
+async def ignore() -> None:
+    while True:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.5)
+            return
+
+
+FUNCTIONS = (add, wait, sleep, fail, leave, leave_async, cancel, stop, huge, much, ignore)
+
+
+def made(*functions: Any, timeout_s: float = 20.0) -> ToolEnvironment:
+    environment = ToolEnvironment()
+    environment.set_up(functions or FUNCTIONS, timeout_s)
+    return environment
+
+
+def call(name: str, arguments: dict[str, Any] | None = None, text: str = "") -> ToolCall:
+    return ToolCall(name, {} if arguments is None and not text else arguments, f"id-{name}", text)
+
+
+def step(environment: ToolEnvironment, *calls: ToolCall) -> StepResult:
+    return asyncio.run(environment.step(Action("…", tool_calls=calls)))
+
+
+def answers(result: StepResult) -> list[str]:
+    return [message["content"] for message in result.observation]
+
+
+def test_the_first_observation_has_the_rows_prompt_and_the_tools():
+    environment = made(add)
+    first = environment.reset({"prompt": [{"role": "user", "content": "1+2?"}]}, 0)
+    observation = first_observation(environment, first)
+    assert observation.messages == [{"role": "user", "content": "1+2?"}]
+    assert [tool["function"]["name"] for tool in observation.tools] == ["add"]
+
+
+def test_an_action_without_a_call_ends_the_episode_without_a_reward_of_its_own():
+    result = step(made())
+    assert (result.done, result.truncated, result.observation, result.reward) == (True, False, None, None)
+
+
+def test_calls_are_answered_in_order_with_their_ids_and_run_at_the_same_time():
+    begun = time.monotonic()
+    result = step(made(), call("sleep", {"seconds": 0.4}), call("wait", {"seconds": 0.3}), call("add", {"a": 1}))
+    assert time.monotonic() - begun < 0.65
+    assert result.observation == [
+        {"role": "tool", "tool_call_id": "id-sleep", "name": "sleep", "content": "slept 0.4"},
+        {"role": "tool", "tool_call_id": "id-wait", "name": "wait", "content": "waited 0.3"},
+        {"role": "tool", "tool_call_id": "id-add", "name": "add", "content": "2"},
+    ]
+    assert not result.done and result.reward is None
+
+
+@pytest.mark.parametrize(
+    "asked, told",
+    [
+        (call("ad"), "Error: there is no tool 'ad'. The tools are: add, wait, sleep, fail, leave, "),
+        (call("add", text="{broken"), "Error: the arguments of add are no JSON object: {broken"),
+        (call("add", {"a": "x", "c": 1}), "Error: wrong arguments of add: a: Input should be a valid integer"),
+        (call("fail"), "Error: fail failed: ZeroDivisionError: by the user"),
+        (call("leave"), "Error: leave failed: RuntimeError: SystemExit: 3"),
+        (call("leave_async"), "Error: leave_async failed: RuntimeError: SystemExit: 3"),
+        (call("cancel"), "Error: cancel failed: CancelledError: "),
+        (call("huge"), "Error: huge failed: ValueError: Exceeds the limit"),
+        (call("stop"), "Error: stop failed: RuntimeError: StopIteration: x"),
+        (call("\ud800" * 1000), "Error: there is no tool '"),
+    ],
+)
+def test_whatever_is_wrong_with_a_call_is_told_to_the_policy_and_the_others_are_answered(asked, told):
+    result = step(made(), asked, call("add", {"a": 1, "b": 2}))
+    assert answers(result)[0].startswith(told) and answers(result)[1] == "3"
+    answers(result)[0].encode()
+    assert (result.metrics["tool_calls"], result.metrics["tool_errors"]) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["wait", "sleep", "ignore"])
+def test_a_call_past_its_deadline_is_told_to_the_policy(name):
+    begun = time.monotonic()
+    arguments = {} if name == "ignore" else {"seconds": 1.0}
+
+    async def play() -> StepResult:
+        result = await made(timeout_s=0.1).step(Action("…", tool_calls=(call(name, arguments),)))
+        assert time.monotonic() - begun < 0.8
+        return result
+
+    assert answers(asyncio.run(play())) == [f"Error: {name} took longer than 0.1 s"]
+
+
+def test_a_tool_may_have_a_deadline_of_its_own():
+    @hrl.tool(timeout_s=0.05)
+    async def slow() -> None:
+        await asyncio.sleep(10)
+
+    assert answers(step(made(slow), call("slow"))) == ["Error: slow took longer than 0.05 s"]
+
+
+def test_calls_and_errors_are_counted_over_the_episode_and_for_each_tool():
+    environment = made()
+    step(environment, call("add", {"a": 1}), call("fail"), call("nothing like it"))
+    result = step(environment, call("add"))
+    assert result.metrics == step(environment).metrics
+    assert result.metrics == {
+        "tool_calls": 4,
+        "tool_errors": 3,
+        "tool_calls/add": 2,
+        "tool_calls/fail": 1,
+        "tool_errors/add": 1,
+        "tool_errors/fail": 1,
+    }
+
+
+class Shop(hrl.ToolEnvironment):
+    """Its own state, with tools beside other methods."""
+
+    def __init__(self, coins: int = 3) -> None:
+        self.coins = coins
+        self.inside = self.most = 0
+        self.lock = threading.Lock()
+
+    @hrl.tool
+    def buy(self, what: str, price: int = 1) -> str:
+        """Buy something."""
+        before = self.coins
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        time.sleep(0.01)
+        self.inside -= 1
+        self.coins = before - price
+        return f"{what} for {price}"
+
+    @hrl.tool(name="look")
+    async def look_around(self) -> dict[str, int]:
+        return {"coins": self.coins}
+
+    def cheat(self) -> None:
+        self.coins = 1000
+
+    def answered(self, action: Action) -> StepResult | float | None:
+        if action.text == "go on":
+            return StepResult("Anything else?", metrics={"asked": 1})
+        return float(self.coins)
+
+
+def test_marked_methods_are_tools_with_the_episodes_own_state_and_others_are_not():
+    shop, other = Shop(), Shop(5)
+    assert list(shop.tools) == ["buy", "look"]
+    assert answers(step(shop, call("buy", {"what": "tea"}), call("look"))) == ["tea for 1", '{"coins":3}']
+    assert answers(step(shop, call("cheat"))) == ["Error: there is no tool 'cheat'. The tools are: buy, look."]
+    assert (step(shop).reward, step(other).reward, step(shop).done) == (2.0, 5.0, True)
+
+
+def test_plain_methods_run_one_at_a_time_so_that_no_change_of_state_is_lost():
+    shop = Shop(10)
+    step(shop, *[call("buy", {"what": "tea"}) for _ in range(8)])
+    assert (shop.coins, shop.most) == (2, 1)
+
+
+def test_an_answer_may_let_the_episode_go_on():
+    result = asyncio.run(Shop().step(Action("go on")))
+    assert (result.observation, result.done, result.metrics["asked"]) == ("Anything else?", False, 1)
+
+
+def test_methods_and_functions_of_the_same_name_are_refused():
+    def buy() -> None: ...
+
+    shop = Shop()
+    shop.set_up([buy], 1.0)
+    with pytest.raises(ToolSignatureError, match="two tools are named buy"):
+        _ = shop.tools
+
+
+def test_a_static_method_is_refused():
+    class Wrong(ToolEnvironment):
+        @staticmethod
+        @hrl.tool
+        def add(a: int) -> int:
+            return a
+
+    with pytest.raises(ToolSignatureError, match="the tool add of Wrong is a staticmethod"):
+        _ = Wrong().tools
+
+
+@dataclass
+class Point:
+    x: int
+
+
+def recursive() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        ("as it is é", "as it is é"),
+        (3, "3"),
+        (None, "null"),
+        (True, "true"),
+        (float("nan"), "NaN"),
+        ({"a": [1, "é"]}, '{"a":[1,"é"]}'),
+        (Point(3), '{"x":3}'),
+        ({Point}, None),
+        (object(), None),
+        (recursive(), "[[...]]"),
+        ("a\ud800b", "a\ufffdb"),
+        (b"\xff", None),
+    ],
+)
+def test_any_result_becomes_a_text(value, text):
+    made = text_of(value)
+    made.encode()
+    assert text is None or made == text
+
+
+def test_a_result_of_megabytes_loses_its_middle():
+    (answer,) = answers(step(made(), call("much")))
+    assert len(answer) < 1_100_000 and "characters left out" in answer
