@@ -20,7 +20,8 @@ class EnvironmentConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor. A text `env:NAME` stands for the environment variable NAME."""
     tools: list[str] = Field(default_factory=list)
-    """Python functions that the policy may call, as `my_tools.py:function`, where the environment is `tools`."""
+    """What the policy may call, where the environment is `tools`: Python functions, as `my_tools.py:function`, or
+    `python`, which runs programs in a sandbox."""
     max_turns: Annotated[PositiveInt, Unit("turns of the policy")] = 8
     """Turns after which an episode is cut off. Its tokens are limited by `data.max_response_length`."""
     max_turn_tokens: Annotated[PositiveInt | None, Unit("tokens")] = None

@@ -9,7 +9,13 @@ from types import ModuleType
 from typing import Any, Self
 
 from hrl.environments.interface import Environment
-from hrl.environments.registry import ENVIRONMENTS, UnknownEnvironmentError, load_named
+from hrl.environments.registry import (
+    ENVIRONMENTS,
+    UnknownEnvironmentError,
+    check_tool_name,
+    load_named,
+    load_named_tool,
+)
 from hrl.environments.tools import ToolEnvironment, tool_of
 from hrl.errors import RefusedError
 from hrl.files import expanded
@@ -111,6 +117,30 @@ class Named:
 
 
 @dataclass(frozen=True)
+class NamedTool:
+    """A tool that comes with hrl.
+
+    Attributes:
+        name: Its name.
+    """
+
+    name: str
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return self.name
+
+    def load(self, modules: dict[str, ModuleType]) -> Any:
+        """Return its function.
+
+        Raises:
+            HrlError: It can't be used on this machine.
+        """
+        return load_named_tool(self.name)
+
+
+@dataclass(frozen=True)
 class Given:
     """A class or object that the caller of a run gave, as its processes get it.
 
@@ -164,7 +194,7 @@ class Given:
 
 
 Source = InFile | Named | Given
-_SOURCES = {source.__name__: source for source in (InFile, Named, Given)}
+_SOURCES = {source.__name__: source for source in (InFile, Named, NamedTool, Given)}
 
 
 def _source_of(written: str) -> Source:
@@ -187,7 +217,7 @@ class EnvironmentSpec:
 
     source: Source
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tools: tuple[InFile | Given, ...] = ()
+    tools: tuple[InFile | NamedTool | Given, ...] = ()
     tool_timeout_s: float = 30.0
 
     @classmethod
@@ -278,14 +308,20 @@ class EnvironmentSpec:
         return cls(source, kwargs, tools, plain["tool_timeout_s"])
 
 
-def _tool_source(tool: str | Callable[..., Any]) -> InFile | Given:
+def _tool_source(tool: str | Callable[..., Any]) -> InFile | NamedTool | Given:
     if isinstance(tool, str):
+        if ":" not in tool and not tool.endswith(".py"):
+            try:
+                check_tool_name(tool)
+            except UnknownEnvironmentError as error:
+                raise EnvironmentLoadError(f"an entry of environment.tools is {tool!r}: {error}") from error
+            return NamedTool(tool)
         return InFile.of(tool, "an entry of environment.tools", "my_tools.py:function")
     tool_of(tool)  # says what is wrong with it before anything starts
     return Given.of(tool)
 
 
-def _source_to_plain(source: Source) -> dict[str, Any]:
+def _source_to_plain(source: Source | NamedTool) -> dict[str, Any]:
     return {"kind": type(source).__name__, "fields": to_plain(vars(source))}
 
 

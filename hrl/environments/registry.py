@@ -37,8 +37,15 @@ ENVIRONMENTS: dict[str, NamedEnvironment] = {
     "tools": NamedEnvironment(
         "hrl.environments.tools:ToolEnvironment", "functions of environment.tools to call, until an answer has no call"
     ),
+    "python": NamedEnvironment(
+        "hrl.environments.sandbox:PythonEnvironment", "a tool that runs Python programs in a sandbox, with its limits"
+    ),
 }
 """Name → environment."""
+TOOLS: dict[str, NamedEnvironment] = {
+    "python": NamedEnvironment("hrl.environments.sandbox:python_tool", "runs Python programs in a sandbox"),
+}
+"""Name → function that makes the tool."""
 
 
 def register(name: str, target: Callable[..., Any], description: str = "") -> None:
@@ -63,7 +70,33 @@ def load_named(name: str) -> Callable[..., Any]:
     if name not in ENVIRONMENTS:
         hint = did_you_mean(name, ENVIRONMENTS, "A class of yours is named by its file: my_env.py:Class.")
         raise UnknownEnvironmentError(f"there is no environment {name!r}; there are {', '.join(ENVIRONMENTS)}. {hint}")
-    known = ENVIRONMENTS[name]
+    return _target(f"the environment {name!r}", ENVIRONMENTS[name])
+
+
+def check_tool_name(name: str) -> None:
+    """Refuse a name that no tool has.
+
+    Raises:
+        UnknownEnvironmentError: It is none.
+    """
+    if name not in TOOLS:
+        hint = did_you_mean(name, TOOLS, "A function of yours is named by its file: my_tools.py:function.")
+        raise UnknownEnvironmentError(f"there is no tool {name!r}; there is {', '.join(TOOLS)}. {hint}")
+
+
+def load_named_tool(name: str) -> Callable[..., Any]:
+    """Return the tool of a name.
+
+    Raises:
+        UnknownEnvironmentError: No tool has the name.
+        HrlError: It can't be used on this machine.
+    """
+    check_tool_name(name)
+    made: Callable[..., Any] = _target(f"the tool {name!r}", TOOLS[name])()
+    return made
+
+
+def _target(title: str, known: NamedEnvironment) -> Callable[..., Any]:
     if not isinstance(known.target, str):
         return known.target
     module, _, attribute = known.target.partition(":")
@@ -71,5 +104,5 @@ def load_named(name: str) -> Callable[..., Any]:
         target: Callable[..., Any] = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         way_out = f"pip install 'hrl[{known.extra}]'" if known.extra else "install it"
-        raise UnknownEnvironmentError(f"the environment {name!r} needs {error.name}: {way_out}") from error
+        raise UnknownEnvironmentError(f"{title} needs {error.name}: {way_out}") from error
     return target

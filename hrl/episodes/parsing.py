@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _COMPLAINING = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
 """Loggers of vLLM's parsers: they write a traceback for every call that can't be read."""
 _LONGEST_COMPLAINT = 200
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _PROBE_NAME = "hrl_probe"
 _PROBE = {_PROBE_NAME: 7}
 _NINE_ALPHANUMERICS = re.compile(r"\|\s*length\s*(!=|==)\s*9\b")
@@ -47,7 +46,7 @@ class ParsedTurn:
         content: The text without tool calls and without reasoning.
         reasoning: Its reasoning; None without a reasoning parser, or if there is none.
         tool_calls: The calls in it, in order.
-        message: The turn as the chat template takes it.
+        message: The turn as a message of the chat, as `Transcript` takes it: arguments as objects where they are.
         error: What the parser could not read, where it said so; the turn then has no calls.
     """
 
@@ -152,13 +151,16 @@ class TurnParser:
             return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
-            message[self._template.reasoning_key] = reasoning
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [
                 {
                     "type": "function",
                     "id": call.id,
-                    "function": {"name": call.name, "arguments": self._template.arguments(call)},
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.text if call.arguments is None else call.arguments,
+                    },
                 }
                 for call in calls
             ]
@@ -166,11 +168,10 @@ class TurnParser:
 
 
 class _Template:
-    """What the chat template wants of an assistant's message.
+    """What a chat template does with tool calls.
 
     Attributes:
         text: None where there is none.
-        reasoning_key: Name of the field with the reasoning.
         special: Finds special tokens in a text.
     """
 
@@ -181,8 +182,6 @@ class _Template:
         self.text: str | None = templates
         self.source = tokenizer.chat_template
         self._tokenizer = tokenizer
-        found = (key for key in _REASONING_KEYS if re.search(rf"[.'\"]{key}\b", self.text or ""))
-        self.reasoning_key = next(found, _REASONING_KEYS[0])
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special = sorted(added.union(tokenizer.all_special_tokens), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, special))) if special else None
@@ -192,24 +191,10 @@ class _Template:
         """Return the id of a call: the same in every run, and another one for each call of an episode."""
         return f"c{_digits(turn)}{_digits(number)}" if self._has_short_ids else f"call_{turn}_{number}"
 
-    def arguments(self, call: ToolCall) -> object:
-        """Return a call's arguments as the template writes them out: an object or its JSON."""
-        if call.arguments is not None and self._takes_objects:
-            return dict(call.arguments)
-        return call.text if self._takes_texts else {}
-
-    @property
+    @cached_property
     def shows_calls(self) -> bool:
-        """Whether the template writes out the field `tool_calls` at all."""
-        return self._takes_objects or self._takes_texts
-
-    @cached_property
-    def _takes_objects(self) -> bool:
-        return self._shows(_PROBE)
-
-    @cached_property
-    def _takes_texts(self) -> bool:
-        return self._shows(json.dumps(_PROBE))
+        """Whether the template writes out the field `tool_calls`, whose arguments it takes as objects or as JSON."""
+        return self._shows(_PROBE) or self._shows(json.dumps(_PROBE))
 
     def _shows(self, arguments: object) -> bool:
         """Return whether the template writes out arguments that are given like that."""

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from hrl.environments import ToolCall
+from hrl.environments import Observation, ToolCall
 from hrl.episodes.parser_choice import TEMPLATE_MARKS, ParserChoiceError, known_parsers, parser_by_template
 from hrl.episodes.parsing import TurnParser
+from hrl.episodes.tokens import Transcript
 from tests.data.conftest import make_tokenizer
 
 ADD = {
@@ -25,7 +26,8 @@ ADD = {
 CALLS = """{%% for m in messages %%}<|start|>{{ m['role'] }}
 {%%- if m.content %%}{{ m.content }}{%% endif %%}
 {%%- for call in m.tool_calls or [] %%}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ %s }}}
-{{- '</tool_call>' }}{%%- endfor %%}<|end|>{%% endfor %%}"""
+{{- '</tool_call>' }}{%%- endfor %%}<|end|>{%% endfor %%}
+{%%- if add_generation_prompt %%}<|start|>assistant{%% endif %%}"""
 OBJECTS = CALLS % "call.function.arguments | tojson"
 TEXTS = CALLS % "'' + call.function.arguments"
 BOTH = CALLS % "call.function.arguments if call.function.arguments is string else call.function.arguments | tojson"
@@ -58,6 +60,7 @@ def test_a_turn_without_tools_is_text_and_imports_no_engine():
     program = """
 import sys
 from hrl.episodes.parsing import TurnParser
+from hrl.episodes.tokens import Transcript
 from tests.data.conftest import make_tokenizer
 tokenizer = make_tokenizer()
 turn = TurnParser(tokenizer, None, None, None).parse([*tokenizer("<tool_call>{}").input_ids, tokenizer.eos_token_id])
@@ -170,13 +173,16 @@ def test_calls_are_read_in_order_with_ids_that_repeat():
 
 @with_vllm
 @pytest.mark.parametrize("template", [OBJECTS, TEXTS, BOTH], ids=["objects", "texts", "both"])
-def test_arguments_are_given_as_the_template_writes_them(template):
-    turn = parsed(call('{"a": 1}'), template)
-    shown = make_tokenizer(template).apply_chat_template([turn.message], tokenize=False)
-    assert json.loads(shown.partition("<tool_call>")[2].partition("</tool_call>")[0]) == {
-        "name": "add",
-        "arguments": {"a": 1},
-    }
+def test_a_call_and_its_answer_continue_the_row_whatever_the_template_takes(template):
+    tokenizer = make_tokenizer(template)
+    first = Observation([{"role": "user", "content": "?"}], tools=[ADD])
+    transcript = Transcript(tokenizer, [tokenizer.eos_token_id], {}, first=first)
+    before = len(transcript.context)
+    sampled = [*tokenizer(call('{"a": 1}')).input_ids, tokenizer.eos_token_id]
+    turn = TurnParser(tokenizer, "hermes", None, [ADD]).parse(sampled)
+    transcript.add_turn(sampled, [0.0] * len(sampled), 0, turn.message)
+    transcript.add_observation(Observation([{"role": "tool", "tool_call_id": turn.tool_calls[0].id, "content": "1"}]))
+    assert transcript.num_rows == 1 and transcript.context[before : before + len(sampled)] == sampled
 
 
 @with_vllm
@@ -203,7 +209,7 @@ def test_arguments_that_are_no_object_are_given_as_text(arguments):
     turn = parsed(call(arguments))
     (found,) = turn.tool_calls
     assert found.arguments is None and json.loads(found.text) == json.loads(arguments)
-    make_tokenizer(OBJECTS).apply_chat_template([turn.message], tokenize=False)
+    assert turn.message["tool_calls"][0]["function"]["arguments"] == found.text
 
 
 @with_vllm
@@ -261,13 +267,12 @@ def test_special_tokens_stay_out_of_text_and_content():
 
 
 @with_vllm
-def test_reasoning_is_apart_from_content_and_calls_under_the_template_s_name():
+def test_reasoning_is_apart_from_content_and_calls():
     template = OBJECTS + "{{ messages[0].reasoning_content }}"
     text = "<think>\nOne and one.\n</think>\n\nSo:" + call('{"a": 1}')
     turn = parsed(text, template, reasoning_parser="deepseek_r1")
     assert (turn.reasoning.strip(), turn.content.strip()) == ("One and one.", "So:")
     assert turn.message["reasoning_content"] == turn.reasoning and len(turn.tool_calls) == 1
-    assert "thinking" in parsed(text, OBJECTS + "{{ messages[0].thinking }}", reasoning_parser="deepseek_r1").message
     without = parsed("<think>\nOne.\n</think>Two.", template, tools=None)
     assert without.reasoning is None and without.content == "<think>\nOne.\n</think>Two."
 
