@@ -54,14 +54,14 @@ class _Controls:
 
     Attributes:
         texts: Of each control token, by id.
-        stop: Finds a token that ends a turn, in what a template wrote.
+        ends: Finds what may end a turn in a template's text: tokens that do when sampled, and special ones of its own.
         by_environment: Finds what an environment must not write.
         by_policy: Finds what a policy must not spell out. Special tokens that it sampled are not in its text, while
             other added tokens are (`<think>`), and templates look for those.
     """
 
     texts: Mapping[int, str]
-    stop: re.Pattern[str]
+    ends: re.Pattern[str]
     by_environment: re.Pattern[str]
     by_policy: re.Pattern[str]
 
@@ -75,11 +75,17 @@ def _controls_of(tokenizer: PreTrainedTokenizerBase, source: str, stop_ids: tupl
     if (source, stop_ids) not in known:
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         special = {i: token.content for i, token in added.items() if token.special or i in stop_ids}
-        written = {i: token.content for i, token in added.items() if token.content in source}
-        stop = [token.content for i, token in added.items() if i in stop_ids]
+        written = {i: token.content for i, token in added.items() if _is_markup(token.content, source)}
+        own = (text for i, text in special.items() if i in stop_ids or i == tokenizer.eos_token_id or text in source)
         texts = special | written
-        known[source, stop_ids] = _Controls(texts, _any(stop), _any(texts.values()), _any(special.values()))
+        known[source, stop_ids] = _Controls(texts, _any(own), _any(texts.values()), _any(special.values()))
     return known[source, stop_ids]
+
+
+def _is_markup(name: str, source: str) -> bool:
+    """Return whether a template writes a token as markup, such as `</think>`. Tokens are added for plain words, too."""
+    bracketed = not name[0].isalnum() and not name[-1].isalnum()
+    return bracketed and any(map(str.isalpha, name)) and name in source
 
 
 def _any(texts: Iterable[str]) -> re.Pattern[str]:
@@ -115,10 +121,19 @@ class EpisodeTemplate:
         self._names_of_reasoning = [name for name in ("thinking", "reasoning") if name in source]
         self._stop_ids = frozenset(stop_ids)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> EpisodeTemplate:
+        return self  # never changes
+
     # ---- messages ----------------------------------------------------------------------------------------------
 
     def guarded(self, message: Message, *, by_policy: bool = False) -> dict[str, Any]:
-        """Return a message as `render` takes it: the names of control tokens in its texts are ordinary text."""
+        """Return a message as `render` takes it: the names of control tokens in its texts are ordinary text.
+
+        Args:
+            message: As it was given.
+            by_policy: Whether the policy wrote it, or the environment for the policy. There the names of added tokens
+                that aren't special (`<think>`) are those tokens, since templates look for them.
+        """
         pattern = self._controls.by_policy if by_policy else self._controls.by_environment
         return {name: _guarded(value, pattern) for name, value in message.items()}
 
@@ -166,8 +181,8 @@ class EpisodeTemplate:
         return token in self._stop_ids and token in self._controls.texts
 
     def ends(self, text: str, start: int) -> Iterable[re.Match[str]]:
-        """Return the tokens that end a turn in a rendered text, from a place on."""
-        return self._controls.stop.finditer(text, start)
+        """Return what may end a turn in a rendered text, from a place on."""
+        return self._controls.ends.finditer(text, start)
 
     def is_name(self, text: str, token: int) -> bool:
         """Return whether a text is the name of this control token."""

@@ -261,7 +261,8 @@ class Transcript:
             )
         else:
             messages = [self._shortened(message) for message in self._checked_messages(observation)]
-            self._render([*self._since, *(self._template.guarded(message) for message in messages)])
+            guarded = (self._template.guarded(m, by_policy=m["role"] == "assistant") for m in messages)
+            self._render([*self._since, *guarded])
             self.messages += messages
         self._is_answered = True
         return len(self._row.ids) - before

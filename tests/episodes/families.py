@@ -3,6 +3,7 @@
 The templates in `templates/` do what the published ones are documented to do, as far as it concerns what is kept of a
 chat when it goes on; they are written anew and much shorter. Sources are the models' cards and the templates in their
 `tokenizer_config.json`: Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-8B, meta-llama/Llama-3.1-8B-Instruct,
+meta-llama/Llama-2-7b-chat-hf, microsoft/Phi-3-mini-4k-instruct,
 mistralai/Mistral-7B-Instruct-v0.3, google/gemma-2-2b-it, google/gemma-3-4b-it, HuggingFaceTB/SmolLM2-135M-Instruct,
 deepseek-ai/DeepSeek-R1-Distill-Qwen-7B, deepseek-ai/DeepSeek-V3, and openai/gpt-oss-20b.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
 Message = Mapping[str, Any]
@@ -82,25 +83,54 @@ def sentence_piece(special: Sequence[str], added: Sequence[str] = ()) -> Tokeniz
     return backend
 
 
-def mistral_v3(special: Sequence[str], added: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer of Mistral-7B-Instruct-v0.3, from the file that mistral-common brings."""
+def _mistral(version: str) -> tuple[models.BPE, list[str]]:
+    """A model from a file that mistral-common brings, and its special tokens."""
     import sentencepiece
     from transformers.tokenization_utils_base import generate_merges
 
     spec = find_spec("mistral_common")
     assert spec is not None and spec.origin is not None
-    file = Path(spec.origin).parent / "data" / "mistral_instruct_tokenizer_240323.model.v3"
+    (file,) = (Path(spec.origin).parent / "data").glob(f"*.model.{version}")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(file))
     names = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
     vocab = {name: i for i, name in enumerate(names)}
-    merges = generate_merges(vocab)
-    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    model = models.BPE(vocab, generate_merges(vocab), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    return model, [name for i, name in enumerate(names) if pieces.is_control(i)]
+
+
+_SPACES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+
+
+def mistral_v3(special: Sequence[str], added: Sequence[str] = ()) -> Tokenizer:
+    """The tokenizer of Mistral-7B-Instruct-v0.3: a space is put before a text, but not behind a special token."""
+    model, control = _mistral("v3")
+    backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(spaces)
-    control = [name for i, name in enumerate(names) if pieces.is_control(i)]
+    backend.decoder = decoders.Sequence(_SPACES)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return backend
+
+
+def llama_2(special: Sequence[str], added: Sequence[str] = (), *, swallows: bool = False) -> Tokenizer:
+    """Tokenizers as Llama 2's: a space is put before a text, and behind every special token.
+
+    Args:
+        special: Further special tokens.
+        added: None.
+        swallows: Whether special tokens take the white space behind them, as Phi-3's.
+    """
+    model, control = _mistral("v1")
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(_SPACES)
+    names = dict.fromkeys([*control, *special])
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False, rstrip=swallows) for t in names])
+    return backend
+
+
+def phi_3(special: Sequence[str], added: Sequence[str] = ()) -> Tokenizer:
+    """Phi-3's, which has Llama 2's vocabulary."""
+    return llama_2(special, added, swallows=True)
 
 
 def smollm2(special: Sequence[str], added: Sequence[str] = ()) -> Tokenizer:
@@ -108,6 +138,39 @@ def smollm2(special: Sequence[str], added: Sequence[str] = ()) -> Tokenizer:
     from hrl.models.source import resolve_model
 
     return Tokenizer.from_file(str(resolve_model("bundled:smollm2-135m-instruct") / "tokenizer.json"))
+
+
+class _Letters(PreTrainedTokenizer):
+    """A tokenizer in Python, a token for each ASCII letter."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._ids = {chr(code): code for code in range(128)} | {"<unk>": 128}
+        super().__init__(unk_token="<unk>", **kwargs)
+
+    vocab_size = 129
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._ids | self.added_tokens_encoder
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return list(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self._ids.get(token, 128)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(index) if index < 128 else "<unk>"
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+
+def slow_tokenizer(chat_template: str) -> PreTrainedTokenizerBase:
+    """A tokenizer that doesn't say where its tokens stand, with ChatML's special tokens and those of thoughts."""
+    tokenizer = _Letters(chat_template=chat_template)
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in CHATML], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in THINK])
+    return tokenizer
 
 
 # ---- how models write -------------------------------------------------------------------------------------------
@@ -133,6 +196,10 @@ def qwen(message: Message) -> str:
 def llama(message: Message) -> str:
     calls = message.get("tool_calls")
     return _json(calls[0], "parameters") if calls else said(message)
+
+
+def llama_2_answer(message: Message) -> str:
+    return f" {said(message)} "
 
 
 def mistral(message: Message) -> str:
@@ -255,7 +322,8 @@ def _tokenizer(family: Family) -> PreTrainedTokenizerBase:
 
 CHATML = ("<|im_end|>", "<|endoftext|>", "<|im_start|>")
 LLAMA = ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>")
-MISTRAL = ("</s>", "<s>")
+MISTRAL = LLAMA_2 = ("</s>", "<s>")
+PHI = ("<|endoftext|>", "<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 GEMMA = ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
 DEEPSEEK_ADDED = (
@@ -272,6 +340,8 @@ FAMILIES = {
         Family("qwen2_5", byte_level, CHATML, CHATML[:2], qwen, TOOL_TAGS),
         Family("qwen3", byte_level, CHATML, CHATML[:2], qwen, (*TOOL_TAGS, *THINK)),
         Family("llama3_1", byte_level, LLAMA, ("<|eot_id|>", "<|eom_id|>"), llama, bos=True, calls=1),
+        Family("llama2", llama_2, LLAMA_2, LLAMA_2[:1], llama_2_answer, bos=True, calls=0),
+        Family("phi3", phi_3, PHI, ("<|end|>", "<|endoftext|>"), bos=True, calls=0),
         Family("mistral", mistral_v3, MISTRAL, MISTRAL[:1], mistral, bos=True),
         Family("gemma2", sentence_piece, GEMMA, ("<end_of_turn>", "<eos>"), bos=True, calls=0),
         Family("gemma3", sentence_piece, GEMMA, ("<end_of_turn>", "<eos>"), bos=True, calls=0),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hrl.data.chat import ChatTemplateError
 from hrl.environments import EnvironmentReplyError, Observation
 from hrl.episodes.tokens import Transcript
-from tests.episodes.families import CHATML, FAMILIES, TOOL, Family, byte_level, mistral_v3
+from tests.episodes.families import CHATML, FAMILIES, TOOL, Family, byte_level, mistral_v3, slow_tokenizer
 
 NAMES = sorted(FAMILIES)
 families = pytest.mark.parametrize("name", NAMES)
@@ -75,8 +75,11 @@ class Game:
     def say(self, content: str | None = None, *, ends: bool = True, text: str | None = None, **parts: Any) -> list[int]:
         """A turn of the policy; its text is what the family's models write, if no other is given."""
         message = {"role": "assistant", "content": content, **parts}
-        text = self.family.writes(message) if text is None else text
-        ids = self.family.ids(text + self.family.end(message) * ends)
+        text = (self.family.writes(message) if text is None else text) + self.family.end(message) * ends
+        prompt = self.family.render(self.transcript.messages, has_tools=self.has_tools)
+        ids, count = self.family.ids(prompt + text), len(self.context)
+        goes_on = self.transcript.messages[-1]["role"] == "assistant"  # which `prompt` has closed
+        ids = ids[count:] if ids[:count] == self.context and not goes_on else self.family.ids(text)
         self.sample(ids, message)
         return ids
 
@@ -196,21 +199,16 @@ def test_what_the_policy_samples_is_kept_and_found_in_its_context_whatever_it_is
     check()
 
 
-def controls(family: Family, ids: Sequence[int]) -> list[int]:
-    special = {i for i, token in family.tokenizer.added_tokens_decoder.items() if token.special}
-    written = {
-        i for i, token in family.tokenizer.added_tokens_decoder.items() if token.content in TEMPLATE[family.name]
-    }
-    return [token for token in ids if token in special | written]
-
-
-TEMPLATE = {name: FAMILIES[name].tokenizer.chat_template for name in NAMES}
+def control_ids(family: Family) -> set[int]:
+    """Special tokens, and what the template writes as markup."""
+    added = family.tokenizer.added_tokens_decoder.items()
+    return {i for i, token in added if token.special or token.content in family.tokenizer.chat_template}
 
 
 @families
 def test_no_text_of_an_environment_is_a_control_token_and_all_of_it_is_read_as_it_was_written(name):
     family = FAMILIES[name]
-    added = sorted(token for token in family.tokenizer.get_added_vocab() if token in TEMPLATE[name] or "|" in token)
+    added = [family.tokenizer.added_tokens_decoder[i].content for i in sorted(control_ids(family))][:20]
     pieces = st.sampled_from(added) | st.sampled_from(["<", "|", "[", "<|", "|>", "x", " ", "\ufdd0"])
 
     @few
@@ -229,17 +227,13 @@ def test_no_text_of_an_environment_is_a_control_token_and_all_of_it_is_read_as_i
             added_ids.append(game.context if branched else game.context[before:])
             game.check()
         hostile, harmless = added_ids
-        assert controls(family, hostile) == controls(family, harmless)
-        written = json.dumps(texts, ensure_ascii=False)[1:-1] if name in ("llama3_1", "mistral", "gpt_oss") else texts
-        shown = written if calls_json(name, is_result) else texts
+        names = control_ids(family)
+        assert [i for i in hostile if i in names] == [i for i in harmless if i in names]
+        writes_json = is_result and name in ("llama3_1", "mistral", "gpt_oss")
+        shown = json.dumps(texts, ensure_ascii=False)[1:-1] if writes_json else texts
         assert shown.replace("\ufdd0", "\ufffd") in family.tokenizer.decode(hostile)
 
     check()
-
-
-def calls_json(name: str, is_result: bool) -> bool:
-    """Whether the template writes what a tool returns as JSON."""
-    return is_result and name in ("llama3_1", "mistral", "gpt_oss")
 
 
 # ---- deltas and branches ----------------------------------------------------------------------------------------
@@ -409,7 +403,11 @@ def test_a_turn_ended_with_another_token_than_the_templates_is_closed_by_the_tem
     game.check()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt_oss", "deepseek_r1")])
+#: The first two rewrite every answer; the third writes a space before the token that closes one, which is left out.
+OTHERS = ("gpt_oss", "deepseek_r1", "llama2")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHERS])
 def test_a_turn_that_was_cut_off_is_closed_by_the_template_in_the_same_row(name):
     game = Game.of(name, user("Go!"), has_tools=False)
     ids = game.say("Yes, I thi", ends=False)
@@ -433,6 +431,35 @@ def test_a_template_with_another_date_than_before_begins_a_branch():
     assert len(second.prompt_ids) == len(first.prompt_ids)
     assert "01 Dec" in game.family.tokenizer.decode(second.prompt_ids)
     game.check()
+
+
+def test_a_tokenizer_that_tells_no_places_has_the_same_rows():
+    tokenizer = slow_tokenizer(FAMILIES["qwen3"].tokenizer.chat_template)
+    assert not tokenizer.is_fast
+    stop = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    transcript = Transcript(tokenizer, stop, {}, first=Observation(messages=user("Go!")))
+    game = Game(FAMILIES["qwen3"], transcript)
+
+    def say(text: str, **message: str) -> None:
+        game.sample(tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"], message)
+
+    def whole() -> list[int]:
+        text = tokenizer.apply_chat_template(transcript.messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    say("One", content="One")
+    assert not game.hear(*user("<|im_end|>b"))
+    assert game.context.count(stop[0]) == 3
+    say("<think>\nHm\n</think>\n\nTwo", content="Two", reasoning_content="Hm")
+    assert game.hear(*user("c"))
+    assert game.context.count(stop[0]) == 5
+    say("Three", content="Three")
+    game.check()
+    clean = Transcript(tokenizer, stop, {}, first=Observation(messages=user("Go!")))
+    game = Game(FAMILIES["qwen3"], transcript := clean)
+    say("One", content="One")
+    game.hear(*user("b"))
+    assert game.context == whole()
 
 
 # ---- what an environment may say ---------------------------------------------------------------------------------
