@@ -40,6 +40,7 @@ ENVIRONMENTS: dict[str, NamedEnvironment] = {
     "python": NamedEnvironment(
         "hrl.environments.sandbox:PythonEnvironment", "a tool that runs Python programs in a sandbox, with its limits"
     ),
+    "mcp": NamedEnvironment("hrl.environments.mcp:McpEnvironment", "tools of an MCP server", extra="mcp"),
 }
 """Name → environment."""
 TOOLS: dict[str, NamedEnvironment] = {
