@@ -22,7 +22,7 @@ class Counts:
 
     Attributes:
         tokens: Trained tokens.
-        sequences: Rows with at least one trained token.
+        sequences: Rows with at least one trained token; an episode of several rows is one.
         groups: Distinct groups among those rows.
     """
 
@@ -89,7 +89,12 @@ are the numbers of tokens and sequences of the whole mini-batch over all ranks."
 
 
 def aggregate(
-    loss_mat: Tensor, mask: Tensor, mode: str, counts: Counts | None = None, norm: float | None = None
+    loss_mat: Tensor,
+    mask: Tensor,
+    mode: str,
+    counts: Counts | None = None,
+    norm: float | None = None,
+    row_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return this piece's share of the mini-batch's loss.
 
@@ -99,6 +104,8 @@ def aggregate(
         mode: A key of `AGGREGATION_MODES`.
         counts: Counts of the whole mini-batch over all ranks; None when this is the whole mini-batch.
         norm: The constant divisor of `seq-mean-token-sum-norm` (Dr.GRPO, arXiv:2503.20783).
+        row_tokens: `(B,)`, the trained tokens of each row's episode, where an episode has several rows: the sequence
+            whose tokens `seq-mean-token-mean` takes the mean of is the episode. None counts those of the row.
 
     Returns:
         A scalar. Over a mini-batch without trained tokens it is 0.
@@ -109,5 +116,5 @@ def aggregate(
     aggregation = AGGREGATION_MODES.find(mode)
     check_shapes(mask, loss_mat=loss_mat)
     row_sums = keep(loss_mat, mask).sum(dim=-1)
-    row_tokens = mask.bool().sum(dim=-1).to(loss_mat.dtype)
+    row_tokens = (mask.bool().sum(dim=-1) if row_tokens is None else row_tokens).to(loss_mat.dtype)
     return aggregation(row_sums, row_tokens, counts or Counts.of(mask), norm)

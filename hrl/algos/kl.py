@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hrl.algos.masked import check_shapes, keep, rows_with_tokens
+from hrl.algos.masked import check_shapes, keep
 from hrl.algos.registry import KL_NAMES, Registry, Traits
 
 MAX_EXPONENT = 20.0
@@ -100,7 +100,13 @@ def check_kl_loss_type(kind: str) -> None:
 
 
 def penalise_rewards(
-    scores: Tensor, logprob: Tensor, ref_logprob: Tensor, mask: Tensor, coefficient: float, kind: str
+    scores: Tensor,
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    mask: Tensor,
+    coefficient: float,
+    kind: str,
+    episode_ids: Tensor | None = None,
 ) -> tuple[Tensor, float]:
     """Subtract a KL penalty from the reward of every trained token.
 
@@ -111,6 +117,7 @@ def penalise_rewards(
         mask: Response mask `(B, R)`.
         coefficient: Weight of the penalty.
         kind: Estimator, as in `kl_penalty`.
+        episode_ids: `(B,)` int64 codes from 0 up of the episode that each row is a branch of; None makes every row one.
 
     Returns:
         Token-level rewards `(B, R)`, 0 outside the mask, and the mean over sequences of their mean KL per token, which
@@ -118,11 +125,13 @@ def penalise_rewards(
     """
     check_shapes(mask, scores=scores, logprob=logprob, ref_logprob=ref_logprob)
     penalty = keep(kl_penalty(logprob, ref_logprob, kind).detach(), mask)
-    rows = rows_with_tokens(mask)
-    if not rows.any():
+    totals, tokens = penalty.double().sum(dim=-1), mask.bool().sum(dim=-1)
+    if episode_ids is not None:
+        totals, tokens = (torch.bincount(episode_ids, weights=column) for column in (totals, tokens))
+    counted = tokens > 0
+    if not counted.any():
         return torch.zeros_like(scores), 0.0
-    mean_per_row = penalty.double().sum(dim=-1)[rows] / mask.bool().sum(dim=-1)[rows]
-    return keep(scores - coefficient * penalty, mask), float(mean_per_row.mean())
+    return keep(scores - coefficient * penalty, mask), float((totals[counted] / tokens[counted]).mean())
 
 
 class FixedKLController:

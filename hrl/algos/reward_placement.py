@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hrl.algos.masked import keep
+
 TurnRewards = Sequence[float | None]
 
 
@@ -41,6 +43,27 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     placed = scores.new_zeros(response_mask.shape)
     placed[rows, last[rows] - 1] = scores[rows]
     return placed
+
+
+def move_scores(token_scores: Tensor, kept: Tensor) -> Tensor:
+    """Move scores off the tokens that are no longer trained on: to the last kept token before them.
+
+    Without one before it a score goes to the first kept token behind it.
+
+    Args:
+        token_scores: `(B, R)`.
+        kept: `(B, R)`, 1 on tokens that may have a score.
+
+    Returns:
+        `(B, R)`, 0 outside of `kept`. A row that keeps no token keeps no score.
+    """
+    if not kept.numel():
+        return token_scores
+    columns = torch.arange(kept.shape[1], device=kept.device)
+    before = torch.where(kept.bool(), columns, -1).cummax(dim=-1).values
+    behind = kept.bool().view(torch.uint8).argmax(dim=-1, keepdim=True)
+    moved = torch.zeros_like(token_scores)
+    return keep(moved.scatter_add_(1, torch.where(before < 0, behind, before), token_scores), kept)
 
 
 @dataclass(frozen=True)

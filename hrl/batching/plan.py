@@ -14,7 +14,7 @@ class MiniBatchPlan:
             collective is left alone; `()` is an empty one, which takes part in collectives and weighs nothing. A
             mini-batch whose rows were all left out has no micro-batch at all and is still one optimizer step.
         num_tokens: Trained tokens of the whole mini-batch over all ranks, rows that were left out included.
-        num_sequences: Rows with at least one trained token, counted likewise.
+        num_sequences: Rows with at least one trained token, counted likewise; an episode of several rows is one.
         num_groups: Groups with at least one such row, counted likewise.
     """
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from hrl.algos.numbering import number_groups
 from hrl.batching.balance import balance, longest_first, pack
+from hrl.batching.episodes import episode_numbers
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.batching.trie import Trie
 
@@ -69,6 +70,7 @@ class RowLengths:
         share_prefix: The rows of a group that run together compute once what they have in common at their beginning.
         shared: (B,) tokens that a row has in common with the one before it, as `Trie` has them. None where a group's
             rows have their prompt in common and no more is looked for.
+        episode: (B,) number of the episode that a row is a branch of; None where every row is one.
     """
 
     index: np.ndarray
@@ -78,6 +80,7 @@ class RowLengths:
     group: np.ndarray
     share_prefix: bool
     shared: np.ndarray | None = None
+    episode: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -88,6 +91,7 @@ class RowLengths:
         group_ids: Sequence[Hashable] | np.ndarray | None,
         share_prefix: bool,
         trie: Trie | None = None,
+        episode_ids: np.ndarray | None = None,
     ) -> RowLengths:
         """Check the lengths and sort the rows by group.
 
@@ -99,6 +103,7 @@ class RowLengths:
             share_prefix: The rows of a group that share a micro-batch count (and compute) their prompt once.
             trie: What the rows of each group have in common instead; it is read where `share_prefix` is set. Without
                 it, rows of a group whose prompts are of one length have one prompt.
+            episode_ids: (B,) codes of the episode of every row, all of one group; None makes every row an episode.
 
         Raises:
             ValueError: The lengths are not (B,) counts, or a response has more trained tokens than tokens.
@@ -117,7 +122,8 @@ class RowLengths:
             index = np.lexsort((prompt, group))
             is_like_before = (np.diff(group[index]) == 0) & (np.diff(prompt[index]) == 0)
             shared = np.append(False, is_like_before) * prompt[index]
-        return cls(index, prompt[index], response[index], trained[index], group[index], share_prefix, shared)
+        episode = None if episode_ids is None else episode_ids[index]
+        return cls(index, prompt[index], response[index], trained[index], group[index], share_prefix, shared, episode)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -181,6 +187,10 @@ class RowLengths:
     def runs(self, positions: np.ndarray) -> list[np.ndarray]:
         """Cut ascending positions where the group changes."""
         return np.split(positions, np.flatnonzero(np.diff(self.group[positions])) + 1) if len(positions) else []
+
+    def num_samples(self, positions: np.ndarray) -> int:
+        """Return how many responses these rows are, where an episode of several rows is one."""
+        return len(positions if self.episode is None else np.unique(self.episode[positions]))
 
 
 def _cost(tokens: np.ndarray) -> np.ndarray:
@@ -261,7 +271,10 @@ class Planner:
         skip: np.ndarray | None = None,
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
-        """Plan `epochs` passes over mini-batches of `mini_batch_rows` rows; rows in `skip` count and are not run."""
+        """Plan `epochs` passes over mini-batches of `mini_batch_rows` rows; rows in `skip` count and are not run.
+
+        An episode counts as one row, however many it has.
+        """
         return plan_update(
             self._rows(batch),
             world_size,
@@ -289,7 +302,8 @@ class Planner:
         groups = batch.non_tensor_batch["uid"] if grouped else None
         trie = self._trie(batch) if grouped and self.share_prefix and _has_turns(batch) else None
         trained = batch.batch["response_mask"].sum(-1)
-        return RowLengths.of(*lengths_of(batch), trained, groups, self.share_prefix, trie)
+        episodes = episode_numbers(batch) if grouped else None
+        return RowLengths.of(*lengths_of(batch), trained, groups, self.share_prefix, trie, episodes)
 
     def _trie(self, batch: DataProto) -> Trie:
         """Return what the rows of the groups have in common, read once for all stages of a step."""
@@ -374,13 +388,14 @@ def plan_update(
 
     Mini-batches are consecutive rows, those of a group brought together; where a cut would part a group it moves to
     the nearest end of a group. An epoch has ceil(B / mini_batch_rows) of them, or one per group if that is fewer. Each
-    is balanced over the ranks by itself, since each is one synchronous step.
+    is balanced over the ranks by itself, since each is one synchronous step. An episode counts as one row here, however
+    many it has: their number is the chat template's doing and must not change the number of optimizer steps.
 
     Args:
         rows: All rows of the batch.
         world_size: Number of ranks.
         limits: Of a rank's micro-batch.
-        mini_batch_rows: Rows per optimizer step, over all ranks.
+        mini_batch_rows: Rows per optimizer step, over all ranks; of an episode of several rows only one counts.
         epochs: Passes over the batch.
         skip: (B,) rows that can't move a weight. They count in the divisors and are neither sent nor run.
         shuffle_seed: Shuffle the groups before cutting, anew in each epoch; None keeps their order.
@@ -431,7 +446,7 @@ def _plan_step(
     return _Step(
         ranks=_cut_micro_batches(rows, run, world_size, limits),
         num_tokens=int(trained[positions].sum()),
-        num_sequences=len(with_tokens),
+        num_sequences=rows.num_samples(with_tokens),
         num_groups=int(np.count_nonzero(np.bincount(rows.group[with_tokens]))),
     )
 
@@ -447,8 +462,8 @@ def _mini_batches(rows: RowLengths, mini_batch_rows: int, order: np.random.Gener
         return []
     if order is not None:
         groups = [groups[g] for g in order.permutation(len(groups))]
-    ends = np.cumsum([len(group) for group in groups])
-    number = min(-(-len(rows) // mini_batch_rows), len(groups))
+    ends = np.cumsum([rows.num_samples(group) for group in groups])
+    number = min(-(-int(ends[-1]) // mini_batch_rows), len(groups))
     cut = np.arange(1, number)
     wanted = cut * mini_batch_rows
     after = np.searchsorted(ends, wanted)
@@ -456,7 +471,7 @@ def _mini_batches(rows: RowLengths, mini_batch_rows: int, order: np.random.Gener
     # Between two cuts, and after the last, stands at least one group.
     groups_before = np.maximum.accumulate(np.maximum(groups_before, 1) - cut) + cut
     groups_before = np.minimum(groups_before, len(groups) - number + cut)
-    return np.split(np.concatenate(groups), ends[groups_before - 1])
+    return np.split(np.concatenate(groups), np.cumsum([len(group) for group in groups])[groups_before - 1])
 
 
 def _assemble(rows: RowLengths, steps: list[_Step], world_size: int, repeats: int) -> BatchPlan:

@@ -115,7 +115,12 @@ def _policy_loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) ->
     config, mask, meter = request.loss, piece.mask, piece.meter
     log_prob = piece.result()
     columns = piece.tokens(*request.token_columns)
-    share = partial(piece.aggregate, mode=config.loss_agg_mode, norm=config.loss_scale_factor or piece.width)
+    share = partial(
+        piece.aggregate,
+        mode=config.loss_agg_mode,
+        norm=config.loss_scale_factor or piece.width,
+        has_branches=request.has_branches,
+    )
 
     if request.measures_mismatch and not piece.moved:
         measure_mismatch(meter, log_prob, columns["rollout_log_probs"], mask, piece.packed.of_tokens)

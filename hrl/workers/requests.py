@@ -158,9 +158,17 @@ class Update(Request[P]):
 
     Attributes:
         step: Of the run, for messages and for the names of batches that are kept.
+        has_branches: Episodes of the batch have several rows, and `episode_tokens (B,)` has the trained tokens of each
+            row's episode, by which a loss takes the mean of sequences.
     """
 
     step: int
+    has_branches: bool = False
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of the columns that the ranks read."""
+        return ROW_COLUMNS | {"episode_tokens"} if self.has_branches else ROW_COLUMNS
 
 
 class OldLogProbs(StrEnum):
@@ -224,7 +232,7 @@ class PolicyUpdate(Update[P]):
     @property
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
-        return ROW_COLUMNS | set(self.token_columns)
+        return super().columns | set(self.token_columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +250,7 @@ class ValueUpdate(Update[P]):
     @property
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
-        return ROW_COLUMNS | {"values", "returns"}
+        return super().columns | {"values", "returns"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,8 @@ def _value_loss(request: ValueUpdate[RankPlan], piece: ForwardedMicroBatch) -> T
     loss_mat, metrics = value_loss(
         piece.result(), columns["values"], columns["returns"], piece.mask, clip, name=request.loss_name
     )
-    loss = piece.aggregate(loss_mat, request.loss.loss_agg_mode, norm=piece.width)
+    mode = request.loss.loss_agg_mode
+    loss = piece.aggregate(loss_mat, mode, norm=piece.width, has_branches=request.has_branches)
     piece.meter.add_share("critic/vf_loss", loss)
     piece.meter.add_all(metrics)
     return loss

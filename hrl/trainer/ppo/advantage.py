@@ -9,11 +9,13 @@ import math
 from collections.abc import Collection
 
 import numpy as np
+import torch
 
 from hrl.algos.advantages import AdvantageConfig, AdvantageInput, compute_advantages
 from hrl.algos.groups import group_codes
 from hrl.algos.kl import KLController, penalise_rewards
 from hrl.algos.registry import EstimatorTraits, estimator_traits
+from hrl.batching.episodes import episode_numbers
 from hrl.config.algorithm import AlgorithmConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.protocol import DataProto
@@ -35,9 +37,10 @@ def apply_kl_penalty(
 
     Returns:
         `data` with `token_level_rewards (B, R)`, and the metrics `actor/reward_kl_penalty` (mean over sequences
-        of their mean KL per token) and `actor/reward_kl_penalty_coeff` (the beta that was applied).
+        of their mean KL per token, an episode of several rows being one) and `actor/reward_kl_penalty_coeff` (the
+        beta that was applied).
     """
-    columns, beta = data.batch, kl_ctrl.value
+    columns, beta, episodes = data.batch, kl_ctrl.value, episode_numbers(data)
     columns["token_level_rewards"], current_kl = penalise_rewards(
         columns["token_level_scores"],
         columns["old_log_probs"],
@@ -45,9 +48,10 @@ def apply_kl_penalty(
         columns["response_mask"],
         beta,
         kl_penalty,
+        None if episodes is None else torch.from_numpy(episodes),
     )
     if math.isfinite(current_kl):  # if not, neither are the rewards, and beta stays
-        kl_ctrl.update(current_kl=current_kl, n_steps=len(data))
+        kl_ctrl.update(current_kl=current_kl, n_steps=len(data) if episodes is None else int(episodes.max()) + 1)
     return data, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
 
 
@@ -66,7 +70,8 @@ def compute_advantage(
 
     Args:
         data: `token_level_rewards`, `response_mask` (B, R), the columns that the estimator gets, and the non-tensor
-            `uid` that says which rows are samples of one prompt.
+            `uid` that says which rows are samples of one prompt. Of episodes also `turn_index (B, R)`, the non-tensors
+            `sample_index` and `branch`, and `bootstrap_values (B,)` where those that were cut off end in a value.
         adv_estimator: A name in `hrl.algos.advantages.ADVANTAGE_ESTIMATORS`.
         gamma: Discount per token.
         lam: Lambda of GAE.
@@ -87,6 +92,7 @@ def compute_advantage(
         raise ValueError(
             f"the advantage estimator {adv_estimator!r} reads {missing}, and the batch has no such columns"
         )
+    episodes = episode_numbers(data)
     settings = AdvantageConfig(gamma, lam, norm_adv_by_std_in_grpo) if config is None else config
     part_names = settings.gdpo_reward_keys if traits.needs_parts else ()
     inputs = AdvantageInput(
@@ -94,6 +100,9 @@ def compute_advantage(
         response_mask=batch["response_mask"],
         group_ids=group_codes(data.non_tensor_batch["uid"]),
         reward_parts=reward_columns(data, part_names, "algorithm.gdpo_reward_keys") if part_names else None,
+        turn_index=batch.get("turn_index", None),
+        episode_ids=None if episodes is None else torch.from_numpy(episodes),
+        bootstrap_values=batch.get("bootstrap_values", None),
         **{name: batch[name] for name in given},
     )
     batch["advantages"], batch["returns"] = compute_advantages(adv_estimator, inputs, settings)

@@ -11,6 +11,7 @@ from hrl.config.algorithm import FilterGroupsConfig
 from hrl.errors import HrlError
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.reward_parts import reward_values
+from hrl.trainer.ppo.samples import counted_samples
 
 
 class DynamicSamplingError(HrlError, RuntimeError):
@@ -60,7 +61,7 @@ class GroupFilter:
         self.num_batches += 1
         values = reward_values(batch, self._settings.metric, "algorithm.filter_groups.metric")
         groups = group_codes(batch.non_tensor_batch["uid"])
-        counted = batch.batch["response_mask"].bool().any(-1)
+        counted = counted_samples(batch)
         keep = filter_groups(self.rule, values, groups, counted)
         for group in groups[~keep].unique().tolist():
             of_group = values[(groups == group) & counted]

@@ -15,6 +15,7 @@ from hrl.batching.planner import lengths_of
 from hrl.metrics import validation_of
 from hrl.protocol import DataProto
 from hrl.reward.parts import numeric_parts
+from hrl.trainer.ppo.samples import counted_samples, sample_sums
 
 
 def _spread(values: torch.Tensor, mean: str, largest: str, smallest: str) -> dict[str, float]:
@@ -56,7 +57,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advan
 
     Rows without a trained token (an empty response, or one that the reward function left out) are not part of the score
     and reward statistics; empty ones are counted in `response/aborted_ratio`. Token statistics run over trained tokens
-    (`response_mask`) only.
+    (`response_mask`) only. An episode of several rows is one sample; lengths are those of rows, with what an
+    environment said.
 
     Args:
         batch: The step's samples; `plain_scores (B,)` are their scores, or else the sums of `token_level_scores`.
@@ -69,10 +71,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advan
     """
     columns = batch.batch
     trained = columns["response_mask"].bool()
-    counted = trained.any(-1)
+    counted = counted_samples(batch)
     metrics = _length_metrics(batch)
 
-    trained_on = columns["token_level_scores"].sum(-1)
+    trained_on = sample_sums(batch, columns["token_level_scores"].sum(-1))
     scores = columns.get("plain_scores", trained_on)
     metrics |= _spread(scores[counted], "critic/score/mean", "critic/score/max", "critic/score/min")
     if counted.any():
@@ -84,7 +86,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advan
         groups = group_codes(batch.non_tensor_batch["uid"])
         metrics["rollout/zero_variance_groups"] = count_groups_without_spread(trained_on, groups, counted)
     if has_advantages:
-        rewards = columns["token_level_rewards"].sum(-1)[counted]
+        rewards = sample_sums(batch, columns["token_level_rewards"].sum(-1))[counted]
         metrics |= _spread(rewards, "critic/rewards/mean", "critic/rewards/max", "critic/rewards/min")
         advantages, returns = columns["advantages"][trained], columns["returns"][trained]
         metrics |= _spread(advantages, "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min")

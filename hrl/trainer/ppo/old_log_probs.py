@@ -53,7 +53,13 @@ def old_log_probs_of(config: PPOTrainerConfig, *, bypasses: bool) -> OldLogProbs
 
 
 def policy_update(
-    config: PPOTrainerConfig, plan: BatchPlan, *, step: int, temperature: float, bypasses: bool
+    config: PPOTrainerConfig,
+    plan: BatchPlan,
+    *,
+    step: int,
+    temperature: float,
+    bypasses: bool,
+    has_branches: bool = False,
 ) -> PolicyUpdate[BatchPlan]:
     """Return the request of a step's update.
 
@@ -63,6 +69,7 @@ def policy_update(
         step: Of the run.
         temperature: That the batch was sampled at.
         bypasses: The sampler's log-probs are this step's old ones, as in bypass mode unless they drifted too far.
+        has_branches: Episodes of the batch have several rows.
 
     Raises:
         ValueError: The KL term's estimator is unknown, or has no gradient in a loss.
@@ -73,6 +80,7 @@ def policy_update(
     return PolicyUpdate(
         plan=plan,
         step=step,
+        has_branches=has_branches,
         temperature=temperature,
         loss=actor,
         old_log_probs=old_log_probs_of(config, bypasses=bypasses),

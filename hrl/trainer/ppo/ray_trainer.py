@@ -58,6 +58,7 @@ from hrl.trainer.ppo.sampler_mismatch import (
     spot_check,
     with_sample_sizes,
 )
+from hrl.trainer.ppo.samples import count_episode_tokens
 from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
 from hrl.workers.requests import (
     LogProbRequest,
@@ -501,7 +502,8 @@ class RayPPOTrainer(TrainingLoop):
             epochs=settings.ppo_epochs,
             shuffle_seed=self._shuffle_seed(),
         )
-        request = ValueUpdate(plan=plan, step=self.global_steps, loss=settings)
+        has_branches = count_episode_tokens(batch)
+        request = ValueUpdate(plan=plan, step=self.global_steps, has_branches=has_branches, loss=settings)
         metrics.observe(*self.workers.critic.update_critic(batch, request))
 
     def compare_with_sampler(self, batch: DataProto, compared: Collection[int], metrics: StepMetrics) -> None:
@@ -562,6 +564,7 @@ class RayPPOTrainer(TrainingLoop):
             step=self.global_steps,
             temperature=temperature_of(batch.meta_info),
             bypasses=self.bypasses,
+            has_branches=count_episode_tokens(batch),
         )
         metrics.observe(*self.workers.actor.update_actor(batch, request))
 

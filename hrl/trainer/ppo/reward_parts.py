@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hrl.errors import HrlError
 from hrl.protocol import DataProto
+from hrl.trainer.ppo.samples import sample_sums
 
 WHOLE_SCORE = ("reward", "seq_reward")
 """Names of what is trained on: the weighted sum of all that judges a response."""
@@ -21,7 +22,7 @@ class RewardPartError(HrlError, ValueError):
 
 
 def reward_values(batch: DataProto, name: str, key: str) -> Tensor:
-    """Return the whole reward of every sample, or one part of it, float64 (B,).
+    """Return the whole reward of every row's sample, or one part of it, float64 (B,).
 
     Args:
         batch: `token_level_scores`, `plain_scores`, `response_mask`; non-tensor `reward_parts`, `uid` and
@@ -37,7 +38,7 @@ def reward_values(batch: DataProto, name: str, key: str) -> Tensor:
         RewardPartError: The reward of a sample has no such part, or it is no number; names the sample.
     """
     if name in WHOLE_SCORE:
-        return batch.batch["token_level_scores"].sum(-1).double()
+        return sample_sums(batch, batch.batch["token_level_scores"].sum(-1).double())
     if name == OWN_SCORE:
         return batch.batch["plain_scores"].double()
     columns = batch.non_tensor_batch

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hrl.algos.reward_placement import place_scores
+from hrl.algos.episodes import FoldedEpisodes
+from hrl.algos.reward_placement import move_scores
 from hrl.algos.rollout_correction import correct, effective_share
+from hrl.batching.episodes import episode_numbers
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.metrics import Meter, Metric
 from hrl.protocol import DataProto
@@ -63,7 +65,7 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
     """Weigh and reject by the ratio of trainer to sampler, once over the whole batch.
 
     What is rejected leaves `response_mask`: it trains nothing, and a sequence that leaves whole has no part in its
-    group. A score that stood on a rejected token moves to the last one that is left.
+    group. A score that stood on a rejected token moves to the last one before it that is left, in the same episode.
 
     Args:
         batch: `old_log_probs` as the trainer computed them, `rollout_log_probs`, `response_mask` and
@@ -79,9 +81,19 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
     if weights is not None:
         columns["rollout_is_weights"] = weights
     if not torch.equal(kept, mask):
-        columns["token_level_scores"] = place_scores(columns["token_level_scores"].sum(-1), kept)
+        columns["token_level_scores"] = _moved_scores(batch, kept)
         columns["response_mask"] = kept
     return batch, {name: Metric.mean(*pair) for name, pair in metrics.items()}
+
+
+def _moved_scores(batch: DataProto, kept: Tensor) -> Tensor:
+    columns, episodes = batch.batch, episode_numbers(batch)
+    scores = columns["token_level_scores"]
+    if episodes is None:
+        return move_scores(scores, kept)
+    turns = columns.get("turn_index", None)
+    fold = FoldedEpisodes.of(columns["response_mask"], torch.from_numpy(episodes), turns)
+    return fold.unfold(move_scores(fold.tokens(scores), fold.tokens(kept)))
 
 
 def with_sample_sizes(metrics: dict[str, float]) -> None:

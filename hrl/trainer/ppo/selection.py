@@ -7,11 +7,14 @@ import hashlib
 import numpy as np
 import torch
 
+from hrl.algos.episodes import episode_sums
 from hrl.algos.policy_filtration import draw_rows
 from hrl.algos.token_selection import select_tokens
+from hrl.batching.episodes import episode_numbers
 from hrl.config.actor import ActorConfig
 from hrl.config.algorithm import PfPpoConfig
 from hrl.protocol import DataProto
+from hrl.trainer.ppo.samples import sample_sums
 
 
 def step_generator(seed: int, step: int, purpose: str) -> torch.Generator:
@@ -32,14 +35,25 @@ def draw_by_score(
 
     Returns:
         As many rows, each with a `uid` of its own, since groups have no use any more and mini-batches are cut by rows;
-        and `pf_ppo/distinct_rows`, the share of the rows that were drawn at all.
+        and `pf_ppo/distinct_rows`, the share of the rows that were drawn at all. An episode of several rows is drawn as
+        one, with all of them.
     """
-    scores = batch.batch["token_level_scores"].sum(-1)
+    scores = sample_sums(batch, batch.batch["token_level_scores"].sum(-1))
     counted = batch.batch["response_mask"].bool().any(-1)
+    episodes = episode_numbers(batch)
+    if episodes is not None:
+        first = np.unique(episodes, return_index=True)[1]
+        scores = scores[first]
+        counted = episode_sums(counted, torch.from_numpy(episodes))[first] > 0
     rows = draw_rows(scores, counted, settings.reweight_method, settings.weight_pow, generator=generator)
-    drawn = batch.select_idxs(rows)
+    if episodes is None:
+        drawn, places = batch.select_idxs(rows), range(len(rows))
+    else:
+        of_episodes = [np.flatnonzero(episodes == episode) for episode in rows.tolist()]
+        drawn = batch.select_idxs(np.concatenate(of_episodes))
+        places = np.repeat(np.arange(len(rows)), [len(of_episode) for of_episode in of_episodes]).tolist()
     drawn.non_tensor_batch["uid"] = np.array(
-        [f"{uid}/{place}" for place, uid in enumerate(drawn.non_tensor_batch["uid"])], dtype=object
+        [f"{uid}/{place}" for place, uid in zip(places, drawn.non_tensor_batch["uid"], strict=True)], dtype=object
     )
     return drawn, {"pf_ppo/distinct_rows": rows.unique().numel() / max(len(rows), 1)}
 

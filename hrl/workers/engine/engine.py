@@ -130,10 +130,18 @@ class ForwardedMicroBatch:
         here, there = to_device([places], self.mask.device)[0].unbind()
         return here, there
 
-    def aggregate(self, loss_mat: Tensor, mode: str, norm: float | None) -> Tensor:
-        """Return this micro-batch's share of the mini-batch's loss."""
+    def aggregate(self, loss_mat: Tensor, mode: str, norm: float | None, *, has_branches: bool = False) -> Tensor:
+        """Return this micro-batch's share of the mini-batch's loss.
+
+        Args:
+            loss_mat: `(b, r)`.
+            mode: How tokens become one number.
+            norm: The constant divisor of one of the modes.
+            has_branches: Whether `episode_tokens (B,)` has the trained tokens of each row's episode.
+        """
         counted = Counts(self.mini_batch.num_tokens, self.mini_batch.num_sequences, self.mini_batch.num_groups)
-        return aggregate(loss_mat, self.mask, mode, counted, norm)
+        row_tokens = self.rows("episode_tokens") if has_branches else None
+        return aggregate(loss_mat, self.mask, mode, counted, norm, row_tokens)
 
 
 class Engine:

@@ -1,0 +1,48 @@
+"""The samples of a batch, where an episode of several rows is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hrl.algos.episodes import episode_sums
+from hrl.batching.episodes import episode_numbers
+from hrl.protocol import DataProto
+
+
+def counted_samples(batch: DataProto) -> Tensor:
+    """Return which rows stand for the samples that have a trained token, one for each, `(B,)` bool.
+
+    Args:
+        batch: With `response_mask (B, R)`.
+    """
+    counted = batch.batch["response_mask"].bool().any(-1)
+    episodes = episode_numbers(batch)
+    if episodes is None:
+        return counted
+    rows = counted.numpy().nonzero()[0]
+    first = rows[np.unique(episodes[rows], return_index=True)[1]]
+    return torch.zeros_like(counted).index_fill(0, torch.from_numpy(first), value=True)
+
+
+def sample_sums(batch: DataProto, row_values: Tensor) -> Tensor:
+    """Return for each row the total of its sample, `(B,)`: what is given, or its sum over the rows of the episode."""
+    episodes = episode_numbers(batch)
+    if episodes is None:
+        return row_values
+    return episode_sums(row_values, torch.from_numpy(episodes)).to(row_values.dtype)
+
+
+def count_episode_tokens(batch: DataProto) -> bool:
+    """Add `episode_tokens (B,)`, the trained tokens of each row's episode, where an episode has several rows.
+
+    Returns:
+        Whether one has.
+    """
+    episodes = episode_numbers(batch)
+    if episodes is None:
+        return False
+    trained = batch.batch["response_mask"].bool().sum(-1)
+    batch.batch["episode_tokens"] = episode_sums(trained, torch.from_numpy(episodes)).long()
+    return True
