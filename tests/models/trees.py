@@ -44,7 +44,8 @@ def tree_batch(seed: int, num_rows: int, longest: int = 12) -> DataProto:
         tensors={name: torch.from_numpy(column) for name, column in columns.items()},
         non_tensors={
             "uid": np.array(["one"] * num_rows, object),
-            "branch": np.arange(num_rows),
+            "sample_index": np.arange(num_rows),
+            "branch": np.zeros(num_rows, np.int64),
             "num_turns": np.full(num_rows, 2),
         },
         meta_info={"temperature": 0.7},
