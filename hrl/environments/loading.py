@@ -356,12 +356,29 @@ class EnvironmentMaker:
                 f"environment.tools names functions, and {spec.source.title} is no hrl.ToolEnvironment, which could "
                 "call them"
             )
-        self._checked: set[str] = set()
 
     @property
     def names(self) -> list[str]:
         """What a row's `env` may name."""
         return list(ENVIRONMENTS)
+
+    def is_async(self, name: str | None = None) -> bool:
+        """Return whether an environment's `reset` is async, so that its constructor may need a running event loop.
+
+        Args:
+            name: Of the registry, which is imported where it was not yet; None for the run's own.
+
+        Raises:
+            EnvironmentLoadError: There is none of this name, or its package is missing.
+        """
+        if not self._is_own(name):
+            made = Named(str(name)).load({})
+        else:
+            made = type(self._own) if self._copied else self._own
+        return inspect.iscoroutinefunction(getattr(made, "reset", None))
+
+    def _is_own(self, name: str | None) -> bool:
+        return name is None or (isinstance(self._spec.source, Named) and name == self._spec.source.name)
 
     def make(self, name: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return a new environment.
@@ -374,7 +391,7 @@ class EnvironmentMaker:
             EnvironmentLoadError: There is none of this name, or its package is missing, or it does not take the
                 arguments. Exceptions of the user's code are passed on.
         """
-        is_own = name is None or (isinstance(self._spec.source, Named) and name == self._spec.source.name)
+        is_own = self._is_own(name)
         if not is_own:
             made: Any = Named(str(name)).load({})
             check_class(made, kwargs or {}, str(name))

@@ -207,6 +207,7 @@ class _Environments:
         self._state = state
         self._threads = CallerThreads(state)
         self._episodes: dict[int, _Episode] = {}
+        self._imported: set[str] = set()
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer calls as they are done, until the parent closes the connection."""
@@ -293,7 +294,11 @@ class _Environments:
             episode.environment = make()
             return episode.environment
 
-        environment = await self._on_thread(episode, made)
+        name = message["env"]
+        if name is not None and name not in self._imported:
+            await self._on_thread(episode, functools.partial(self._maker.is_async, name))  # imports take their time
+            self._imported.add(name)
+        environment = made() if self._maker.is_async(name) else await self._on_thread(episode, made)
         arguments = arguments_of_reset(environment.reset, row, seed)
 
         def read(value: object) -> dict[str, Any]:

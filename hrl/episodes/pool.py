@@ -56,6 +56,8 @@ _TICK_S = 0.25
 """Interval at which deadlines are checked; a tenth of the deadline if that is shorter."""
 _SILENCE_S = 3.0
 """How much longer than the deadline a process may stand still where nobody is known to hold it."""
+_STARVED_S = 30.0
+"""The same where it works for nobody: the machine is busy with something else."""
 _GRACE_S = 3.0
 """How much longer than its deadline a process may take to say that a call is past it."""
 _PATIENCE = 10
@@ -138,13 +140,15 @@ class _Call:
 class _Process:
     """A process and its episodes; `popen` is its guard, which ends as it does.
 
-    `since` is when it was started, then when it was ready.
+    `since` is when it was started, then when it was ready. One that is apart has only episodes that were to blame for
+    the end of another.
     """
 
     popen: subprocess.Popen[bytes]
     state: SharedState
     since: float
     ready: asyncio.Future[None]
+    is_apart: bool = False
     is_retiring: bool = False
     is_ending: bool = False
     episodes: dict[int, LiveEnvironment] = field(default_factory=dict)
@@ -225,6 +229,7 @@ class EnvironmentPool:
         self._failed_starts = 0
         self._broken: str | None = None
         self._is_open = False
+        self._suspects: set[Hashable] = set()
 
     async def start(self) -> None:
         """Start the processes and wait until all of them have loaded the environment.
@@ -253,8 +258,11 @@ class EnvironmentPool:
     def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> LiveEnvironment:
         """Return the environment of an episode, in the process with the fewest episodes.
 
+        An episode that was to blame for the end of its process gets one apart from all others: the second time it
+        harms nobody else, and is blamed for nobody else.
+
         Args:
-            key: Of the episode, for messages.
+            key: Of the episode; the same when it is begun again.
             row: The row, plain data. Its `env`, if it has one, names another environment than the run's, and its
                 `env_kwargs` are arguments of the constructor.
             seed: Of the environment.
@@ -277,9 +285,13 @@ class EnvironmentPool:
                 f"the row of episode {key} has env_kwargs {kwargs!r:.80}, where a dict of arguments is expected"
             )
         self._keep_enough_processes()
-        process = min(
-            (process for process in self._processes if not process.is_retiring), key=lambda one: len(one.episodes)
-        )
+        is_apart = key in self._suspects
+        fitting = [one for one in self._processes if not one.is_retiring and one.is_apart == is_apart]
+        if is_apart and len(fitting) < self._num_workers and all(one.episodes for one in fitting):
+            fitting += self._launch(is_apart=True)
+        if not fitting:
+            raise RuntimeError(f"the pool of environments is not running: {self._broken}")
+        process = min(fitting, key=lambda one: len(one.episodes))
         opened = LiveEnvironment(self, process, next(self._numbers), key, row, seed)
         process.episodes[opened.number] = opened
         return opened
@@ -307,11 +319,12 @@ class EnvironmentPool:
         while (
             self._is_open
             and self._broken is None
-            and sum(not process.is_retiring for process in self._processes) < self._num_workers
+            and sum(not (one.is_retiring or one.is_apart) for one in self._processes) < self._num_workers
         ):
             self._launch()
 
-    def _launch(self) -> None:
+    def _launch(self, is_apart: bool = False) -> list[_Process]:
+        """Start a process; an empty list if the system gives none."""
         try:
             popen, ours, state = start_child(_MODULE, self._passed, self._output, _NUM_THREADS)
         except OSError as error:
@@ -319,11 +332,12 @@ class EnvironmentPool:
                 f"the system gives no further process: {error}. Lower environment.num_workers, or raise the limits of "
                 "processes, open files or memory (ulimit -a, the container's)"
             )
-            return
+            return []
         loop = asyncio.get_running_loop()
-        process = _Process(popen, state, time.monotonic(), loop.create_future())
+        process = _Process(popen, state, time.monotonic(), loop.create_future(), is_apart)
         self._processes.add(process)
         process.tending = loop.create_task(self._tend(process, ours))
+        return [process]
 
     async def _tend(self, process: _Process, connection: socket.socket) -> None:
         """Read a process's answers until it ends; ending the process cancels this task."""
@@ -402,14 +416,17 @@ class EnvironmentPool:
             if now - process.since > _START_TIMEOUT_S:
                 self._end(process, f"loading took longer than {_START_TIMEOUT_S:g} s")
             return
-        if process.is_retiring and not process.episodes:
+        if (process.is_retiring or process.is_apart) and not process.episodes:
             self._end(process, "it is not needed any more", is_fault=False)
             return
         if not process.episodes:
             return
         holder, since, _ = process.state.read()
-        if now - max(since, process.since) > self._timeout_s + (0.0 if holder else _SILENCE_S):
-            self._spawn(self._end_still(process))
+        still_s = now - max(since, process.since) - self._timeout_s
+        if still_s > (0.0 if holder else _SILENCE_S):
+            is_busy = holder or process.state.busy_threads()
+            if is_busy or still_s > _STARVED_S or _is_stopped(process.pid):
+                self._spawn(self._end_still(process))
         elif any(now - call.since > _PATIENCE * self._timeout_s + _GRACE_S for call in process.calls.values()):
             late = {call.episode.number for call in process.calls.values() if now - call.since > self._timeout_s}
             self._end(process, f"its process {process.pid} did not answer", late)
@@ -420,8 +437,7 @@ class EnvironmentPool:
         """End a process that stands still, and find out for whom it does."""
         process.is_ending = True
         pid, limit_s = process.pid, self._timeout_s
-        state = state_of(pid)
-        if state is not None and state.letter == STOPPED:
+        if _is_stopped(pid):
             self._end(process, f"its process {pid} had been stopped (SIGSTOP)", set())
             return
         holder, *_ = process.state.read()
@@ -484,6 +500,8 @@ class EnvironmentPool:
             process.ready.cancel()
         for number, episode in process.episodes.items():
             episode.lost = EnvironmentLostError(f"{episode.title}: {error}", number in blamed)
+            if number in blamed:
+                self._suspects.add(episode.key)
         for call in process.calls.values():
             if not call.future.done() and call.episode.lost is not None:
                 call.future.set_exception(call.episode.lost)
@@ -588,6 +606,8 @@ class LiveEnvironment:
             logger.warning("%s", error if isinstance(error, HrlError) else f"{self.title}: its close is not answered")
         finally:
             self._process.episodes.pop(self.number, None)
+            if self.lost is None:
+                self._pool._suspects.discard(self.key)
 
     async def _call(self, method: str, fields: Mapping[str, Any]) -> object:
         if not self._process.is_ready and self.lost is None:
@@ -620,6 +640,11 @@ class LiveEnvironment:
         except EnvironmentReplyError as error:
             self._pool.counts.failures += 1
             raise EnvironmentFailedError(f"{self.title}: its process {error}") from error
+
+
+def _is_stopped(pid: int) -> bool:
+    state = state_of(pid)
+    return state is not None and state.letter == STOPPED
 
 
 def _cpu_ticks(pid: int) -> dict[int, int]:
