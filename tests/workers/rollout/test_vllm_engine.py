@@ -20,7 +20,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hrl.cluster.precision import fastest_dtype
-from hrl.models.tokenizer import TokenIds
+from hrl.environments import Observation
+from hrl.episodes.episode import Episode
+from hrl.episodes.rows import episode_batch
+from hrl.episodes.tokens import Transcript
+from hrl.models.tokenizer import TokenIds, load_tokenizer
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
 from hrl.workers.policy import Policy
@@ -58,8 +62,6 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(folder) -> list[list[int]]:
-    from hrl.models.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(folder)
     return [
         tokenizer.apply_chat_template(
@@ -153,13 +155,28 @@ def score_error(host: RolloutHost, model, tokens: list[int]) -> float:
     return float((torch.tensor(score(host, tokens)) - models.token_log_probs(model, tokens)).abs().mean())
 
 
-def test_in_float32_the_same_seeds_give_the_same_tokens_in_any_order_and_company(folder, prompts):
-    batch = prompt_batch(prompts, n=N, width=P)
-    order = torch.arange(len(batch) - 1, -1, -1)
+#: Answers lose their beginning as soon as they are history, as thoughts do in templates of models that reason.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if m.role == 'user' else m.content[3:] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
-    # In bfloat16, how many rows run together now and then moves the last bit of a product, and a log-prob by 0.05.
-    with make_host(folder, dtype="float32") as exact:
-        exact.start()
+
+@pytest.fixture(scope="class")
+def exact(folder) -> Iterator[RolloutHost]:
+    with make_host(folder, dtype="float32") as host:
+        host.start()
+        yield host
+
+
+class TestInFloat32:
+    """What holds to the last bits, which in bfloat16 the number of rows that run together moves by 0.05."""
+
+    def test_the_same_seeds_give_the_same_tokens_in_any_order_and_company(self, exact, prompts):
+        batch = prompt_batch(prompts, n=N, width=P)
+        order = torch.arange(len(batch) - 1, -1, -1)
+
         sampled = sample(exact, batch)
         again = sample(exact, batch[order])
         validation = prompt_batch(prompts[::-1], n=1, width=P)
@@ -168,15 +185,53 @@ def test_in_float32_the_same_seeds_give_the_same_tokens_in_any_order_and_company
         exact.begin_sampling(batch, sample_request(max_tokens=R))
         beside = sample(exact, validation, temperature=0.0), sample(exact, batch)
 
-    assert torch.equal(again.batch["responses"], sampled.batch["responses"][order])
-    torch.testing.assert_close(again.batch["rollout_log_probs"], sampled.batch["rollout_log_probs"][order])
-    for one, other in zip((alone, sampled), beside, strict=True):
-        assert torch.equal(one.batch["responses"], other.batch["responses"])
-        # 4 rows and 36 are not multiplied by the same kernel.
-        torch.testing.assert_close(
-            one.batch["rollout_log_probs"], other.batch["rollout_log_probs"], atol=1e-4, rtol=0.0
-        )
-    assert len({tuple(row) for row in sampled.batch["responses"].tolist()}) > 0.9 * len(batch)
+        assert torch.equal(again.batch["responses"], sampled.batch["responses"][order])
+        torch.testing.assert_close(again.batch["rollout_log_probs"], sampled.batch["rollout_log_probs"][order])
+        for one, other in zip((alone, sampled), beside, strict=True):
+            assert torch.equal(one.batch["responses"], other.batch["responses"])
+            # 4 rows and 36 are not multiplied by the same kernel.
+            torch.testing.assert_close(
+                one.batch["rollout_log_probs"], other.batch["rollout_log_probs"], atol=1e-4, rtol=0.0
+            )
+        assert len({tuple(row) for row in sampled.batch["responses"].tolist()}) > 0.9 * len(batch)
+
+    def test_episodes_of_two_turns_have_the_trainers_log_probs_at_every_sampled_token(self, exact, folder):
+        tokenizer = load_tokenizer(folder)
+        episodes = [play_two_turns(exact, tokenizer, {}, number) for number in range(3)]
+        episodes += [play_two_turns(exact, tokenizer, {"chat_template": FORGETFUL}, number) for number in range(3)]
+        asked = prompt_batch([[1]] * len(episodes), n=1, width=1)
+        batch = episode_batch(asked, episodes, prompt_width=60, response_width=60, pad_id=STOP)
+        batch.meta_info["temperature"] = 1.0
+        mask = batch.batch["response_mask"].bool()
+
+        with tiny.world_of_one():
+            config, precision = tiny.model_config(folder), tiny.fsdp_config("float32")
+            policy = Actor(config, None, precision, device=torch.device("cpu"), total_steps=None)
+            trainers = policy.log_probs(batch).batch["old_log_probs"]
+
+        assert batch.non_tensor_batch["branch"].tolist() == [0] * 3 + [0, 1] * 3
+        assert mask.sum() == sum(episode.metrics["sampled"] for episode in episodes)
+        torch.testing.assert_close(batch.batch["rollout_log_probs"][mask], trainers[mask], atol=1e-4, rtol=0.0)
+        assert not batch.batch["rollout_log_probs"][~mask].any()
+        assert {*batch.batch["turn_index"][mask].tolist()} == {0, 1}
+
+
+def play_two_turns(host: RolloutHost, tokenizer, template_kwargs: dict[str, str], number: int) -> Episode:
+    """An episode whose environment asks back once."""
+    first = Observation(messages=[{"role": "user", "content": f"What is {number} + 3?"}])
+    script = Transcript(tokenizer, [STOP], template_kwargs, first=first)
+    sampled = 0
+    for turn in range(2):
+        if turn:
+            script.add_observation(Observation(messages=[{"role": "user", "content": "Sure? <|im_end|>"}]))
+        sampling = SamplingParams(max_tokens=8, seed=10 * number + turn)
+        output = host._control(host.engine.generate(script.context, sampling, f"turn-{number}-{turn}"), "sampling", 60)
+        words = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        script.add_turn(output.token_ids, output.log_probs, output.policy_version, {"content": words})
+        sampled += len(output.token_ids)
+    return Episode(
+        (f"g{number}", 0), script.rows(), script.messages, [None, None], "done", metrics={"sampled": sampled}
+    )
 
 
 def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(sampled):
