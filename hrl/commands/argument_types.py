@@ -21,6 +21,14 @@ def at_least_one(text: str) -> int:
     return number
 
 
+def port(text: str) -> int:
+    """Return the number of a port; 0 for a free one."""
+    number = whole_number(text)
+    if not 0 <= number <= 65535:
+        raise ArgumentTypeError(f"{number} is no port")
+    return number
+
+
 def positive(text: str) -> float:
     """Return a number above 0."""
     number = _number(text)

@@ -46,6 +46,7 @@ COMMANDS: Sequence[Command] = (
     Command("check", "say what a run would do and everything that is wrong with it; starts nothing", True),
     Command("plan", "say what a step would take on other hardware, and the best layout; starts nothing", True),
     Command("eval", "score a model on rows: mean@k, pass@k, maj@k, and a file with every sample"),
+    Command("serve", "serve a model to programs that speak OpenAI's protocol, on this machine alone"),
     Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),
     Command("rollouts", "show samples of a run, with their rewards"),
     Command("replay", "compute a mini-batch that was not applied again: where do its numbers stop being finite?"),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hrl.commands.argument_types import whole_number
+from hrl.commands.argument_types import port
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run and the port."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="the run folder")
-    parser.add_argument("--port", type=_port, default=0, help="the port on 127.0.0.1; a free one by default")
+    parser.add_argument("--port", type=port, default=0, help="the port on 127.0.0.1; a free one by default")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -31,10 +31,3 @@ def run(options: Namespace) -> int:
         view.wait()
     sys.stdout.write(f"the run has ended; its report is {view.folder / 'report.html'}\n")
     return 0
-
-
-def _port(text: str) -> int:
-    number = whole_number(text)
-    if not 0 <= number <= 65535:
-        raise ArgumentTypeError(f"{number} is no port")
-    return number

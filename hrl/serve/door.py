@@ -103,13 +103,13 @@ class Door:
             reads = await self._all(session, asked, wanted, turns, samplings, log_probs=log_probs)
         for context, turn, (read, version) in zip(wanted, turns, reads, strict=True):
             choice = read.choice
-            session.add(Call(turn, context.ids, choice.token_ids, choice.log_probs, version))
+            session.add(Call(turn, context.ids, choice.token_ids, choice.log_probs, version), context.conversation)
             session.counts["tool_calls"] += len(read.parsed.tool_calls)
             session.counts["tool_errors"] += read.parsed.error is not None
             session.counts["tool_errors"] += sum(call.arguments is None for call in read.parsed.tool_calls)
             await self.words.remember(session, asked, context, read)
             if isinstance(asked, ChatAsked):
-                session.said([*asked.messages, read.parsed.message])
+                context.conversation.said([*asked.messages, read.parsed.message])
         return [read.choice for read, _ in reads]
 
     async def _all(
@@ -206,7 +206,7 @@ class Door:
         param: str,
     ) -> SamplingParams:
         """Return how a turn of an episode is sampled, whatever the client asks for."""
-        first = session.first_prompt
+        first = session.first_call
         prompt = context.ids if first is None else list(first.prompt_ids)
         in_response = len(context.ids) - len(prompt) if context.ids[: len(prompt)] == prompt else 0
         if len(context.ids) - in_response > fixed.max_prompt_tokens:

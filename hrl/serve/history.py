@@ -53,30 +53,35 @@ class Chats(Generic[T]):
 
 
 @dataclass(frozen=True)
-class _Text:
+class KnownText(Generic[T]):
+    """A text that is known.
+
+    Attributes:
+        text: A prompt and its continuation.
+        ids: Its tokens.
+        value: What else stands for it.
+    """
+
     text: str
     ids: Sequence[int]
+    value: T
 
 
-class Texts:
+class Texts(Generic[T]):
     """Finds the tokens that the beginning of a text has already."""
 
     def __init__(self) -> None:
-        self._known: list[_Text] = []
+        self._known: list[KnownText[T]] = []
 
-    def longest(self, text: str) -> tuple[int, Sequence[int]]:
-        """Return how many characters of a text are known, and their tokens."""
-        found = max(
-            (known for known in self._known if text.startswith(known.text)),
-            key=lambda known: len(known.text),
-            default=None,
-        )
-        return (0, ()) if found is None else (len(found.text), found.ids)
+    def longest(self, text: str) -> KnownText[T] | None:
+        """Return the longest known text that a text begins with."""
+        begun = (known for known in self._known if text.startswith(known.text))
+        return max(begun, key=lambda known: len(known.text), default=None)
 
-    def add(self, text: str, ids: Sequence[int]) -> None:
+    def add(self, text: str, ids: Sequence[int], value: T) -> None:
         """Know a text's tokens."""
         others = [known for known in self._known if known.text != text]
-        self._known = [*others[-_KEPT + 1 :], _Text(text, ids)]
+        self._known = [*others[-_KEPT + 1 :], KnownText(text, ids, value)]
 
 
 def _digests(messages: Sequence[Mapping[str, Any]], setting: Any) -> list[bytes]:

@@ -18,6 +18,7 @@ from hrl.episodes.tokens import Transcript
 from hrl.serve.answers import Choice, FinishReason
 from hrl.serve.asked import ChatAsked, plain_message
 from hrl.serve.refusals import RequestRefusedError, bad_request
+from hrl.serve.sessions import Conversation
 from hrl.serve.tokens_as_text import Stopped, decode, pieces, shown_token, stopped_at
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class Context:
         ids: Its tokens.
         script: The chat up to it; None for a text.
         text: The text that it is; None for a chat, and for a prompt of token ids.
+        conversation: That it goes on, or begins.
     """
 
     ids: list[int]
+    conversation: Conversation
     script: Transcript | None = None
     text: str | None = None
 
@@ -111,9 +114,10 @@ class PolicyWords:
         self._require_short(sum(len(str(message.get("content") or "")) for message in asked.messages), "messages")
         setting = _setting(asked)
         found = session.chats.longest(asked.messages, setting)
-        script = None if found is None else found[1]
-        new = asked.messages if found is None else asked.messages[found[0] :]
-        return await self._run(self._chat, script, new, asked)
+        if found is None:
+            return await self.run(self._begun, asked, Conversation())
+        count, (script, conversation) = found
+        return await self.run(self._gone_on, script, asked.messages[count:], conversation)
 
     async def completion(self, session: Session, prompt: str | Sequence[int]) -> Context:
         """Return the context of a text's continuation; the beginning that the session was given keeps its tokens.
@@ -127,11 +131,13 @@ class PolicyWords:
                 raise bad_request(
                     f"prompt has the token {wrong}, and ids are 0 to {len(self._tokenizer) - 1}", "prompt"
                 )
-            return Context(list(prompt))
+            return Context(list(prompt), Conversation())
         self._require_short(len(prompt), "prompt")
-        known, ids = session.texts.longest(prompt)
-        new = await self._run(self._tokens, prompt[known:], not known)
-        return Context([*ids, *new], text=prompt)
+        known = session.texts.longest(prompt)
+        if known is None:
+            return Context(await self.run(self._tokens, prompt, True), Conversation(), text=prompt)
+        new = await self.run(self._tokens, prompt[len(known.text) :], False)
+        return Context([*known.ids, *new], known.value, text=prompt)
 
     async def read(
         self, output: SampleOutput, turn: int, asked: ChatAsked | CompletionAsked, context: Context, *, log_probs: bool
@@ -141,7 +147,7 @@ class PolicyWords:
         Raises:
             RequestRefusedError: There is no parser for the tools of this chat.
         """
-        return await self._run(self._read, output, turn, asked, context, log_probs)
+        return await self.run(self._read, output, turn, asked, context, log_probs)
 
     async def remember(
         self, session: Session, asked: ChatAsked | CompletionAsked, context: Context, read: Read
@@ -149,37 +155,39 @@ class PolicyWords:
         """Have the session know an answer again, with its tokens."""
         choice = read.choice
         if isinstance(asked, ChatAsked) and context.script is not None:
-            script = await self._run(self._with_turn, context.script, read)
+            script = await self.run(self._with_turn, context.script, read)
             answer = plain_message({"role": "assistant", **(choice.message or {})}, len(asked.messages))
-            session.chats.add(asked.messages, _setting(asked), answer, script)
+            session.chats.add(asked.messages, _setting(asked), answer, (script, context.conversation))
         elif context.text is not None:
-            whole = await self._run(decode, self._tokenizer, choice.token_ids)
+            whole = await self.run(decode, self._tokenizer, choice.token_ids)
             if choice.text != whole and read.num_text_tokens is not None:
                 kept = choice.token_ids[: read.num_text_tokens]
-                session.texts.add(context.text + choice.text, [*context.ids, *kept])
-            session.texts.add(context.text + whole, [*context.ids, *choice.token_ids])
+                session.texts.add(context.text + choice.text, [*context.ids, *kept], context.conversation)
+            session.texts.add(context.text + whole, [*context.ids, *choice.token_ids], context.conversation)
 
     # ---- on the thread
 
-    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function returns that uses the tokenizer, called on the thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
-    def _chat(self, known: Transcript | None, new: Sequence[Mapping[str, Any]], asked: ChatAsked) -> Context:
+    def _begun(self, asked: ChatAsked, conversation: Conversation) -> Context:
+        kwargs = {**self._reading.template_kwargs, **asked.chat_template_kwargs}
+        first = Observation(messages=asked.messages, tools=asked.tools or None)
         try:
-            if known is not None:
-                script = self._copied(known)
-                script.add_observation(Observation(messages=new))
-            else:
-                script = Transcript(
-                    self._tokenizer,
-                    self._reading.stop_ids,
-                    {**self._reading.template_kwargs, **asked.chat_template_kwargs},
-                    first=Observation(messages=new, tools=asked.tools or None),
-                )
+            script = Transcript(self._tokenizer, self._reading.stop_ids, kwargs, first=first)
         except (ChatTemplateError, EnvironmentReplyError) as error:
             raise bad_request(str(error), "messages") from None
-        return Context(script.context, script)
+        return Context(script.context, conversation, script)
+
+    def _gone_on(self, known: Transcript, new: Sequence[Mapping[str, Any]], conversation: Conversation) -> Context:
+        script = self._copied(known)
+        try:
+            script.add_observation(Observation(messages=new))
+        except (ChatTemplateError, EnvironmentReplyError) as error:
+            raise bad_request(str(error), "messages") from None
+        return Context(script.context, conversation, script)
 
     def _copied(self, script: Transcript) -> Transcript:
         return copy.deepcopy(script, {id(self._tokenizer): self._tokenizer})

@@ -64,6 +64,24 @@ class FixedSampling:
 
 
 @dataclass(eq=False)
+class Conversation:
+    """Calls of a session of which each goes on from an answer of an earlier one.
+
+    Attributes:
+        calls: In the order in which they were answered.
+        messages: The longest chat with its answer; none of a text.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def said(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Note a chat with its last answer."""
+        if len(messages) >= len(self.messages):
+            self.messages = list(messages)
+
+
+@dataclass(eq=False)
 class Session:
     """Calls that belong together.
 
@@ -71,9 +89,10 @@ class Session:
         name: In the header `X-Session-Id`, and in records.
         limits: What it may use up.
         fixed: How its calls are sampled; None as they ask for.
+        keeps_calls: Whether calls and what was said are kept.
         calls: Those that were answered.
-        chats, texts: What its clients were told.
-        messages: The longest conversation so far, with its answer.
+        conversations: What was said.
+        chats, texts: What its clients were told, to be known again.
         counts: `calls`, `sampled_tokens`, `refused`, `dropped` (the client went away), `overridden` (asked for other
             sampling than `fixed`), `tool_calls`, `tool_errors` (calls that can't be read).
         reached: The first limit that it ran into.
@@ -82,10 +101,11 @@ class Session:
     name: str
     limits: Limits = field(default_factory=Limits)
     fixed: FixedSampling | None = None
+    keeps_calls: bool = True
     calls: list[Call] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
     chats: Chats[Any] = field(default_factory=Chats)
-    texts: Texts = field(default_factory=Texts)
-    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    texts: Texts[Conversation] = field(default_factory=Texts)
     counts: Counter[str] = field(default_factory=Counter)
     reached: LimitReached | None = None
     engine_s: float = 0.0
@@ -100,7 +120,7 @@ class Session:
         return not self._in_flight
 
     @property
-    def first_prompt(self) -> Call | None:
+    def first_call(self) -> Call | None:
         """Its first call, whose context is the prompt of branch 0."""
         return min(self.calls, key=lambda call: call.turn, default=None)
 
@@ -158,20 +178,24 @@ class Session:
             return self.limits.seconds
         return max(self.limits.seconds - (time.monotonic() - self._began), 0.0)
 
-    def add(self, call: Call) -> None:
-        """Keep an answer that a client is given."""
-        self.calls.append(call)
+    def add(self, call: Call, conversation: Conversation) -> None:
+        """Count an answer that a client is given, and keep it."""
         self.counts["calls"] += 1
         self.counts["sampled_tokens"] += len(call.token_ids)
+        if self.keeps_calls:
+            self.calls.append(call)
+            if not conversation.calls:
+                self.conversations.append(conversation)
+            conversation.calls.append(call)
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The longest chat so far, with its answer."""
+        return max((one.messages for one in self.conversations), key=len, default=[])
 
     def ran_into(self, limit: LimitReached) -> None:
         """Note a limit that ends what the session is for."""
         self.reached = self.reached or limit
-
-    def said(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Note a conversation with its last answer; the longest is kept."""
-        if len(messages) >= len(self.messages):
-            self.messages = list(messages)
 
     async def stop(self) -> None:
         """End the calls that are being answered."""
@@ -194,6 +218,7 @@ class Sessions:
         key: The server's, with which a client names its session itself: in the header `X-Session-Id`, or behind the
             key, `KEY:NAME`. None where every session has a key of its own.
         limits: Of sessions that clients name.
+        keep_calls: Whether these keep their calls.
         most: Sessions that clients may name. Of more, the one whose last call is longest ago goes, if it is idle.
         on_end: Told of a session that goes.
     """
@@ -203,11 +228,12 @@ class Sessions:
         key: str | None,
         limits: Limits,
         *,
+        keep_calls: bool = True,
         most: int = 1000,
         on_end: Callable[[Session], None] = lambda session: None,
     ) -> None:
         self._digest = None if key is None else _digest(key)
-        self._limits, self._most, self._on_end = limits, most, on_end
+        self._limits, self._keep_calls, self._most, self._on_end = limits, keep_calls, most, on_end
         self._named: OrderedDict[str, Session] = OrderedDict()
         self._keyed: dict[bytes, Session] = {}
 
@@ -258,7 +284,7 @@ class Sessions:
                 if idle is None:
                     raise too_busy(f"{self._most} sessions are being answered, and no more are taken")
                 self._on_end(self._named.pop(idle))
-            session = self._named[name] = Session(name, self._limits)
+            session = self._named[name] = Session(name, self._limits, keeps_calls=self._keep_calls)
         self._named.move_to_end(name)
         return session
 

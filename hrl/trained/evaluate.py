@@ -113,29 +113,7 @@ def run_arguments(
     Raises:
         EvaluationError: There is nothing to evaluate on.
     """
-    own: dict[str, Any] = {}
-    if trained.run is not None and "actor_rollout_ref" in trained.config:
-        of_the_run = dict(flatten(trained.config, PPO.schema))
-        stand_ins = [
-            f"{key}={name}" for key, (table, name) in _ONLY_TRAINED_BY.items() if of_the_run.get(key, name) not in table
-        ]
-        folder_of_the_run = ["--config-path", str(trained.run), "--config-name", Path(CONFIG).stem]
-        lost = masked_keys(trained.config, PPO.schema)
-        replaced = tuple(own for own, instead in _INSTEAD_OF.items() if _is_set(instead, overrides))
-        replaced = tuple(key.removesuffix(".path") for key in replaced)
-        unused = [
-            f"~{key}"
-            for key in lost
-            if not key.startswith(_OF_THE_RUN) or key.startswith((*_NOT_OF_THE_RUN, *replaced))
-        ]
-        again = [override for override in overrides if _gives(override, lost)]
-        config = compose_kind(PPO, [*folder_of_the_run, *stand_ins, *unused, *again])
-        own = {
-            key: value
-            for key, (value, _) in changed_values(config).items()
-            if key.startswith(_OF_THE_RUN) and not key.startswith(_NOT_OF_THE_RUN)
-        }
-        own = {key: value for key, value in own.items() if not _is_set(_INSTEAD_OF.get(key), overrides)}
+    own = keys_of_the_run(trained, _OF_THE_RUN, _NOT_OF_THE_RUN, overrides)
     model = require_loadable(trained)
     rows = list(sources) or own.get("data.val_files")
     if not rows:
@@ -165,6 +143,41 @@ def run_arguments(
         "trainer.experiment_name": trained.label,
     }
     return [*(f"{key}={as_override(value)}" for key, value in values.items()), *overrides]
+
+
+def keys_of_the_run(
+    trained: Trained, kept: tuple[str, ...], left_out: tuple[str, ...], overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Return the keys of the run that made a model, and that differ from their defaults; none without such a run.
+
+    Args:
+        trained: The model.
+        kept: How the keys begin.
+        left_out: How those begin that are left out.
+        overrides: Further keys, which replace what says the same in another way.
+
+    Raises:
+        ConfigError: The run's configuration lacks a secret that these keys need.
+    """
+    if trained.run is None or "actor_rollout_ref" not in trained.config:
+        return {}
+    of_the_run = dict(flatten(trained.config, PPO.schema))
+    stand_ins = [
+        f"{key}={name}" for key, (table, name) in _ONLY_TRAINED_BY.items() if of_the_run.get(key, name) not in table
+    ]
+    folder_of_the_run = ["--config-path", str(trained.run), "--config-name", Path(CONFIG).stem]
+    lost = masked_keys(trained.config, PPO.schema)
+    replaced = tuple(own for own, instead in _INSTEAD_OF.items() if _is_set(instead, overrides))
+    replaced = tuple(key.removesuffix(".path") for key in replaced)
+    unused = [f"~{key}" for key in lost if not key.startswith(kept) or key.startswith((*left_out, *replaced))]
+    again = [override for override in overrides if _gives(override, lost)]
+    config = compose_kind(PPO, [*folder_of_the_run, *stand_ins, *unused, *again])
+    own = {
+        key: value
+        for key, (value, _) in changed_values(config).items()
+        if key.startswith(kept) and not key.startswith(left_out)
+    }
+    return {key: value for key, value in own.items() if not _is_set(_INSTEAD_OF.get(key), overrides)}
 
 
 def _gives(override: str, keys: Sequence[str]) -> bool:

@@ -152,6 +152,22 @@ class RolloutHost:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
+    def generate(self, prompt_ids: list[int], sampling: SamplingParams, name: str) -> Future[SampleOutput]:
+        """Begin one response, beside all that goes on. May be called from any thread; cancelling withdraws it.
+
+        Args:
+            prompt_ids: Its context.
+            sampling: How it is sampled, with its own seed.
+            name: Of this request alone.
+        """
+
+        async def one() -> SampleOutput:
+            output = await self.engine.generate(prompt_ids, sampling, name)
+            check_output(output, name, max_tokens=sampling.max_tokens, version=self.policy_version)
+            return output
+
+        return self._running().submit(one())
+
     def begin_sampling(
         self, batch: DataProto, request: SampleRequest[RankPlan], on_sample: OnSample | None = None
     ) -> None:
