@@ -6,6 +6,7 @@ A parameter that hrl's engines do not have is refused by name, unless its value 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -19,6 +20,7 @@ MAX_CHOICES = 128
 _LEAST_TEMPERATURE = 0.01
 """Below it vLLM samples at this temperature instead; 0 is the most likely token."""
 _SHOWN_PARAMS = 200
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _CHANGE_NOTHING: Mapping[str, Sequence[Any]] = {
     "presence_penalty": (0,),
@@ -148,11 +150,21 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not JSON in UTF-8: {what}", code="invalid_json") from None
     if not isinstance(found, dict):
         raise bad_request("the body is JSON, but not an object", code="invalid_json")
-    for name, value in found.items():
-        wrong = wrong_value({name: value}, "the body") or wrong_value(value, name[:_SHOWN_PARAMS])
-        if wrong is not None:
-            raise bad_request(wrong, code="invalid_json")
+    wrong = wrong_value(found, "the body", is_text=False)
+    if wrong is None and _ESCAPED_SURROGATE.search(body) and not _is_unicode(found):
+        wrong = "the body has a lone surrogate, such as \\ud800, which is half a character"
+    if wrong is not None:
+        raise bad_request(wrong, code="invalid_json")
     return found
+
+
+def _is_unicode(found: Any) -> bool:
+    """Return whether all texts in a body, names too, are characters."""
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_chat(body: bytes) -> ChatAsked:
