@@ -218,10 +218,10 @@ class Player:
             play.rewards.append(result.reward)
             play.metrics.update(result.metrics)
             play.num_tool_errors = int(play.metrics.get("tool_errors", 0))
+            if output.finish_reason == "length" and len(output.token_ids) == left:
+                return "max_tokens"  # also where the environment takes what was cut off for an answer
             if result.done:
                 return "truncated" if result.truncated else "done"
-            if output.finish_reason == "length" and len(output.token_ids) == left:
-                return "max_tokens"
             if turn + 1 < settings.max_turns:
                 script.add_observation(_full(result.observation))
         return "max_turns"

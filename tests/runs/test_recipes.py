@@ -121,6 +121,80 @@ def test_online_dpo_prefers_the_best_sample_of_each_prompt_to_the_worst(
     assert records[0]["rewards/margins"] != 0.0
 
 
+GAME = """
+import random
+import hrl
+
+class Game(hrl.ToolEnvironment):
+    def reset(self, row, seed):
+        self.number = random.Random(seed).randrange(100)
+        self.turns = 0
+        return [{"role": "user", "content": f"Guess {self.number % 3}."}]
+
+    @hrl.tool
+    def peek(self) -> int:
+        return self.number
+
+    def answered(self, action):
+        self.turns += 1
+        lucky = float(sum(action.token_ids) % 2)
+        if self.turns == 3:
+            return hrl.StepResult(reward=lucky, done=True, metrics={"lucky": lucky})
+        return hrl.StepResult("Go on.", reward=lucky, metrics={"lucky": lucky})
+"""
+
+
+def test_a_game_of_several_turns_trains_what_was_sampled_with_the_rewards_of_its_turns(
+    runner: Runner, coin: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    records = two_steps(
+        runner,
+        coin,
+        tmp_path / "run",
+        f"environment.path={tmp_path}/game.py:Game",
+        "environment.tool_parser=hermes",
+        "environment.max_turn_tokens=3",
+        "reward.custom_reward_function.path=null",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        "algorithm.adv_estimator=grpo_turns",
+    )
+    for step, record in enumerate(records, start=1):
+        assert record["episode/turns/mean"] == 3.0 and record["episode/end/done"] == 1.0
+        assert record["episode/policy_tokens/mean"] <= 9.0 < record["episode/environment_tokens/mean"]
+        assert record["rollout/logprob_diff_mean"] < 0.02, "the trainer has the sampler's log-probs in these contexts"
+        assert record["actor/grad_norm"] > 0
+        samples = read_jsonl(tmp_path / "run" / "rollouts" / f"step_{step}.jsonl")
+        assert len(samples) == 12 and all(len(sample["turns"]) == 3 for sample in samples)
+        for sample in samples:
+            assert sample["score"] == sum(turn["reward"] for turn in sample["turns"])
+            assert [message["role"] for message in sample["messages"]] == [
+                "user",
+                *["assistant", "user"] * 2,
+                "assistant",
+            ]
+        assert record["reward/mean"] == pytest.approx(sum(sample["score"] for sample in samples) / 12)
+        assert {turn["version"] for sample in samples for turn in sample["turns"]} == {step - 1}
+
+
+def test_an_episode_of_one_turn_is_a_response_digit_for_digit(runner: Runner, coin: Path, tmp_path: Path) -> None:
+    plain = two_steps(runner, coin, tmp_path / "plain")
+    episodes = two_steps(runner, coin, tmp_path / "episodes", "environment.path=single_turn")
+    mine = ("actor/", "reward/mean", "rollout/", "response_length", "prompt_length", "score", "advantage")
+    for step, (one, other) in enumerate(zip(plain, episodes, strict=True), start=1):
+        names = [name for name in one if name.startswith(mine) and not name.startswith("rollout/max_")]
+        assert len(names) > 20 and {name: one[name] for name in names} == {name: other[name] for name in names}
+        samples, played = (
+            [
+                (s["uid"], s["sample_index"], s["response"], s["score"])
+                for s in read_jsonl(folder / f"step_{step}.jsonl")
+            ]
+            for folder in (tmp_path / "plain" / "rollouts", tmp_path / "episodes" / "rollouts")
+        )
+        assert samples == played
+
+
 #: Keys that no run in this process reads → why.
 READ_ELSEWHERE = {
     **{
