@@ -50,9 +50,9 @@ class EnvironmentConfig(Section):
     (skip); more than a tenth of a step's episodes stop the run in any case."""
     max_attempts: PositiveInt = 2
     """How often an episode is begun before it counts as failed, where its process dies."""
-    on_truncation: Literal["score", "mask"] = "score"
-    """What becomes of an episode that a limit cut off: it has the rewards that it got (score), or it trains nothing
-    (mask)."""
+    on_truncation: Literal["score", "mask", "bootstrap"] = "score"
+    """What becomes of an episode that a limit cut off: it has the rewards that it got (score), it trains nothing
+    (mask), or it has the rewards that it got and behind them what the critic expects (bootstrap)."""
     max_concurrent_episodes: Annotated[NonNegativeInt, Unit("episodes")] = 0
     """Episodes that are played at the same time; 0 plays all of a step at once."""
 

@@ -103,6 +103,21 @@ def critic_fits_the_estimator(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem("trainer.critic_warmup", what, "Set it to 0.", (_ESTIMATOR, "critic.enable"))
 
 
+def what_was_cut_off_can_end_in_a_value(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """A critic says what was still to come of an episode that was cut off, to an estimator that reads values."""
+    name = config.algorithm.adv_estimator
+    if config.environment.on_truncation == "bootstrap" and not estimator_traits(name).needs_critic:
+        what = f"is bootstrap, but {_ESTIMATOR}={name} reads no values."
+        yield Problem("environment.on_truncation", what, f"Set {_ESTIMATOR}=gae, or score or mask.", (_ESTIMATOR,))
+
+
+def pairs_are_of_single_responses(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """A preference loss compares two responses; an episode may have several rows."""
+    if config.environment.is_used and config.algorithm.preference_loss is not None:
+        what = "compares pairs of responses, and an episode of environment.path may have several rows."
+        yield Problem("algorithm.preference_loss", what, f"Set {_ESTIMATOR} instead.", ("environment.path",))
+
+
 def bypass_mode_has_a_threshold(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Bypass mode goes on only as long as sampler and trainer agree, which an alarm's threshold decides."""
     if config.algorithm.rollout_correction.bypass_mode and config.trainer.alarms[SAMPLER_GAP] is None:
@@ -558,6 +573,8 @@ PPO_RULES: tuple[Rule, ...] = (
     mini_batches_divide_the_batch,
     groups_are_large_enough,
     critic_fits_the_estimator,
+    what_was_cut_off_can_end_in_a_value,
+    pairs_are_of_single_responses,
     bypass_mode_has_a_threshold,
     kl_in_the_loss_has_a_gradient,
     training_samples_come_from_the_policy,

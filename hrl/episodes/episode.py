@@ -9,6 +9,9 @@ from typing import Any, Literal
 EndReason = Literal["done", "truncated", "max_turns", "max_tokens", "deadline", "failed"]
 """Why an episode ended: by its nature, by a limit of the environment's, by one of the run's three, or by a failure."""
 
+TRUNCATIONS: frozenset[EndReason] = frozenset({"truncated", "max_turns", "max_tokens", "deadline"})
+"""The ends by a limit."""
+
 
 @dataclass(frozen=True)
 class EpisodeRow:
@@ -69,4 +72,4 @@ class Episode:
     @property
     def is_truncated(self) -> bool:
         """Whether a limit ended it."""
-        return self.end in ("truncated", "max_turns", "max_tokens", "deadline")
+        return self.end in TRUNCATIONS

@@ -23,6 +23,11 @@ class CriticWorker(ScalarModelWorker):
         return self.value_model.compute_values(batch, request)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def compute_last_values(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
+        """Compute `last_values (B,)`: of the state behind each row's last token."""
+        return self.value_model.compute_scores(batch, request).rename("rm_scores", "last_values")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def update_critic(self, batch: DataProto, request: ValueUpdate[RankPlan]) -> dict[str, Metric]:
         """Take every optimizer step of the plan; returns its metrics."""
         return self.value_model.update(batch, request)

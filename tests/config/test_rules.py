@@ -47,6 +47,15 @@ CASES = [
     ({"algorithm.adv_estimator": "rloo", f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n is 1"),
     ({"algorithm.adv_estimator": "gae", "critic.enable": False}, "critic.enable is false"),
     ({"algorithm.adv_estimator": "grpo", "trainer.critic_warmup": 5}, "trainer.critic_warmup is 5"),
+    (
+        {"algorithm.adv_estimator": "grpo_turns", "environment.on_truncation": "bootstrap"},
+        "environment.on_truncation is bootstrap, but algorithm.adv_estimator=grpo_turns reads no values. "
+        "Set algorithm.adv_estimator=gae, or score or mask.",
+    ),
+    (
+        {"algorithm.preference_loss": "sigmoid", "environment.path": "my_env.py:Env"},
+        "algorithm.preference_loss compares pairs of responses",
+    ),
     ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "kl"}, f"{ACTOR}.kl_loss_type is kl"),
     ({f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p is 0.9"),
     ({f"{ROLLOUT}.top_k": 50}, f"{ROLLOUT}.top_k is 50"),

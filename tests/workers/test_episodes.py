@@ -132,3 +132,17 @@ def test_a_branch_has_the_log_probs_and_values_of_the_whole_episode_and_no_other
         )
     for name in ("old_log_probs", "entropys", "values"):
         torch.testing.assert_close(by_episode(branched, name), by_episode(whole, name), rtol=2e-5, atol=2e-6)
+
+
+def test_the_value_behind_a_row_is_that_of_its_last_token_whoever_wrote_it(llama):
+    """A longer row of the same beginning has this value before its next token."""
+    critic, whole = critic_of(llama), whole_episodes(3)
+    row = int(whole.batch["attention_mask"].sum(-1).argmax())
+    longer = whole.select_idxs([row])
+    length = int(longer.batch["attention_mask"][:, 3:].sum())
+    shorter = longer.select(deepcopy=True)
+    shorter.batch["attention_mask"][:, 3 + length - 1] = 0
+    shorter.batch["response_mask"][:, length - 1] = 0
+    longer.batch["response_mask"][:, length - 1] = 1
+    behind = critic.scores(shorter).batch["rm_scores"]
+    torch.testing.assert_close(behind, critic.values(longer).batch["values"][:, length - 1], rtol=2e-5, atol=2e-6)

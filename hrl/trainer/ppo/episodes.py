@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 
+from hrl.algos.episodes import FoldedEpisodes, episode_sums
 from hrl.algos.reward_placement import place_scores, place_turn_rewards
 from hrl.batching.episodes import episode_numbers
+from hrl.episodes.episode import TRUNCATIONS
 from hrl.episodes.metrics import episode_metrics
 from hrl.episodes.play import EpisodeTask, Limits
 from hrl.episodes.pool import environment_of
@@ -186,8 +189,9 @@ def score_episodes(
     turn_rewards = batch.non_tensor_batch["turn_rewards"]
     totals = torch.tensor([sum(one for one in turns if one is not None) for turns in turn_rewards])
     last = batch.select_idxs(heads)
-    combined = rewards.collect(last, metrics, validate=validate, of_environment=totals[heads])
     of_row = torch.from_numpy(codes)
+    lengths = episode_sums(batch.batch["response_mask"].sum(-1), of_row)[heads]
+    combined = rewards.collect(last, metrics, validate=validate, of_environment=totals[heads], lengths=lengths.long())
     ends = batch.non_tensor_batch["end"]
     counts = torch.tensor([end != "failed" for end in ends])
     if settings.on_truncation == "mask" and not validate:
@@ -198,10 +202,26 @@ def score_episodes(
     mask = batch.batch["response_mask"]
     placed = place_turn_rewards(turn_rewards, batch.batch["turn_index"], mask, codes)
     metrics.observe({"episode/rewards_moved": Metric.total(placed.num_moved)})
-    tokens = placed.scores
-    tokens[heads] += place_scores(combined.scores, mask[heads])
+    fold = FoldedEpisodes.of(mask, of_row, batch.batch["turn_index"])
+    tokens = placed.scores + fold.unfold(place_scores(combined.scores, fold.mask()))
     scores = combined.scores[of_row] + totals
     return EpisodeScores(tokens, torch.where(kept, scores, 0.0), combined.plain[of_row], kept)
+
+
+def values_behind_truncations(batch: DataProto, last_values: Callable[[DataProto], Tensor]) -> Tensor:
+    """Return what a critic expects behind the episodes that a limit cut off, `(B,)` float32 in all their rows, else 0.
+
+    Args:
+        batch: Rows of `episode_batch`.
+        last_values: From some of the rows to the critic's values of the state behind the last token of each.
+    """
+    numbers, heads = episode_numbers(batch), heads_of(batch)
+    codes = torch.arange(len(batch)) if numbers is None else torch.from_numpy(numbers)
+    is_cut_off = torch.tensor([end in TRUNCATIONS for end in batch.non_tensor_batch["end"][heads.numpy()]])
+    of_episodes = torch.zeros(len(heads))
+    if is_cut_off.any():
+        of_episodes[is_cut_off] = last_values(batch.select_idxs(heads[is_cut_off])).float()
+    return of_episodes[codes]
 
 
 def heads_of(batch: DataProto) -> Tensor:

@@ -16,6 +16,7 @@ from hrl.config.rollout import RolloutConfig
 from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
+from hrl.trainer.ppo.samples import counted_samples, sample_rows
 from hrl.workers.requests import SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -128,14 +129,15 @@ def check_policy_version(batch: DataProto, expected: int) -> None:
 
 
 def count_troubles(samples: DataProto) -> dict[str, Metric]:
-    """Return how many responses are empty, aborted or cut off.
+    """Return how many responses are empty, aborted or cut off; an episode of several rows is one.
 
     Args:
         samples: `response_mask (B, R)` as the engine gave it, and `finish_reason`.
     """
-    reasons = samples.non_tensor_batch["finish_reason"]
+    first = sample_rows(samples)
+    reasons = samples.non_tensor_batch["finish_reason"][first.numpy()]
     return {
-        "rollout/empty_responses": Metric.total((~samples.batch["response_mask"].bool().any(-1)).sum()),
+        "rollout/empty_responses": Metric.total(first.sum() - counted_samples(samples).sum()),
         "rollout/aborted_responses": Metric.total((reasons == "abort").sum()),
         "rollout/truncated_responses": Metric.total((reasons == "length").sum()),
     }
@@ -164,6 +166,7 @@ def take_baselines(batch: DataProto, scores: Tensor, kept: Tensor) -> tuple[Data
     rows = torch.tensor([baseline_of[uid] for uid in samples.non_tensor_batch["uid"]])
     samples.batch["reward_baselines"] = torch.where(kept[rows], scores[rows], 0.0).float()
     samples.batch["response_mask"] = samples.batch["response_mask"] * kept[rows, None]
+    greedy &= sample_rows(batch)
     scored = greedy & kept
     lengths = lengths_of(batch)[1][greedy]
     return samples, {

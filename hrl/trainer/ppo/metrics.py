@@ -15,7 +15,7 @@ from hrl.batching.planner import lengths_of
 from hrl.metrics import validation_of
 from hrl.protocol import DataProto
 from hrl.reward.parts import numeric_parts
-from hrl.trainer.ppo.samples import counted_samples, sample_sums
+from hrl.trainer.ppo.samples import counted_samples, sample_rows, sample_sums
 
 
 def _spread(values: torch.Tensor, mean: str, largest: str, smallest: str) -> dict[str, float]:
@@ -39,7 +39,7 @@ def _length_metrics(batch: DataProto) -> dict[str, float]:
     prompt_lens, response_lens = lengths_of(batch)
     prompt_width = batch.batch["attention_mask"].shape[-1] - batch.batch["responses"].shape[-1]
     # A response that ends by itself in the very last column was not cut: the sampler knows, the length does not.
-    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])[sample_rows(batch)]
     return {
         **_spread(response_lens, "response_length/mean", "response_length/max", "response_length/min"),
         **_spread(prompt_lens, "prompt_length/mean", "prompt_length/max", "prompt_length/min"),

@@ -31,7 +31,7 @@ from hrl.trainer.ppo.advantage import (
     rows_without_advantage,
 )
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
-from hrl.trainer.ppo.episodes import heads_of, score_episodes
+from hrl.trainer.ppo.episodes import heads_of, score_episodes, values_behind_truncations
 from hrl.trainer.ppo.finite_columns import FiniteColumns, LeftOutError
 from hrl.trainer.ppo.generation import (
     Asked,
@@ -58,7 +58,7 @@ from hrl.trainer.ppo.sampler_mismatch import (
     spot_check,
     with_sample_sizes,
 )
-from hrl.trainer.ppo.samples import count_episode_tokens
+from hrl.trainer.ppo.samples import count_episode_tokens, counted_samples
 from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
 from hrl.workers.requests import (
     LogProbRequest,
@@ -224,10 +224,7 @@ class RayPPOTrainer(TrainingLoop):
         """Show a scored batch to the sampler of prompts; samples that have no score are left out."""
         if self.sampler is None:
             return
-        scored = batch.batch["response_mask"].bool().any(-1)
-        if self.episodes is not None:  # an episode counts once
-            scored &= scored.new_zeros(len(scored)).index_fill(0, heads_of(batch), value=True)
-        kept = batch.select_idxs(scored)
+        kept = batch.select_idxs(counted_samples(batch))
         scores = kept.batch["plain_scores"].double().numpy()
         right = answers_that_are_correct(kept.non_tensor_batch["reward_parts"].tolist())
         self.sampler.observe(kept, scores, scores >= CORRECT_AT if right is None else np.array(right, dtype=bool))
@@ -474,10 +471,19 @@ class RayPPOTrainer(TrainingLoop):
         return batch.union(ref.compute_ref_log_prob(batch, request))
 
     def compute_values(self, batch: DataProto) -> DataProto:
-        """Add the critic's `values (B, R)`."""
+        """Add the critic's `values (B, R)`, and `bootstrap_values (B,)` where episodes that were cut off end in one."""
         critic = self.workers.critic
         plan = self.planner.forward(batch, critic.world_size, self.limits["values"])
-        return batch.union(critic.compute_values(batch, ScalarRequest(plan=plan)))
+        batch = batch.union(critic.compute_values(batch, ScalarRequest(plan=plan)))
+        if self.episodes is not None and self.config.environment.on_truncation == "bootstrap":
+            batch.batch["bootstrap_values"] = values_behind_truncations(batch, self._last_values)
+        return batch
+
+    def _last_values(self, batch: DataProto) -> torch.Tensor:
+        critic = self.workers.critic
+        plan = self.planner.forward(batch, critic.world_size, self.limits["values"])
+        values: torch.Tensor = critic.compute_last_values(batch, ScalarRequest(plan=plan)).batch["last_values"]
+        return values
 
     def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add `token_level_rewards`, `advantages` and `returns`, each (B, R)."""

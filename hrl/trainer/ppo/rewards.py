@@ -122,7 +122,13 @@ class RewardService:
         return self._num_rounds
 
     def collect(
-        self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False, of_environment: Tensor | None = None
+        self,
+        batch: DataProto,
+        metrics: StepMetrics,
+        *,
+        validate: bool = False,
+        of_environment: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> CombinedScores:
         """Return the scores of the announced batch: `scores` to train on, `plain` to validate by.
 
@@ -135,6 +141,7 @@ class RewardService:
             metrics: Receives the counters of the reward function and the means of the parts.
             validate: The batch was announced as that of a validation.
             of_environment: (B,), what an environment gave to each over all turns; None without one.
+            lengths: (B,), the tokens that a length penalty counts; None counts those of the response.
 
         Raises:
             RewardError: Rewards are missing or wrong; the message names function or model, and sample.
@@ -152,7 +159,7 @@ class RewardService:
             combined = combine_scores(
                 function_scores,
                 model_scores,
-                lengths_of(batch)[1],
+                lengths_of(batch)[1] if lengths is None else lengths,
                 self._max_response_tokens,
                 self._reward,
                 None if validate else self.shaping,

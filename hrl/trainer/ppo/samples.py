@@ -11,6 +11,16 @@ from hrl.batching.episodes import episode_numbers
 from hrl.protocol import DataProto
 
 
+def sample_rows(batch: DataProto) -> Tensor:
+    """Return which rows are the first of their sample, `(B,)` bool."""
+    first, episodes = torch.ones(len(batch), dtype=torch.bool), episode_numbers(batch)
+    if episodes is None:
+        return first
+    return torch.zeros_like(first).index_fill(
+        0, torch.from_numpy(np.unique(episodes, return_index=True)[1]), value=True
+    )
+
+
 def counted_samples(batch: DataProto) -> Tensor:
     """Return which rows stand for the samples that have a trained token, one for each, `(B,)` bool.
 

@@ -12,7 +12,8 @@ from hrl.config.environment import EnvironmentConfig
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.combine import CombinedScores
-from hrl.trainer.ppo.episodes import heads_of, score_episodes
+from hrl.trainer.ppo.episodes import heads_of, score_episodes, values_behind_truncations
+from hrl.trainer.ppo.generation import count_troubles
 
 
 class Rewards:
@@ -20,9 +21,13 @@ class Rewards:
 
     def __init__(self, *scores: float | None) -> None:
         self._scores = scores
+        self.lengths: list[int] = []
 
-    def collect(self, batch: DataProto, metrics: StepMetrics, *, validate: bool, of_environment) -> CombinedScores:
+    def collect(
+        self, batch: DataProto, metrics: StepMetrics, *, validate: bool, of_environment, lengths
+    ) -> CombinedScores:
         assert len(batch) == len(self._scores), "an episode is scored once"
+        self.lengths = lengths.tolist()
         kept = torch.tensor([score is not None for score in self._scores])
         scores = torch.tensor([score or 0.0 for score in self._scores])
         batch.non_tensor_batch["reward_parts"] = object_column([{"n": place} for place in range(len(batch))])
@@ -89,3 +94,40 @@ def test_a_group_whose_rows_are_episodes_of_one_row_is_as_it_was() -> None:
     batch = batch_of().select_idxs([2])
     found = scored(batch, Rewards(3.0))
     assert found.tokens.tolist() == [[3.0, 0, 0, 0]] and SimpleNamespace(scores=found.scores.tolist()).scores == [3.0]
+
+
+def test_a_length_penalty_counts_what_the_policy_wrote_in_all_rows_of_an_episode() -> None:
+    rewards = Rewards(2.0, 3.0)
+    scored(batch_of(), rewards)
+    assert rewards.lengths == [3, 1]
+
+
+def test_a_score_of_an_episode_whose_last_row_trains_nothing_stands_on_its_last_trained_token() -> None:
+    batch = batch_of()
+    batch.batch["response_mask"][1] = 0
+    assert scored(batch, Rewards(2.0, 3.0)).tokens.tolist() == [[0, 3.25, 0, 0], [0] * 4, [3.0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("end", ["max_turns", "max_tokens", "truncated", "deadline"])
+def test_an_episode_that_was_cut_off_ends_in_the_value_behind_its_last_row(end: str) -> None:
+    asked: list[list[list[int]]] = []
+
+    def last_values(rows: DataProto) -> torch.Tensor:
+        asked.append(rows.batch["response_mask"].tolist())
+        return torch.tensor([7.0])
+
+    assert values_behind_truncations(batch_of(ends=(end, "done")), last_values).tolist() == [7, 7, 0]
+    assert asked == [[[0, 0, 0, 1]]]
+    assert values_behind_truncations(batch_of(ends=("failed", "done")), last_values).tolist() == [0, 0, 0]
+    assert len(asked) == 1, "a critic is not asked about nothing"
+
+
+def test_troubles_are_counted_by_episode() -> None:
+    batch = batch_of(ends=("max_turns", "done"))
+    batch.non_tensor_batch["finish_reason"] = object_column(["length", "length", "stop"])
+    found = {name: metric.result() for name, metric in count_troubles(batch).items()}
+    assert found == {
+        "rollout/empty_responses": 0,
+        "rollout/aborted_responses": 0,
+        "rollout/truncated_responses": 1,
+    }
