@@ -24,7 +24,7 @@ class Command(NamedTuple):
     """A line of the table.
 
     Attributes:
-        name: What is typed after `hrl`; the file is `hrl/commands/<name>.py`.
+        name: What is typed after `hrl`; the file is `hrl/commands/<name>.py`, with `_` for `-`.
         help: What it does, in one line.
         takes_overrides: Whether it takes the arguments of a run: what its parser does not know, such as `key=value`, is
             in `options.overrides`, and `--help` is in `options.help`, for the command to answer.
@@ -36,7 +36,7 @@ class Command(NamedTuple):
 
     def load(self) -> CommandModule:
         """Return the module with the command's `add_arguments` and `run`."""
-        module: CommandModule = import_module(f"{__package__}.{self.name}")
+        module: CommandModule = import_module(f"{__package__}.{self.name.replace('-', '_')}")
         return module
 
 
@@ -54,6 +54,7 @@ COMMANDS: Sequence[Command] = (
     Command("watch", "show the page of a run in a browser and follow it"),
     Command("tasks", "the built-in tasks and reward functions, each with an example and its score"),
     Command("reward", "try a reward on responses that are there already, without a model", True),
+    Command("env-test", "play some episodes in an environment, and say whether it keeps to what a run relies on", True),
     Command("migrate", "turn a launch line of verl, OpenRLHF or TRL into one of hrl, with what is lost"),
     Command("completion", "completion of commands, options and keys for bash, zsh or fish"),
     Command("env", "versions, devices and a short self-test of this machine"),

@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hrl.data.chat import ChatTemplateError
-from hrl.environments.interface import Action, EnvironmentReplyError, Observation
+from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
 from hrl.episodes.episode import EndReason, Episode
 from hrl.episodes.parsing import TurnParser
-from hrl.episodes.pool import EnvironmentFaultError, EnvironmentLostError, EnvironmentPool, LiveEnvironment
+from hrl.episodes.pool import EnvironmentFaultError, EnvironmentLostError
 from hrl.episodes.tokens import Transcript
 from hrl.errors import HrlError
 from hrl.workers.requests import SamplingParams
@@ -25,6 +25,27 @@ if TYPE_CHECKING:
 
 Generate = Callable[[list[int], SamplingParams, object, str], Awaitable[SampleOutput]]
 """Has a turn sampled, given its context, how, the episode, and the name that errors use."""
+
+
+class World(Protocol):
+    """The environment of one episode, as `LiveEnvironment` is."""
+
+    async def reset(self) -> Observation:
+        """Begin the episode."""
+
+    async def step(self, action: Action) -> StepResult:
+        """Take the policy's turn."""
+
+    async def close(self) -> None:
+        """Let go of it."""
+
+
+class Worlds(Protocol):
+    """Where environments live, as `EnvironmentPool` is."""
+
+    def open(self, key: tuple[str, int], row: Mapping[str, Any], seed: int) -> World:
+        """Return the environment of an episode."""
+
 
 _MOST_INNOCENT_ATTEMPTS = 5
 """How often an episode is begun anew where the process was lost by others."""
@@ -133,7 +154,7 @@ class Player:
         template_kwargs: Mapping[str, Any],
         settings: EnvironmentConfig,
         limits: Limits,
-        pool: EnvironmentPool,
+        pool: Worlds,
         generate: Generate,
     ) -> None:
         self._tokenizer, self._stop_ids, self._template_kwargs = tokenizer, stop_ids, template_kwargs
@@ -168,7 +189,7 @@ class Player:
         finally:
             await live.close()
 
-    async def _take_turns(self, play: _Play, live: LiveEnvironment) -> EndReason:
+    async def _take_turns(self, play: _Play, live: World) -> EndReason:
         settings, task = self._settings, play.task
         began = time.perf_counter()
         first = await live.reset()

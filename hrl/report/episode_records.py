@@ -16,11 +16,12 @@ from hrl.report.run_folder import plain
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hrl.episodes.episode import EpisodeRow
+    from hrl.episodes.episode import Episode, EpisodeRow
     from hrl.protocol import DataProto
 
-_OF_EPISODE = ("episode_id", "num_turns", "tool_calls", "env_metrics", "end", "error")
-"""Columns that say the same in each row of an episode."""
+_ALIKE = ("episode_id", "num_turns", "tool_calls", "tool_errors", "env_metrics", "end", "engine_s", "environment_s")
+_OF_EPISODE = {**{name: name for name in _ALIKE}, "episode_error": "error"}
+"""Columns that say the same in each row of an episode → field of the record."""
 _ROUNDING = 1e-6
 
 
@@ -51,13 +52,36 @@ def with_conversations(
         in_order = sorted(of_episode, key=lambda row: int(others["branch"][row]))
         first = in_order[0]
         merged = _merged([records[row] for row in in_order], batch, in_order)
-        facts = {name: plain(others[name][first]) for name in _OF_EPISODE if name in others}
+        facts = {field: plain(others[name][first]) for name, field in _OF_EPISODE.items() if name in others}
+        facts = {field: fact for field, fact in facts.items() if field != "error" or fact is not None}
         talked = conversation_fields(
             rows_of(batch, in_order), others["messages"][first], others["turn_rewards"][first], tokenizer
         )
         asked = _question(talked["messages"], len(talked["turns"]))
         found.append({**merged, **({} if asked is None else {"question": asked}), **facts, **talked})
     return found
+
+
+def record_of(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the record of an episode that stands alone, with the score that its environment gave it."""
+    rewards = [reward for reward in episode.turn_rewards if reward is not None]
+    rows = episode.rows
+    texts = tokenizer.batch_decode([rows[0].prompt_ids, rows[-1].response_ids]) if rows else ["", ""]
+    talked = conversation_fields(rows, episode.messages, episode.turn_rewards, tokenizer)
+    asked = _question(talked["messages"], len(talked["turns"]))
+    return {
+        "prompt": texts[0],
+        "question": asked,
+        "response": texts[1],
+        "response_length": len(rows[-1].response_ids) if rows else 0,
+        "score": sum(rewards) if rewards else None,
+        "num_turns": episode.num_turns,
+        "tool_calls": episode.num_tool_calls,
+        "env_metrics": plain(episode.metrics),
+        "end": episode.end,
+        **({} if episode.error is None else {"error": episode.error}),
+        **talked,
+    }
 
 
 def conversation_fields(

@@ -15,7 +15,7 @@ from hrl.commands.table import COMMANDS
 _FENCE = re.compile(r"^```(bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _MODULE = re.compile(r"hrl\.trainer\.main_(\w+)")
 _PYTHONS = ("python", "python3", ".venv/bin/python")
-_OF_RUNS = {command.name for command in COMMANDS if command.takes_overrides} - {"plan", "reward"}
+_OF_RUNS = {command.name for command in COMMANDS if command.takes_overrides} - {"plan", "reward", "env-test"}
 
 
 def command_lines(page: Path) -> Iterator[list[str]]:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from hrl import cli
 from hrl.environments.interface import Action
 from hrl.environments.replies import read_observation, read_step
 from hrl.environments.tools import tool_of
+from tests.docs.command_lines import command_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -24,6 +26,17 @@ def names_of(file: str) -> dict[str, Any]:
     return namespace
 
 
+@pytest.fixture
+def of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of the page, where a reader types its lines."""
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("of_a_reader")
 @pytest.mark.parametrize("code", BLOCKS)
 def test_every_block_runs(code: str) -> None:
     exec(compile(code, str(PAGE), "exec"), {"__name__": "environments"})  # noqa: S102 (our own page)
@@ -46,6 +59,18 @@ def test_the_spelling_game_reads_its_row_and_its_arguments() -> None:
     assert len(first.messages or ()) == 2
     results = [read_step(game.step(Action(text))) for text in ("O", "y")]
     assert [(result.reward, result.done) for result in results] == [(1.0, False), (-0.5, True)]
+
+
+@pytest.mark.usefixtures("of_a_reader")
+@pytest.mark.parametrize(
+    "words", [words for words in command_lines(PAGE) if words[1] == "env-test" and "--engine" not in words]
+)
+def test_what_the_page_tries_fits(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words[1:]) == 0
+    out = capsys.readouterr().out
+    for check in ("replies", "masks", "rewards", "repeats", "close"):
+        assert f"✓  {check}" in out
+    assert "--say" in words or "the episodes' sums are 0.9, 0.5, 0.5" in out, "as on the page"
 
 
 def test_the_tools_have_schemas_from_their_hints_and_docstrings() -> None:

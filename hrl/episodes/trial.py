@@ -1,0 +1,395 @@
+"""A trial of an environment before a run: some episodes, and whether it keeps to what a run relies on.
+
+Episodes are played as a run plays them, in a process for environments. Then what the policy did is done again, from the
+same seeds: alone, among the other episodes at the same time, and only up to its first turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hrl.config.arithmetic import count
+from hrl.data.chat import ChatTemplateError, render_prompt, text_of, with_tools
+from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
+from hrl.environments.loading import EnvironmentSpec
+from hrl.environments.replies import observation_to_plain, step_to_plain
+from hrl.episodes.episode import Episode
+from hrl.episodes.parser_choice import ParserChoiceError, tool_parser_for
+from hrl.episodes.play import EpisodeTask, Limits, Player
+from hrl.episodes.pool import EnvironmentFaultError, EnvironmentPool
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import SampleOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.config.environment import EnvironmentConfig
+
+Key = tuple[str, int]
+_SLOW = 0.5
+"""The share of a deadline from which on a call is worth a remark."""
+_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that a run relies on.
+
+    Attributes:
+        name: What it is.
+        is_right: Whether it holds; None for a remark.
+        says: What was found, a clause.
+    """
+
+    name: str
+    is_right: bool | None
+    says: str
+
+
+@dataclass
+class Record:
+    """What happened between the policy and the environment in the last attempt at an episode.
+
+    Attributes:
+        task: The episode.
+        first: What `reset` returned.
+        steps: What the policy did, and what came of it.
+        sampled: The context of each turn, and what was sampled in it.
+        slowest_s: The longest call of the environment.
+        slowest_call: Its name.
+    """
+
+    task: EpisodeTask
+    first: Observation | None = None
+    steps: list[tuple[Action, StepResult]] = field(default_factory=list)
+    sampled: list[tuple[list[int], SampleOutput]] = field(default_factory=list)
+    slowest_s: float = 0.0
+    slowest_call: str = ""
+
+    def took(self, seconds: float, call: str) -> None:
+        """Take how long a call took."""
+        if seconds > self.slowest_s:
+            self.slowest_s, self.slowest_call = seconds, call
+
+
+Policy = Callable[[Record, list[int], SamplingParams], Awaitable[SampleOutput]]
+"""Samples a turn: what has happened in the episode, the context, how it is sampled."""
+
+
+@dataclass(frozen=True)
+class TrialSetup:
+    """What an environment is tried with.
+
+    Attributes:
+        environment: Which one.
+        settings: The section `environment`.
+        limits: What an episode's tokens have to fit into.
+        tokenizer: The policy's.
+        stop_ids: Tokens that end a turn.
+        template_kwargs: `data.apply_chat_template_kwargs`.
+        has_reward: Whether reward functions or a model of the run say what an episode is worth, too.
+    """
+
+    environment: EnvironmentSpec
+    settings: EnvironmentConfig
+    limits: Limits
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    template_kwargs: Mapping[str, Any]
+    has_reward: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a trial.
+
+    Attributes:
+        episodes: As a run would have them.
+        checks: What was found.
+    """
+
+    episodes: Sequence[Episode]
+    checks: Sequence[Check]
+
+    @property
+    def fits(self) -> bool:
+        """Whether all that a run relies on holds."""
+        return all(check.is_right is not False for check in self.checks)
+
+
+async def run_trial(setup: TrialSetup, tasks: Sequence[EpisodeTask], policy: Policy) -> Trial:
+    """Play episodes, and look at what came of them.
+
+    Args:
+        setup: What it is tried with.
+        tasks: The episodes.
+        policy: Samples their turns.
+
+    Raises:
+        EnvironmentLoadError: The environment can't be loaded.
+    """
+    # In one process, where episodes can get in each other's way.
+    settings = setup.settings.model_copy(update={"num_workers": 1})
+    records: dict[Key, Record] = {}
+    async with EnvironmentPool(setup.environment, settings) as pool:
+
+        async def generate(context: list[int], sampling: SamplingParams, key: Any, _: str) -> SampleOutput:
+            output = await policy(records[key], context, sampling)
+            records[key].sampled.append((context, output))
+            return output
+
+        watched = _Watched(pool, records, {task.key: task for task in tasks})
+        player = Player(
+            setup.tokenizer, setup.stop_ids, setup.template_kwargs, settings, setup.limits, watched, generate
+        )
+        episodes = [await player.play(task) for task in tasks]
+        played = [
+            (number, records[episode.key])
+            for number, episode in enumerate(episodes, start=1)
+            if episode.end != "failed"
+        ]
+        checks = [
+            _replies(episodes),
+            _ends(setup, episodes),
+            *_tools(setup, [record for _, record in played]),
+            _masks(episodes, records),
+            _rewards(setup, [episode for episode in episodes if episode.end != "failed"]),
+            *await _repeats(pool, played),
+            await _closes(pool, [record for _, record in played]),
+            *_times(settings, list(records.values())),
+            *_cut(setup, [record for _, record in played]),
+        ]
+    return Trial(episodes, checks)
+
+
+# ---------------------------------------------------------------------------------------------- what happens
+
+
+class _Watched:
+    """A pool that keeps what its environments were told and what they said."""
+
+    def __init__(self, pool: EnvironmentPool, records: dict[Key, Record], tasks: Mapping[Key, EpisodeTask]) -> None:
+        self._pool, self._records, self._tasks = pool, records, tasks
+
+    def open(self, key: Key, row: Mapping[str, Any], seed: int) -> _WatchedEnvironment:
+        self._records[key] = Record(self._tasks[key])
+        return _WatchedEnvironment(self._pool.open(key, row, seed), self._records[key])
+
+
+class _WatchedEnvironment:
+    def __init__(self, live: Any, record: Record) -> None:
+        self._live, self._record = live, record
+
+    async def reset(self) -> Observation:
+        began = time.perf_counter()
+        self._record.first = first = await self._live.reset()
+        self._record.took(time.perf_counter() - began, "reset")
+        return first
+
+    async def step(self, action: Action) -> StepResult:
+        began = time.perf_counter()
+        result: StepResult = await self._live.step(action)
+        self._record.took(time.perf_counter() - began, "step")
+        self._record.steps.append((action, result))
+        return result
+
+    async def close(self) -> None:
+        await self._live.close()
+
+
+# ---------------------------------------------------------------------------------------------- what is found
+
+
+def _replies(episodes: Sequence[Episode]) -> Check:
+    failed = [(number, episode) for number, episode in enumerate(episodes, start=1) if episode.end == "failed"]
+    if not failed:
+        return Check("replies", True, "what `reset` and `step` return is what a run takes, in all episodes")
+    number, episode = failed[0]
+    return Check(
+        "replies",
+        False,
+        f"{len(failed)} of {count(len(episodes), 'episode')} failed, episode {number} first: {episode.error}",
+    )
+
+
+def _ends(setup: TrialSetup, episodes: Sequence[Episode]) -> Check:
+    limits = {
+        "max_turns": f"environment.max_turns={setup.settings.max_turns}",
+        "max_tokens": f"data.max_response_length={setup.limits.response}",
+        "deadline": f"environment.episode_timeout_s={setup.settings.episode_timeout_s:g}",
+    }
+    found = []
+    for number, episode in enumerate(episodes, start=1):
+        by = f" ({limits[episode.end]})" if episode.end in limits else ""
+        found.append(f"episode {number} {episode.end} after {count(episode.num_turns, 'turn')}{by}")
+    return Check("ends", None, ", ".join(found))
+
+
+def _tools(setup: TrialSetup, records: Sequence[Record]) -> list[Check]:
+    """Return whether the template shows the tools, and whether calls can be read."""
+    with_some = [record.first for record in records if record.first is not None and record.first.tools]
+    if not with_some:
+        return []
+    first = with_some[0]
+    tools = first.tools or ()
+    names = ", ".join(str(tool["function"].get("name")) for tool in tools)
+    template = setup.tokenizer.chat_template
+    if first.messages is not None:
+        try:
+            texts = [
+                render_prompt(setup.tokenizer, first.messages, with_tools(setup.template_kwargs, some))
+                for some in (tools, None)
+            ]
+        except ChatTemplateError as error:
+            return [Check("tools", False, f"the chat template refuses {names}: {error}")]
+        if texts[0] == texts[1]:
+            why = (
+                f"the chat template does not show {names}, so the policy never learns of them: take a model whose "
+                "template does, or describe them in the first messages"
+            )
+            return [Check("tools", False, why)]
+    try:
+        parser, why = tool_parser_for(template if isinstance(template, str) else None, setup.settings.tool_parser)
+    except ParserChoiceError as error:
+        return [Check("tools", False, str(error))]
+    return [Check("tools", True, f"the chat template shows {names}; calls are read by vLLM's parser {parser} ({why})")]
+
+
+def _masks(episodes: Sequence[Episode], records: Mapping[Key, Record]) -> Check:
+    """Return whether all tokens that are trained on were sampled, each in the context in which it is trained."""
+    trained = sampled = 0
+    for number, episode in enumerate(episodes, start=1):
+        if episode.end == "failed":
+            continue
+        rows = [([*row.prompt_ids, *row.response_ids], [0] * len(row.prompt_ids) + [*row.mask]) for row in episode.rows]
+        trained += sum(sum(mask) for _, mask in rows)
+        for turn, (context, output) in enumerate(records[episode.key].sampled[: episode.num_turns], start=1):
+            begin, end = len(context), len(context) + len(output.token_ids)
+            sampled += end - begin
+            if not any(ids[:end] == [*context, *output.token_ids] and all(mask[begin:end]) for ids, mask in rows):
+                return Check("masks", False, f"turn {turn} of episode {number} is trained in another context")
+    if trained != sampled:
+        return Check("masks", False, f"{trained} tokens are trained, and {sampled} were sampled")
+    return Check("masks", True, f"all {count(trained, 'token')} that would be trained were sampled in their context")
+
+
+def _rewards(setup: TrialSetup, episodes: Sequence[Episode]) -> Check:
+    sums = [
+        sum(reward for reward in episode.turn_rewards if reward is not None)
+        for episode in episodes
+        if any(reward is not None for reward in episode.turn_rewards)
+    ]
+    if sums:
+        return Check("rewards", True, f"finite; the episodes' sums are {', '.join(f'{total:.4g}' for total in sums)}")
+    if setup.has_reward:
+        return Check(
+            "rewards", True, "none from the environment: the run's reward functions say what an episode is worth"
+        )
+    why = "no turn had a reward, and the run has no reward function: return one from `step`, or set reward.functions"
+    return Check("rewards", False if episodes else None, why)
+
+
+async def _repeats(pool: EnvironmentPool, played: Sequence[tuple[int, Record]]) -> list[Check]:
+    """Return whether the same seed and actions give the same, alone and among others."""
+    if not played:
+        return []
+    alone = [await _difference(pool, *one) for one in played]
+    if (found := next(filter(None, alone), None)) is not None:
+        why = f"{found}: what is drawn has to come from the `seed` of `reset`, and from nothing that episodes share"
+        return [Check("repeats", False, why)]
+    among = await asyncio.gather(*(_difference(pool, *one) for one in [*played, *played]))
+    if (found := next(filter(None, among), None)) is not None:
+        why = (
+            f"{found}, while others play in the same process: they share something, such as a global variable or the "
+            "state of the module random"
+        )
+        return [Check("repeats", False, why)]
+    says = "the same seed and actions give the same again, alone and with other episodes in between"
+    return [Check("repeats", True, says)]
+
+
+async def _difference(pool: EnvironmentPool, number: int, record: Record) -> str | None:
+    """Do the same again, and return the first difference, a clause."""
+    task = record.task
+    live = pool.open(task.key, task.row, task.environment_seed)
+    try:
+        place = f"`reset` of episode {number}"
+        again = observation_to_plain(await live.reset())
+        then = observation_to_plain(record.first or Observation())
+        if again != then:
+            return _told(place, "returned", then, again)
+        for turn, (action, result) in enumerate(record.steps, start=1):
+            place = f"turn {turn} of episode {number}"
+            then, again = step_to_plain(result), step_to_plain(await live.step(action))
+            for name in ("observation", "reward", "done", "truncated"):
+                if then[name] != again[name]:
+                    return _told(place, f"had, as its `{name}`,", then[name], again[name])
+    except (EnvironmentFaultError, EnvironmentReplyError) as error:
+        return f"{place} failed when it was played again: {error}"
+    finally:
+        await live.close()
+    return None
+
+
+def _told(place: str, verb: str, then: object, again: object) -> str:
+    return f"{place} {verb} {_short(then)}, and {_short(again)} when it was played again"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict) and isinstance(messages := value.get("messages"), list) and messages:
+        value = text_of(messages[-1]) if "content" in messages[-1] else messages[-1]
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+async def _closes(pool: EnvironmentPool, records: Sequence[Record]) -> Check:
+    """Return whether `close` works, at the end and after an episode that was cut off."""
+    for record in records:
+        live = pool.open(record.task.key, record.task.row, record.task.environment_seed)
+        try:
+            await live.reset()
+            if record.steps:
+                await live.step(record.steps[0][0])
+        except (EnvironmentFaultError, EnvironmentReplyError):
+            pass  # told already, as what does not repeat
+        finally:
+            await live.close()
+    failed = pool.counts.failed_closes
+    if failed:
+        return Check("close", False, f"`close` failed or took too long {failed}×; the log above has why")
+    return Check("close", True, "called once for each episode, also for those that end after a turn")
+
+
+def _times(settings: EnvironmentConfig, records: Sequence[Record]) -> list[Check]:
+    slowest = max(records, key=lambda record: record.slowest_s, default=None)
+    if slowest is None or not slowest.slowest_call:
+        return []
+    limit = settings.step_timeout_s
+    near = ", near its deadline" if slowest.slowest_s > _SLOW * limit else ""
+    took = f"{slowest.slowest_s:.3g} s of environment.step_timeout_s={limit:g}"
+    return [Check("time", None, f"the slowest call was `{slowest.slowest_call}`, {took}{near}")]
+
+
+def _cut(setup: TrialSetup, records: Sequence[Record]) -> list[Check]:
+    """Return a remark about messages that are too long."""
+    limit = setup.settings.max_observation_tokens
+    if limit is None:
+        return []
+    said = [
+        text_of(message)
+        for record in records
+        for _, result in record.steps
+        if isinstance(result.observation, Observation)
+        for message in result.observation.messages or ()
+        if "content" in message
+    ]
+    longest = max((len(setup.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in said), default=0)
+    if longest <= limit:
+        return []
+    says = f"one has {longest} tokens; what is longer than environment.max_observation_tokens={limit} loses its middle"
+    return [Check("observations", None, says)]

@@ -1,0 +1,127 @@
+"""Who plays in the trial of an environment: a script that needs no model, or a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hrl.data.chat import RENDERING_ERRORS
+from hrl.episodes.trial import Policy, Record
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import EngineSetup, RolloutEngine, RolloutError, SampleOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_USER = {"role": "user", "content": "?"}
+_LOG_PROB = -1.0
+_DEEPEST = 4
+
+
+class Script:
+    """A policy that says what it is told to.
+
+    Without words it calls every tool once, with arguments that fit its schema, and then answers; where there are no
+    tools it says 1, 2, 3, ….
+
+    Args:
+        tokenizer: Of the model whose place it takes.
+        stop_ids: Tokens that end a turn; it ends with the first.
+        words: What it says, turn by turn; the last is said again and again.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], words: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop_ids, self._words = tokenizer, stop_ids, words
+
+    async def __call__(self, record: Record, context: list[int], sampling: SamplingParams) -> SampleOutput:
+        """Sample a turn; a `Policy`."""
+        text = self._text(len(record.steps), (record.first.tools if record.first else None) or ())
+        ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], *self._stop_ids[:1]]
+        kept = ids[: sampling.max_tokens]
+        reason = "stop" if len(kept) == len(ids) and self._stop_ids else "length"
+        return SampleOutput(kept, [_LOG_PROB] * len(kept), reason, 0)  # type: ignore[arg-type]
+
+    def _text(self, turn: int, tools: Sequence[Mapping[str, Any]]) -> str:
+        if self._words:
+            return self._words[min(turn, len(self._words) - 1)]
+        if not tools:
+            return str(turn + 1)
+        return self._call(tools[turn]["function"]) if turn < len(tools) else "That is all."
+
+    def _call(self, function: Mapping[str, Any]) -> str:
+        """Return a call as the chat template writes one; as Qwen's does, where it writes none."""
+        call = {"name": function["name"], "arguments": example(function.get("parameters") or {})}
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "c00000000", "function": call}],
+        }
+        try:
+            before = self._tokenizer.apply_chat_template([_USER], tokenize=False, add_generation_prompt=True)
+            after = self._tokenizer.apply_chat_template([_USER, message], tokenize=False)
+        except RENDERING_ERRORS:
+            before, after = "", ""
+        said = str(after).removeprefix(str(before))
+        if after and said != after and function["name"] in said:
+            end = self._tokenizer.decode(self._stop_ids[:1])
+            return said.rstrip("\n").removesuffix(end)
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def example(schema: Mapping[str, Any], depth: int = 0) -> Any:
+    """Return a value that fits a JSON schema, as far as its types, choices and bounds tell."""
+    for name in ("default", "const"):
+        if name in schema:
+            return schema[name]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    for several in ("anyOf", "oneOf", "allOf"):
+        if schema.get(several):
+            return example(schema[several][0], depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        fields = schema.get("properties") or {}
+        needed = schema.get("required", fields)
+        return {} if depth > _DEEPEST else {name: example(fields[name], depth + 1) for name in needed if name in fields}
+    if kind == "array":
+        item = schema.get("items")
+        return [example(item, depth + 1)] if isinstance(item, Mapping) and depth <= _DEEPEST else []
+    if kind in ("integer", "number"):
+        return max(schema.get("minimum", 2), 2) if schema.get("maximum", 2) >= 2 else schema["maximum"]
+    return {"boolean": True, "null": None}.get(kind, "text")
+
+
+@asynccontextmanager
+async def engine_of(setup: EngineSetup) -> AsyncIterator[Policy]:
+    """Start an engine on this event loop, and end it with the context.
+
+    Args:
+        setup: What it is opened with.
+
+    Raises:
+        RolloutError: It does not start.
+    """
+    from hrl.workers.rollout.host import ENGINES, START_TIMEOUT_S
+
+    module, kind = ENGINES[setup.config.name]
+    engine: RolloutEngine = getattr(import_module(module), kind)(setup)
+    try:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await engine.prepare()
+                await engine.start()
+        except TimeoutError:
+            engine.kill()
+            raise RolloutError(f"{engine.name} did not start within {START_TIMEOUT_S:g} s") from None
+
+        async def sample(record: Record, context: list[int], sampling: SamplingParams) -> SampleOutput:
+            return await engine.generate(context, sampling, f"trial-{record.task.name}-{len(record.steps)}")
+
+        yield sample
+    finally:
+        await asyncio.shield(engine.shutdown())

@@ -1,0 +1,181 @@
+"""`hrl env-test`: an environment is tried with the model, the rows and the limits of a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.sources import source_title
+from hrl.data.dataset import PromptRow, check_prompt
+from hrl.data.sources import BadRow, read_rows, sources_of
+from hrl.episodes.play import EpisodeTask, Limits
+from hrl.episodes.pool import environment_of
+from hrl.episodes.trial import Policy, Trial, TrialSetup, run_trial
+from hrl.episodes.trial_policy import Script, engine_of
+from hrl.errors import ConfigError, DatasetError, Problem
+from hrl.models.source import resolve_model
+from hrl.models.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
+from hrl.report.live import ShowStage, in_silence
+from hrl.workers.requests import SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.workers.rollout.base import EngineSetup
+
+SCRIPTED = "scripted"
+"""The engine that needs no weights."""
+_CONTEXT = "trial"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A trial, and with what it was made.
+
+    Attributes:
+        trial: What came of it.
+        tokenizer: The policy's.
+        facts: Label → with what.
+    """
+
+    trial: Trial
+    tokenizer: PreTrainedTokenizerBase
+    facts: dict[str, str]
+
+
+def try_environment_of(
+    config: PPOTrainerConfig,
+    *,
+    engine: str = SCRIPTED,
+    words: Sequence[str] = (),
+    episodes: int = 3,
+    stage: ShowStage = in_silence,
+) -> Tried:
+    """Play episodes in the environment of a run, and look at what came of them.
+
+    Args:
+        config: The run's configuration; its engine is the one that is named here.
+        engine: `scripted`, or one of `rollout.name`.
+        words: What the scripted engine says, turn by turn.
+        episodes: How many.
+        stage: Shows what goes on.
+
+    Raises:
+        ConfigError: No environment is named.
+        EnvironmentLoadError: It can't be loaded.
+        HrlError: Model, rows or engine can't be used.
+    """
+    if not config.environment.is_used:
+        hint = "Name a class (hrl env-test my_env.py:Class), or a name that `hrl env-test --list` shows."
+        raise ConfigError([Problem("environment.path", "is not set, so there is nothing to try.", hint)])
+    spec = environment_of(config.environment)
+    model, data, rollout = config.actor_rollout_ref.model, config.data, config.actor_rollout_ref.rollout
+    with stage("looking at the model's tokenizer"):
+        folder = resolve_model(model.path)
+        tokenizer = load_tokenizer(
+            resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else folder,
+            trust_remote_code=model.trust_remote_code,
+        )
+        ids = token_ids(tokenizer, folder)
+    rows = _rows(config, episodes)
+    setup = TrialSetup(
+        environment=spec,
+        settings=config.environment,
+        limits=Limits(data.max_prompt_length, data.max_response_length),
+        tokenizer=tokenizer,
+        stop_ids=ids.stop,
+        template_kwargs=dict(data.apply_chat_template_kwargs),
+        has_reward=bool(config.reward_entries) or config.needs_reward_model,
+    )
+    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, data.max_response_length)
+    tasks = [
+        EpisodeTask((f"{_CONTEXT}-{number}", 0), _as_read(rows[number % len(rows)]), sampling, config.trainer.seed, 0)
+        for number in range(episodes)
+    ]
+
+    def policy() -> AbstractAsyncContextManager[Policy]:
+        if engine == SCRIPTED:
+            return nullcontext(Script(tokenizer, ids.stop, words))
+        return engine_of(_engine_setup(config, engine, folder, ids))
+
+    async def play() -> Trial:
+        async with policy() as playing:
+            return await run_trial(setup, tasks, playing)
+
+    title = "a script" if engine == SCRIPTED else f"{engine} with {model.path}"
+    with stage(f"playing {episodes} episodes with {title}"):
+        trial = asyncio.run(play())
+    facts = {
+        "environment": f"{setup.environment.source.title}, at most {config.environment.max_turns} turns",
+        "policy": title if engine != SCRIPTED else f"a script, in the chat template of {model.path}",
+        "rows": ", ".join(map(source_title, data.train_files)),
+        "seed": str(config.trainer.seed),
+    }
+    return Tried(trial, tokenizer, facts)
+
+
+def _rows(config: PPOTrainerConfig, number: int) -> list[PromptRow]:
+    """Return the first rows of the run.
+
+    Raises:
+        DatasetError: One can't be used, or there are none.
+    """
+    data = config.data
+    check = partial(check_prompt, prompt_key=data.prompt_key, answer_key=data.answer_key)
+    rows: list[PromptRow] = []
+    for row in islice(read_rows([one.with_keys_of(data) for one in sources_of(data.train_files)], check), number):
+        if isinstance(row, BadRow):
+            raise DatasetError(f"{row.origin}: {row.reason}")
+        rows.append(row)
+    if not rows:
+        raise DatasetError(f"data.train_files: {', '.join(map(source_title, data.train_files))} has no rows")
+    return rows
+
+
+def _as_read(row: PromptRow) -> dict[str, object]:
+    """Return a row as `reset` is given it."""
+    return {
+        **row.columns,
+        "prompt": row.messages,
+        "data_source": row.data_source,
+        "reward_model": row.reward_model,
+        "extra_info": row.extra_info,
+    }
+
+
+def _engine_setup(config: PPOTrainerConfig, engine: str, folder: Path, ids: TokenIds) -> EngineSetup:
+    """Return what a real engine is opened with, for these few episodes alone."""
+    import torch
+
+    from hrl.cluster.machine import available_cores
+    from hrl.cluster.precision import with_dtypes
+    from hrl.models.hf_config import load_config
+    from hrl.models.loading import ModelSource
+    from hrl.workers.rollout.base import EngineSetup
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = config.actor_rollout_ref.model
+    rollout = with_dtypes(config.actor_rollout_ref.rollout, device.type).model_copy(update={"name": engine})
+    facts = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code).get_text_config()
+    source = ModelSource.to_look_at(
+        folder,
+        model.override_config,
+        trust_remote_code=model.trust_remote_code,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+    )
+    return EngineSetup(
+        rollout,
+        source,
+        replace(ids, vocab_size=max(ids.vocab_size, facts.vocab_size)),
+        device,
+        num_threads=available_cores() if device.type == "cpu" else None,
+        shares_device=False,
+    )

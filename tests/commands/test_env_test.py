@@ -1,0 +1,73 @@
+"""`hrl env-test`: a verdict, an exit status, and what would be trained, before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hrl import cli
+from hrl.environments.registry import ENVIRONMENTS
+
+TRIED = Path(__file__).parents[1] / "episodes" / "tried.py"
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def test_a_good_environment_is_shown_with_its_masks_and_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Guess.", "hint": "From the row."}\n')
+    keys = [f"data.train_files={rows}", "data.train_batch_size=1", "data.max_response_length=200"]
+    assert cli.main(["env-test", f"{TRIED}:Good", "--say", "7", "--episodes", "2", *keys]) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "user Guess. From the row." in lines and "assistant 7 +0.5" in lines
+    assert "policy 2 tokens 7<|im_end|>" in lines and any(line.startswith("environment 1") for line in lines)
+    assert "✓ repeats the same seed and actions give the same again" in " ".join(lines)
+    assert lines[-1] == f"Good in {TRIED} fits: a run can be trained in it"
+    assert out.count("episode 2") >= 1 and "\x1b" not in out
+
+
+def test_one_that_does_not_fit_is_status_1_and_programs_get_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env-test", f"{TRIED}:Unseeded", "--json", "--episodes", "2"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [check["name"] for check in found["checks"] if check["is_right"] is False] == ["repeats"]
+    assert not found["fits"]
+    assert found["episodes"][0]["turns"][0]["tokens"] == 2
+
+
+def test_one_that_is_not_there_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_env.py").write_text("import hrl\n\n\nclass Game(hrl.SingleTurn):\n    pass\n")
+    assert cli.main(["env-test", f"{tmp_path}/my_env.py:Gane"]) == 2
+    assert "my_env.py has no Gane. It has Game." in capsys.readouterr().err
+    assert cli.main(["env-test", "toolz"]) == 2
+    assert "there is no environment 'toolz'" in capsys.readouterr().err
+    assert cli.main(["env-test"]) == 2
+    assert "my_env.py:Class" in capsys.readouterr().err
+
+
+def test_the_list_has_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env-test", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ENVIRONMENTS)
+    assert cli.main(["env-test", "--list", "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == list(ENVIRONMENTS)
+
+
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env-test", "--help"]) == 0
+    assert "--engine {scripted,hf,vllm}" in capsys.readouterr().out
+
+
+@pytest.mark.engine
+def test_a_real_engine_plays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["data.max_response_length=60", "environment.max_turn_tokens=8"]
+    assert cli.main(["env-test", f"{TRIED}:Good", "--engine", "hf", "--episodes", "2", "--json", *keys]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and all(episode["policy_tokens"] >= 2 for episode in found["episodes"])

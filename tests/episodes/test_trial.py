@@ -1,0 +1,133 @@
+"""A trial finds what a run could not rely on, and nothing in an environment that keeps to everything."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hrl.config.environment import EnvironmentConfig
+from hrl.episodes.episode import Episode, EpisodeRow
+from hrl.episodes.play import EpisodeTask, Limits
+from hrl.episodes.pool import environment_of
+from hrl.episodes.trial import Check, Record, Trial, TrialSetup, _masks, run_trial
+from hrl.episodes.trial_policy import Script, example
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import SampleOutput
+from tests.data.conftest import make_tokenizer
+from tests.episodes.families import FAMILIES
+
+WORLDS = Path(__file__).with_name("tried.py")
+
+
+def task(number: int) -> EpisodeTask:
+    row = {"prompt": [{"role": "user", "content": "?"}], "hint": f"row {number}"}
+    return EpisodeTask((f"trial-{number}", 0), row, SamplingParams(), 1, 0)
+
+
+def trial_of(name: str, tokenizer: Any = None, words: tuple[str, ...] = (), **settings: Any) -> Trial:
+    tokenizer = tokenizer or make_tokenizer()
+    config = EnvironmentConfig(path=f"{WORLDS}:{name}", step_timeout_s=10.0, **settings)
+    setup = TrialSetup(
+        environment_of(config), config, Limits(2000, 2000), tokenizer, (tokenizer.eos_token_id,), {}, has_reward=False
+    )
+    return asyncio.run(
+        run_trial(setup, [task(number) for number in range(3)], Script(tokenizer, setup.stop_ids, words))
+    )
+
+
+def found(trial: Trial) -> dict[str, Check]:
+    return {check.name: check for check in trial.checks}
+
+
+def test_an_environment_that_keeps_to_everything_fits() -> None:
+    trial = trial_of("Good")
+    assert trial.fits, [check for check in trial.checks if check.is_right is False]
+    assert {name for name, check in found(trial).items() if check.is_right} == {
+        *("replies", "masks", "rewards", "repeats", "close")
+    }
+    assert [episode.turn_rewards for episode in trial.episodes] == [[0.5, 0.5]] * 3
+    secrets = {episode.messages[2]["content"] for episode in trial.episodes}
+    assert len(secrets) > 1, "each episode has a seed of its own"
+    assert trial.episodes[1].messages[0]["content"] == "Guess. row 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "says"),
+    [
+        ("Unseeded", "repeats", '`reset` of episode 1 returned "Guess between 1 and 0."'),
+        ("Shared", "repeats", "while others play in the same process"),
+        ("ChangesItsRewards", "repeats", "turn 1 of episode 1 had, as its `reward`, 0.0, and"),
+        ("Breaks", "replies", "3 of 3 episodes failed, episode 1 first: "),
+        ("Unpaid", "rewards", "set reward.functions"),
+        ("ClosesBadly", "close", "`close` failed or took too long"),
+    ],
+)
+def test_what_a_run_could_not_rely_on_is_found_and_nothing_else(name: str, check: str, says: str) -> None:
+    trial = trial_of(name)
+    assert [one.name for one in trial.checks if one.is_right is False] == [check]
+    assert says in found(trial)[check].says and not trial.fits
+
+
+def test_messages_that_lose_their_middle_and_limits_are_told() -> None:
+    trial = trial_of("Talks", max_observation_tokens=100, max_turns=1)
+    assert trial.fits
+    assert "max_observation_tokens=100" in found(trial)["observations"].says
+    assert "episode 2 max_turns after 1 turn (environment.max_turns=1)" in found(trial)["ends"].says
+
+
+def test_tools_have_to_be_in_the_chat_template() -> None:
+    pytest.importorskip("vllm")
+    trial = trial_of("Tools", FAMILIES["qwen2_5"].tokenizer)
+    assert trial.fits, [check for check in trial.checks if check.is_right is False]
+    assert "shows add; calls are read by vLLM's parser hermes" in found(trial)["tools"].says
+    assert trial.episodes[0].num_tool_calls == 1 and trial.episodes[0].num_tool_errors == 0
+    assert [message["role"] for message in trial.episodes[0].messages] == ["user", "assistant", "tool", "assistant"]
+    assert trial.episodes[0].messages[2]["content"] == "4"
+
+
+def test_a_template_that_shows_no_tools_is_told() -> None:
+    pytest.importorskip("vllm")
+    trial = trial_of("Tools", tool_parser="hermes")
+    assert "does not show add, so the policy never learns of them" in found(trial)["tools"].says and not trial.fits
+
+
+def test_the_script_says_what_it_is_told_to_and_the_last_again_and_again() -> None:
+    trial = trial_of("Good", words=("first", "then"), max_turns=2)
+    said = [message["content"] for message in trial.episodes[0].messages if message["role"] == "assistant"]
+    assert said == ["first", "then"]
+    assert trial_of("Good", words=("same",)).episodes[0].messages[3]["content"] == "same"
+
+
+def test_a_token_that_is_trained_in_another_context_is_found() -> None:
+    """Which hrl itself would have to be wrong for."""
+    record = Record(task(0), sampled=[([1, 2], SampleOutput([7, 8], [-1.0, -1.0], "stop", 0))])
+
+    def judged(row: EpisodeRow) -> Check:
+        return _masks([Episode(("trial-0", 0), [row], [], [None], "done")], {("trial-0", 0): record})
+
+    right = EpisodeRow([1, 2], [7, 8], [1, 1], [-1.0, -1.0], [0, 0], [0, 0])
+    assert judged(right).is_right
+    assert not judged(EpisodeRow([1, 3], [7, 8], [1, 1], [-1.0, -1.0], [0, 0], [0, 0])).is_right
+    assert not judged(EpisodeRow([1, 2], [7, 8], [1, 0], [-1.0, -1.0], [0, 0], [0, 0])).is_right
+    assert not judged(EpisodeRow([1, 2], [7, 8, 9], [1, 1, 1], [-1.0] * 3, [0] * 3, [0] * 3)).is_right
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "integer"}, 2),
+        ({"type": "integer", "minimum": 5}, 5),
+        ({"type": "number", "maximum": 1}, 1),
+        ({"type": "string", "enum": ["a", "b"]}, "a"),
+        ({"type": "array", "items": {"type": "boolean"}}, [True]),
+        ({"anyOf": [{"type": "null"}, {"type": "string"}]}, None),
+        ({"type": ["string", "null"]}, "text"),
+        ({"properties": {"a": {"default": 3}, "b": {"type": "string"}}, "required": ["a"]}, {"a": 3}),
+        ({}, "text"),
+    ],
+)
+def test_arguments_fit_their_schema(schema: dict[str, Any], value: object) -> None:
+    assert example(schema) == value

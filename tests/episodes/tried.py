@@ -1,0 +1,81 @@
+"""Environments for tests of a trial: one that keeps to everything, and one for each thing that can be wrong."""
+
+import asyncio
+import itertools
+import random
+
+import hrl
+
+_shared = random.Random(7)
+_numbers = itertools.count()
+
+
+class Good(hrl.Environment):
+    """The policy guesses a number."""
+
+    def reset(self, row, seed):
+        self.secret = random.Random(seed).randint(10, 99)
+        return f"Guess. {row.get('hint', '')}"
+
+    def step(self, action):
+        is_last = action.turn == 1
+        return hrl.StepResult(f"It was {self.secret}.", reward=0.5, done=is_last, metrics={"turn": action.turn})
+
+
+class Unseeded(Good):
+    def reset(self, row, seed):
+        self.secret = 0
+        return f"Guess between 1 and {next(_numbers)}."
+
+
+class Shared(Good):
+    """The same alone, as each episode seeds the generator, and not while others draw from it."""
+
+    async def reset(self, row, seed):
+        self.secret = 0
+        _shared.seed(seed)
+        await asyncio.sleep(0.05)
+        return f"Guess from {_shared.random()}."
+
+
+class ChangesItsRewards(Good):
+    def step(self, action):
+        return hrl.StepResult("Go on.", reward=float(next(_numbers)), done=action.turn == 1)
+
+
+class Breaks(Good):
+    def step(self, action):
+        return {"reward": 1.0}
+
+
+class Unpaid(Good):
+    def step(self, action):
+        return hrl.StepResult(done=True)
+
+
+class ClosesBadly(Good):
+    def close(self):
+        raise ZeroDivisionError("at the end")
+
+
+class Talks(Good):
+    def step(self, action):
+        return hrl.StepResult("word " * 300, reward=0.0, done=action.turn == 1)
+
+
+class Tools(hrl.ToolEnvironment):
+    def reset(self, row):
+        return "Use your tool."
+
+    @hrl.tool
+    def add(self, a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        return a + b
+
+    def answered(self, action):
+        return 1.0
