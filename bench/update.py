@@ -54,7 +54,7 @@ def cases() -> Iterator[Case]:
     """Yield the peers in turn; each has a policy of its own, and so has hrl each time."""
     model = str(resolve_model("bundled:smollm2-135m-instruct"))
     batch = _batch()
-    with _world():
+    with world():
         for label, peer, theirs in (
             ("padded", VERL, lambda: _Verl(model, batch, packed=False)),
             ("packed", VERL, lambda: _Verl(model, batch, packed=True)),
@@ -64,7 +64,7 @@ def cases() -> Iterator[Case]:
 
 
 @contextmanager
-def _world() -> Iterator[None]:
+def world() -> Iterator[None]:
     """A world of one rank."""
     with tempfile.TemporaryDirectory(prefix="hrl-bench-") as name:
         dist.init_process_group("gloo", init_method=f"file://{name}/rendezvous", rank=0, world_size=1)

@@ -300,12 +300,12 @@ class Planner:
 
     def _rows(self, batch: DataProto, *, grouped: bool = True) -> RowLengths:
         groups = batch.non_tensor_batch["uid"] if grouped else None
-        trie = self._trie(batch) if grouped and self.share_prefix and _has_turns(batch) else None
+        trie = self.trie(batch) if grouped and self.share_prefix and _has_turns(batch) else None
         trained = batch.batch["response_mask"].sum(-1)
         episodes = episode_numbers(batch) if grouped else None
         return RowLengths.of(*lengths_of(batch), trained, groups, self.share_prefix, trie, episodes)
 
-    def _trie(self, batch: DataProto) -> Trie:
+    def trie(self, batch: DataProto) -> Trie:
         """Return what the rows of the groups have in common, read once for all stages of a step."""
         columns = [batch.batch[name] for name in ("prompts", "responses", "attention_mask")]
         source = [*columns, batch.non_tensor_batch["uid"]]

@@ -208,5 +208,5 @@ def test_every_benchmark_says_what_it_is_and_how_long_it_takes() -> None:
         assert program.seconds(name) > 0, name
 
 
-def test_all_benchmarks_together_take_20_minutes_at_most() -> None:
-    assert sum(map(program.seconds, program.names())) <= 20 * 60
+def test_all_benchmarks_together_take_21_minutes_at_most() -> None:
+    assert sum(map(program.seconds, program.names())) <= 21 * 60

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -93,6 +95,26 @@ def test_log_probs_of_a_tree_are_those_of_its_rows_alone(family, budget, request
     packs = [[each.engine.pack(rows, picked, is_tree=True) for picked in picks] for each in (together, alone)]
     tokens = [sum(packed.layout.num_tokens for packed in part) for part in packs]
     assert tokens[0] < 0.8 * tokens[1]
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), num_rows=st.integers(2, 14), budget=st.integers(20, 200))
+def test_gradients_of_any_tree_are_those_of_its_rows_alone(llama, seed, num_rows, budget):
+    """However the planner cuts it, whatever is trained inside what rows share."""
+    batch = tree_batch(seed, num_rows, longest=20)
+    shape = batch.batch["response_mask"].shape
+    noise = torch.Generator().manual_seed(seed)
+    for name in ("advantages", "old_log_probs", "ref_log_prob"):
+        batch.batch[name] = torch.randn(shape, generator=noise, dtype=torch.float64) - 3 * (name != "advantages")
+    limits = MicroBatchLimits(budget, None, "")
+    plan = Planner(share_prefix=True).update(batch, 1, limits, mini_batch_rows=num_rows, epochs=1)
+    mine = batch.select_idxs(list(plan.rows[0]))
+    actor = {"entropy_coeff": 0.05, "use_kl_loss": True}
+    together, alone = (policy_of(llama, share_prefix=shared, **actor) for shared in (True, False))
+    got, want = (gradients(each, mine, plan.ranks[0]) for each in (together, alone))
+    norm = torch.stack([gradient.norm() for gradient in want.values()]).norm()
+    for name, gradient in want.items():
+        assert (got[name] - gradient).norm() <= 1e-6 * norm, name
 
 
 def test_sums_of_squared_probabilities_are_those_of_the_sampled_distributions(llama):
