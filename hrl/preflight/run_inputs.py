@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,8 @@ def run_inputs(
     Returns:
         `kind` of the run; `models`, a digest for each role; `tokenizer`, a digest of its vocabulary; `validation`, a
         digest of the rows, None without; `code`, a digest for each Python file that a key names or such a file imports
-        from beside it, and each reward given as an object whose source is known; `versions` of hrl, Python and
+        from beside it, and each reward or
+        environment given as an object whose source is known; `versions` of hrl, Python and
         packages.
     """
     return {
@@ -147,21 +148,24 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _objects(given: Given) -> Iterator[tuple[str, str]]:
-    """Yield name and digest of every reward that is given as an object and whose source is there."""
-    if given.reward is None:
-        return
-    try:
-        entries = entries_of(given.reward)
-    except RewardFunctionError:
-        return  # told with everything else that is wrong
-    for entry in entries:
-        if isinstance(entry, tuple):
-            function: Any = unwrapped(entry[1])
-            try:
-                source = inspect.getsource(function if hasattr(function, "__qualname__") else type(function))
-            except (OSError, TypeError):  # written in C, or in a notebook that is closed
-                continue
-            yield f"reward ({entry[0]})", _digest(source)
+    """Yield name and digest of every reward and environment given as an object whose source is there."""
+    objects: list[tuple[str, Any]] = []
+    if given.environment is not None:
+        tools = given.environment if isinstance(given.environment, Sequence) else [given.environment]
+        objects += [("environment", one) for one in tools]
+    if given.reward is not None:
+        try:
+            entries = entries_of(given.reward)
+        except RewardFunctionError:
+            entries = []  # told with everything else that is wrong
+        objects += [(f"reward ({entry[0]})", unwrapped(entry[1])) for entry in entries if isinstance(entry, tuple)]
+    for name, one in objects:
+        named: Any = one if hasattr(one, "__qualname__") else type(one)
+        try:
+            source = inspect.getsource(named)
+        except (OSError, TypeError):  # written in C, or in a notebook that is closed
+            continue
+        yield name if name != "environment" else f"environment ({named.__qualname__})", _digest(source)
 
 
 def _digest_of_file(file: Path) -> str:

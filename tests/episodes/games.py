@@ -1,0 +1,52 @@
+"""Environments of the tests of whole episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import hrl
+
+
+class Game(hrl.Environment):
+    """Three turns; what it says depends on its seed and on what the policy did."""
+
+    turns = 3
+
+    def reset(self, row, seed):
+        self.random = random.Random(seed)
+        self.row = row
+        return [{"role": "user", "content": f"begin {self.random.randrange(100)}"}]
+
+    def step(self, action):
+        said = f"{self.random.randrange(100)} {sum(action.token_ids) % 7}"
+        if action.turn + 1 == self.turns:
+            return hrl.StepResult(reward=float(len(action.token_ids)), done=True)
+        return hrl.StepResult(said, reward=0.5, metrics={"said": float(len(said))})
+
+
+class Faulty(Game):
+    """Does in its second turn what its row says."""
+
+    def step(self, action):
+        what = self.row["what"] if action.turn == 1 else ""
+        if what == "raise":
+            raise KeyError("no such drawer")
+        if what == "die":
+            os._exit(3)
+        if what == "die once" and not os.path.exists(self.row["mark"]):
+            open(self.row["mark"], "x").close()
+            os._exit(3)
+        if what == "stop":
+            return hrl.StepResult(done=True, truncated=True)
+        return super().step(action)
+
+
+class Slow(Game):
+    """Waits in its second turn for longer than an episode may take."""
+
+    async def step(self, action):
+        if action.turn == 1:
+            await asyncio.sleep(60.0)
+        return super().step(action)

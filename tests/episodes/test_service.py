@@ -1,0 +1,225 @@
+"""Episodes are played between environments and engines, whatever some of them meet."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from hrl.config.environment import EnvironmentConfig
+from hrl.environments.loading import EnvironmentLoadError
+from hrl.episodes.episode import Episode
+from hrl.episodes.play import EpisodeError, EpisodeTask, Limits
+from hrl.episodes.pool import environment_of
+from hrl.episodes.service import EpisodeService, EpisodeSetup
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import RolloutError, SampleOutput
+from hrl.workers.rollout.single_requests import serve_requests
+from tests.episodes.families import FAMILIES
+
+GAMES = Path(__file__).with_name("games.py")
+TOKENIZER: PreTrainedTokenizerBase = FAMILIES["smollm2"].tokenizer
+STOP = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+VERSION = 4
+
+
+class Engine:
+    """Samples letters that follow from seed and context, and waits now and then."""
+
+    policy_version = VERSION
+
+    def __init__(self, wait_s: Callable[[int], float] = lambda seed: seed % 3 * 1e-3) -> None:
+        self.wait_s = wait_s
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.cancelled = 0
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        self.asked.append((prompt, sampling))
+        try:
+            await asyncio.sleep(self.wait_s(sampling.seed))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        drawn = hashlib.sha256(repr((prompt, sampling.seed)).encode()).digest()
+        ids = TOKENIZER.encode("".join(chr(97 + byte % 26) for byte in drawn[: 1 + drawn[0] % 5]))
+        ids = [*ids, STOP][: sampling.max_tokens]
+        return SampleOutput(ids, [-0.25] * len(ids), "stop" if ids[-1] == STOP else "length", VERSION)
+
+
+def setup(environment: str, limits: Limits, **settings: Any) -> EpisodeSetup:
+    config = EnvironmentConfig(path=f"{GAMES}:{environment}", **{"num_workers": 1, **settings})
+    return EpisodeSetup(environment_of(config), config, limits, "", False, (STOP,), {})
+
+
+def tasks(count: int, **row: Any) -> list[EpisodeTask]:
+    # 16 is more than a turn ever has.
+    sampling = SamplingParams(max_tokens=16)
+    return [EpisodeTask((f"u{place}", place % 2), {"prompt": [], **row}, sampling, 1, 2) for place in range(count)]
+
+
+def play(
+    environment: str,
+    asked: Sequence[EpisodeTask],
+    *,
+    engines: Sequence[Any] = (),
+    limits: Limits = Limits(100, 300),  # noqa: B008  a frozen value
+    rewards: Any = None,
+    **settings: Any,
+) -> list[Episode]:
+    """Plays episodes with engines that pull, as ranks do."""
+    engines = engines or [Engine()]
+
+    async def run() -> list[Episode]:
+        service = EpisodeService(replace(setup(environment, limits, **settings), rewards=rewards))
+        await service.start()
+        try:
+            await service.begin(1, asked, len(engines), None if rewards is None else 7)
+
+            async def give(answers: list[Any]) -> None:
+                await service.answered(answers)
+
+            ranks = [
+                serve_requests(
+                    engine,
+                    lambda place=place: service.next_work(1, place),
+                    lambda answers: asyncio.ensure_future(give(answers)),
+                    len(TOKENIZER),
+                )
+                for place, engine in enumerate(engines)
+            ]
+            await asyncio.gather(*ranks)
+            return await service.collect(1)
+        finally:
+            await service.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+@pytest.fixture(autouse=True)
+def _tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hrl.episodes.service.load_tokenizer", lambda *_, **__: TOKENIZER)
+
+
+def what_is_trained(episodes: Sequence[Episode]) -> list[Any]:
+    return [(one.key, one.rows, one.turn_rewards, one.messages, one.end) for one in episodes]
+
+
+def test_the_same_seed_gives_the_same_episodes_for_one_engine_two_and_few_at_a_time() -> None:
+    asked = tasks(12)
+    one = play("Game", asked)
+    two = play("Game", asked, engines=[Engine(), Engine(lambda seed: seed % 5 * 2e-3)], num_workers=2)
+    few = play("Game", asked, max_concurrent_episodes=3)
+    assert what_is_trained(one) == what_is_trained(two) == what_is_trained(few)
+    assert [episode.key for episode in one] == [task.key for task in asked]
+    assert len({tuple(episode.rows[0].response_ids) for episode in one}) == 12, "each has seeds of its own"
+
+
+def test_every_trained_token_was_sampled_in_its_context_with_the_seed_of_its_turn() -> None:
+    engine = Engine()
+    (task,) = tasks(1)
+    (episode,) = play("Game", [task], engines=[engine])
+    (row,) = episode.rows
+    assert episode.num_turns == 3 and episode.end == "done"
+    assert episode.turn_rewards == [0.5, 0.5, float(sum(turn == 2 and bit for turn, bit in zip(row.turns, row.mask)))]
+    for turn, (context, sampling) in enumerate(engine.asked):
+        start = next(i for i, (bit, of) in enumerate(zip(row.mask, row.turns, strict=True)) if bit and of == turn)
+        assert context == [*row.prompt_ids, *row.response_ids[:start]]
+        assert sampling.seed == task.turn_sampling(turn, 16).seed
+    assert set(row.versions) == {VERSION, -1} and set(row.log_probs) == {-0.25, 0.0}
+    assert len({sampling.seed for _, sampling in engine.asked}) == 3
+
+
+def test_an_environment_that_fails_ends_its_own_episode_alone() -> None:
+    asked = tasks(20)
+    asked[7] = replace(asked[7], row={"prompt": [], "what": "raise"})
+    episodes = play("Faulty", [replace(task, row={"what": "", **task.row}) for task in asked])
+    assert [episode.end for episode in episodes] == ["done"] * 7 + ["failed"] + ["done"] * 12
+    assert "KeyError: 'no such drawer'" in episodes[7].error and "Faulty" in episodes[7].error
+    assert episodes[7].num_turns == 2 and episodes[7].turn_rewards == [0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"), [({}, "on_error=skip allows 0"), ({"on_error": "raise"}, "on_error=raise")]
+)
+def test_too_many_that_fail_end_the_step_with_the_first_of_them(settings: dict[str, Any], rule: str) -> None:
+    with pytest.raises(
+        EpisodeError, match=rf"4 of 4 episodes failed \(environment.{rule}.*uid u0, sample 0: .*"
+    ) as end:
+        play("Faulty", tasks(4, what="raise"), **settings)
+    assert "no such drawer" in str(end.value)
+
+
+def test_episodes_that_lose_their_process_are_played_again_from_their_seeds(tmp_path: Path) -> None:
+    straight = play("Faulty", tasks(6, what=""))
+    lost = tasks(6, what="")
+    lost[2] = replace(lost[2], row={"prompt": [], "what": "die once", "mark": str(tmp_path / "mark")})
+    again = play("Faulty", lost)
+    assert what_is_trained(again) == what_is_trained(straight)
+    assert again[2].attempts == 2 and all(episode.attempts <= 2 for episode in again)
+
+
+def test_one_that_always_ends_its_process_counts_out_after_its_attempts_and_no_other_does() -> None:
+    asked = tasks(12, what="")
+    asked[5] = replace(asked[5], row={"prompt": [], "what": "die"})
+    episodes = play("Faulty", asked, num_workers=2)
+    assert [episode.end for episode in episodes] == ["done"] * 5 + ["failed"] + ["done"] * 6
+    assert episodes[5].attempts == 2 and "exit" in episodes[5].error
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "limits", "end"),
+    [
+        ("Game", {"max_turns": 2}, Limits(100, 300), "max_turns"),
+        ("Game", {}, Limits(100, 20), "max_tokens"),
+        ("Slow", {"episode_timeout_s": 0.5}, Limits(100, 300), "deadline"),
+    ],
+)
+def test_a_limit_ends_an_episode_with_what_it_has(environment: str, settings: Any, limits: Limits, end: str) -> None:
+    (episode,) = play(environment, tasks(1), limits=limits, **settings)
+    (row,) = episode.rows
+    assert episode.end == end and episode.is_truncated and episode.error is None
+    assert 0 < len(row.response_ids) <= limits.response and row.mask[-1] == 1
+
+
+def test_the_environments_own_limit_is_told_from_its_end() -> None:
+    (episode,) = play("Faulty", tasks(1, what="stop"))
+    assert (episode.end, episode.num_turns) == ("truncated", 2)
+
+
+def test_an_episode_that_is_cut_off_while_its_turn_is_sampled_withdraws_the_request() -> None:
+    engine = Engine(lambda seed: 60.0)
+    (episode,) = play("Game", tasks(1), engines=[engine], episode_timeout_s=0.5)
+    assert (episode.end, episode.num_turns, engine.cancelled) == ("deadline", 0, 1)
+
+
+def test_a_first_prompt_that_is_too_long_names_the_key() -> None:
+    with pytest.raises(EpisodeError, match=r"its first prompt has \d+ tokens, more than data.max_prompt_length=5"):
+        play("Game", tasks(1), limits=Limits(5, 300))
+
+
+def test_last_answers_go_to_the_rewards_as_episodes_end() -> None:
+    sent: list[Any] = []
+    rewards = SimpleNamespace(submit=SimpleNamespace(remote=lambda *args: sent.append(args)))
+    episodes = play("Game", tasks(5), rewards=rewards)
+    assert sorted(sent) == sorted((7, one.key, one.messages[-1]["content"]) for one in episodes)
+
+
+def test_an_engine_that_fails_ends_the_batch_with_its_own_error() -> None:
+    class Broken(Engine):
+        async def generate(self, *_: Any) -> SampleOutput:
+            raise RolloutError("out of blocks")
+
+    with pytest.raises(RolloutError, match="out of blocks"):
+        play("Game", tasks(3), engines=[Broken()])
+
+
+def test_an_environment_that_is_not_there_is_told_at_the_start() -> None:
+    with pytest.raises(EnvironmentLoadError, match="environment.path: .*Gaem"):
+        play("Gaem", tasks(1))
