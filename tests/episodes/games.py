@@ -12,7 +12,8 @@ import hrl
 class Game(hrl.Environment):
     """Three turns; what it says depends on its seed and on what the policy did."""
 
-    turns = 3
+    def __init__(self, turns=3):
+        self.turns = turns
 
     def reset(self, row, seed):
         self.random = random.Random(seed)

@@ -127,7 +127,11 @@ def test_every_trained_token_was_sampled_in_its_context_with_the_seed_of_its_tur
     (episode,) = play("Game", [task], engines=[engine])
     (row,) = episode.rows
     assert episode.num_turns == 3 and episode.end == "done"
-    assert episode.turn_rewards == [0.5, 0.5, float(sum(turn == 2 and bit for turn, bit in zip(row.turns, row.mask)))]
+    assert episode.turn_rewards == [
+        0.5,
+        0.5,
+        float(sum(turn == 2 and bit for turn, bit in zip(row.turns, row.mask, strict=True))),
+    ]
     for turn, (context, sampling) in enumerate(engine.asked):
         start = next(i for i, (bit, of) in enumerate(zip(row.mask, row.turns, strict=True)) if bit and of == turn)
         assert context == [*row.prompt_ids, *row.response_ids[:start]]

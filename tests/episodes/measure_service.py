@@ -1,0 +1,93 @@
+"""What a turn of an episode costs beside its engine: `python -m tests.episodes.measure_service [episodes] [turns]`.
+
+Episodes of a game that does next to nothing run at the same time, through templates, parser, router and environment
+processes; the engine is scripted, answers 30 tokens after 0.2 s, and computes nothing. Seconds are of CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import time
+from typing import Any
+
+import psutil
+
+from hrl.config.environment import EnvironmentConfig
+from hrl.episodes.play import EpisodeTask, Limits
+from hrl.episodes.pool import environment_of
+from hrl.episodes.service import EpisodeService, EpisodeSetup
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import SampleOutput
+from hrl.workers.rollout.single_requests import serve_requests
+from tests.episodes.families import FAMILIES
+from tests.episodes.test_service import GAMES
+
+FAMILY = FAMILIES["smollm2"]
+ANSWER = [*FAMILY.ids("I guess that it is the number ")[:29]]
+
+
+class Engine:
+    """Answers the same after a while."""
+
+    policy_version = 0
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        await asyncio.sleep(0.2)
+        ids = [*ANSWER, FAMILY.stop_ids[0]]
+        return SampleOutput(ids, [-0.5] * len(ids), "stop", 0)
+
+
+async def measure(episodes: int, turns: int) -> dict[str, Any]:
+    kwargs = {"turns": turns}
+    settings = EnvironmentConfig(path=f"{GAMES}:Game", kwargs=kwargs, max_turns=turns, num_workers=2)
+    limits = Limits(200, 200 * turns)
+    service = EpisodeService(
+        EpisodeSetup(environment_of(settings), settings, limits, "", False, (FAMILY.stop_ids[0],), {})
+    )
+    await service.start()
+    this = psutil.Process()
+    before = this.memory_info().rss
+    children = [child for child in this.children(recursive=True) if "environment_process" in " ".join(child.cmdline())]
+    cpu = time.process_time(), sum(sum(child.cpu_times()[:2]) for child in children)
+    began = time.perf_counter()
+    sampling = SamplingParams(max_tokens=64)
+    asked = [EpisodeTask((f"u{place}", 0), {"prompt": []}, sampling, 0, 1) for place in range(episodes)]
+    await service.begin(1, asked, 2)
+    engines = [
+        serve_requests(
+            Engine(),
+            lambda place=place: service.next_work(1, place),
+            lambda answers: asyncio.ensure_future(service.answered(answers)),
+            len(FAMILY.tokenizer),
+        )
+        for place in range(2)
+    ]
+    await asyncio.gather(*engines)
+    played = await service.collect(1)
+    wall_s = time.perf_counter() - began
+    number = sum(episode.num_turns for episode in played)
+    own_s = time.process_time() - cpu[0]
+    theirs_s = sum(sum(child.cpu_times()[:2]) for child in children) - cpu[1]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    await service.close()
+    return {
+        "turns": number,
+        "wall_s": round(wall_s, 2),
+        "service_ms_per_turn": round(1e3 * own_s / number, 3),
+        "environment_ms_per_turn": round(1e3 * theirs_s / number, 3),
+        "service_kib_per_episode": round((peak - before) / 1024 / episodes, 1),
+    }
+
+
+def main() -> None:
+    import hrl.episodes.service as module
+
+    module.load_tokenizer = lambda *_, **__: FAMILY.tokenizer  # type: ignore[assignment]
+    episodes, turns = (int(text) for text in (*sys.argv[1:], "1000", "6")[:2])
+    print(asyncio.run(measure(episodes, turns)))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
