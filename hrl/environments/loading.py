@@ -346,6 +346,11 @@ class EnvironmentMaker:
         self._functions = [one.load(modules) for one in spec.tools]
         for function in self._functions:
             tool_of(function)
+        # Before the first episode: a tool that can be none is told at the start, and what describes them is imported.
+        if isinstance(self._own, ToolEnvironment) or (
+            isinstance(self._own, type) and issubclass(self._own, ToolEnvironment)
+        ):
+            self._own.check_tools()
         self._copied = not callable(self._own) or isinstance(self._own, Environment)
         if self._copied:
             check_class(type(self._own), None, spec.source.title)

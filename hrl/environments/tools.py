@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -37,9 +38,9 @@ class ToolEnvironment(Environment):
     """The policy calls tools, whose results it is shown, until it answers without a call.
 
     Tools are the functions of `environment.tools`, and methods of a subclass with the mark `@hrl.tool`. Each episode
-    has an object of its own, so what methods keep in `self` is the episode's. The calls of an action run at the same
-    time and are answered in order, except that plain methods run one at a time. Whatever goes wrong with a call is told
-    to the policy.
+    has an object of its own, so what methods keep in `self` is the episode's. The calls of an action are answered in
+    order. Functions run at the same time; methods one after the other, so that what becomes of `self` does not depend
+    on which is faster. Whatever goes wrong with a call is told to the policy.
     """
 
     _functions: Sequence[Callable[..., Any]] = ()
@@ -59,6 +60,17 @@ class ToolEnvironment(Environment):
         """Take the functions of `environment.tools`, and the deadline of a call; called before `reset`."""
         self._functions = functions
         self._tool_timeout_s = tool_timeout_s
+
+    @classmethod
+    def check_tools(cls) -> None:
+        """Refuse a class with methods that can't be tools.
+
+        Raises:
+            ToolSignatureError: One of them can't be one.
+        """
+        from pydantic_core import to_json  # noqa: F401  (imported once, and not by the first thread of many)
+
+        _tools_of(cls)
 
     @property
     def tools(self) -> Mapping[str, Tool]:
@@ -143,12 +155,14 @@ class ToolEnvironment(Environment):
         except ArgumentsMisfitError as error:
             return clean_text(f"Error: wrong arguments of {call.name}: {error}"), True
         timeout_s = self._tool_timeout_s if chosen.timeout_s is None else chosen.timeout_s
-        running = asyncio.ensure_future(self._run(chosen, arguments, in_turn))
-        try:
-            await asyncio.wait({running}, timeout=timeout_s)
-        finally:
-            if not running.done():
-                running.cancel()
+        is_method = chosen.name in _tools_of(type(self))
+        async with in_turn if is_method else contextlib.nullcontext():
+            running = asyncio.ensure_future(self._run(chosen, arguments, is_method))
+            try:
+                await asyncio.wait({running}, timeout=timeout_s)
+            finally:
+                if not running.done():
+                    running.cancel()
         if not running.done():
             return f"Error: {call.name} took longer than {timeout_s:g} s", True
         try:
@@ -160,16 +174,10 @@ class ToolEnvironment(Environment):
             said = without_middle(f"{type(error).__name__}: {error}", _LONGEST_EXCEPTION)
             return f"Error: {call.name} failed: {clean_text(said)}", True
 
-    async def _run(self, chosen: Tool, arguments: Mapping[str, Any], in_turn: asyncio.Lock) -> Any:
+    async def _run(self, chosen: Tool, arguments: Mapping[str, Any], is_method: bool) -> Any:
         """Call a tool, on a thread if it is plain."""
-        is_method = chosen.name in _tools_of(type(self))
         call = functools.partial(chosen.function, *([self] if is_method else []), **arguments)
-        if chosen.is_async:
-            return await _guarded(call())
-        if not is_method:
-            return await _on_thread(call)
-        async with in_turn:  # what it keeps in `self` is changed by one call at a time
-            return await _on_thread(call)
+        return await (_guarded(call()) if chosen.is_async else _on_thread(call))
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Collection, Hashable, Mapping
@@ -69,8 +71,12 @@ _START_TIMEOUT_S = 60.0
 _FAILED_STARTS_ALLOWED = 3
 _MOST_RETIRING = 4
 """Times `num_workers` processes that may wait for their last episodes beside those that take new ones."""
-_LOOK_S = 0.1
+_LOOK_S = 0.2
 """How long it is watched who computes in a process that stands still."""
+_COMPUTES_TICKS = 3
+"""Hundredths of a second of processor time, in that time, of a thread that computes; one that waits has none or one."""
+_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
+"""The system call in which threads wait for locks."""
 
 
 def spec_of(settings: EnvironmentConfig, given: object = None) -> EnvironmentSpec:
@@ -80,6 +86,10 @@ def spec_of(settings: EnvironmentConfig, given: object = None) -> EnvironmentSpe
         EnvironmentLoadError: Both or neither are given, or one can't be used.
     """
     return EnvironmentSpec.of(settings.path, settings.kwargs, settings.tools, settings.tool_timeout_s, given)
+
+
+class EnvironmentPoolError(HrlError):
+    """No process for environments can be started any more."""
 
 
 class EnvironmentFaultError(HrlError):
@@ -269,10 +279,11 @@ class EnvironmentPool:
 
         Raises:
             EnvironmentFailedError: The row names an environment that there is not.
+            EnvironmentPoolError: No process is left, and none can be started.
             RuntimeError: The pool isn't running.
         """
-        if not self._is_open or self._broken is not None:
-            raise RuntimeError(f"the pool of environments is not running: {self._broken or 'start it first'}")
+        if not self._is_open:
+            raise RuntimeError("the pool of environments is not running: start it first")
         env, kwargs = row.get("env"), row.get("env_kwargs")
         if env is not None and (not isinstance(env, str) or (self.names and env not in self.names)):
             hint = did_you_mean(str(env), self.names)
@@ -289,8 +300,8 @@ class EnvironmentPool:
         fitting = [one for one in self._processes if not one.is_retiring and one.is_apart == is_apart]
         if is_apart and len(fitting) < self._num_workers and all(one.episodes for one in fitting):
             fitting += self._launch(is_apart=True)
-        if not fitting:
-            raise RuntimeError(f"the pool of environments is not running: {self._broken}")
+        if self._broken is not None or not fitting:
+            raise EnvironmentPoolError(f"no further process of {self._spec.title} starts: {self._broken}")
         process = min(fitting, key=lambda one: len(one.episodes))
         opened = LiveEnvironment(self, process, next(self._numbers), key, row, seed)
         process.episodes[opened.number] = opened
@@ -438,22 +449,24 @@ class EnvironmentPool:
         process.is_ending = True
         pid, limit_s = process.pid, self._timeout_s
         if _is_stopped(pid):
-            self._end(process, f"its process {pid} had been stopped (SIGSTOP)", set())
+            self._end(process, f"its process {pid} had been stopped (SIGSTOP)")
             return
         holder, *_ = process.state.read()
         threads = {thread.thread_id: thread.holder for thread in process.state.busy_threads()}
         beat = max(process.state.last_beat, process.since)
         if time.monotonic() - beat > min(_SILENCE_S, limit_s) or not holder:
-            # Something holds Python's lock, and it is who computes; others wait for the lock.
+            # Something holds Python's lock, and others wait for it.
+            at_work = ({pid: holder} if holder else {}) | threads
             before = _cpu_ticks(pid)
             await asyncio.sleep(_LOOK_S)
             after = _cpu_ticks(pid)
-            spent = {number: after.get(number, 0) - before.get(number, 0) for number in (pid, *threads)}
-            busiest = max(spent, key=lambda number: spent[number])
-            if spent[busiest] > 0:
-                blamed = {threads.get(busiest, holder)}
+            spent = {number: after.get(number, 0) - before.get(number, 0) for number in at_work}
+            busiest = max(spent, key=lambda number: spent[number], default=0)
+            if spent.get(busiest, 0) >= _COMPUTES_TICKS:
+                blamed = {at_work[busiest]}
             else:
-                blamed = {holder, *threads.values()}
+                not_waiting = {who for number, who in at_work.items() if not _waits_for_lock(pid, number)}
+                blamed = not_waiting or set(at_work.values())
         else:
             blamed = {holder}
         if process in self._processes:
@@ -468,10 +481,12 @@ class EnvironmentPool:
             await asyncio.sleep(0.01)
         pid, code = process.pid, process.popen.returncode
         how = f"its process {pid} {'closed its connection' if code is None else exit_in_words(code)}"
-        stopped = NEEDED.why_it_ended(pid)
-        if (reason := stopped or why_memory_ended_it()) is not None:
+        if (reason := NEEDED.why_it_ended(pid) or why_memory_ended_it()) is not None:
             how = f"{how} ({reason})"
-        self._end(process, how, set() if stopped else None)
+        # What ends by itself does so for a call, even if that left the end to others, as one that closes all files.
+        is_by_itself = process.is_ready and code != -signal.SIGKILL
+        unanswered = {call.episode.number for call in process.calls.values()} if is_by_itself else set()
+        self._end(process, how, _at_work(process) or unanswered)
 
     def _end(
         self, process: _Process, error: str, blamed: Collection[int] | None = None, *, is_fault: bool = True
@@ -489,8 +504,7 @@ class EnvironmentPool:
         self._processes.discard(process)
         process.is_ending = True
         if blamed is None:
-            holder, *_ = process.state.read()
-            blamed = {holder, *(thread.holder for thread in process.state.busy_threads())} if is_fault else set()
+            blamed = _at_work(process) if is_fault else set()
         if is_fault:
             self.counts.lost_processes += 1
             self.counts.lost_episodes += len(process.episodes)
@@ -642,9 +656,23 @@ class LiveEnvironment:
             raise EnvironmentFailedError(f"{self.title}: its process {error}") from error
 
 
+def _at_work(process: _Process) -> set[int]:
+    """Return the episodes that a process works for now."""
+    holder, *_ = process.state.read()
+    return {holder, *(thread.holder for thread in process.state.busy_threads())} - {0}
+
+
 def _is_stopped(pid: int) -> bool:
     state = state_of(pid)
     return state is not None and state.letter == STOPPED
+
+
+def _waits_for_lock(pid: int, thread_id: int) -> bool:
+    """Return whether a thread waits for a lock; False where the system doesn't say."""
+    try:
+        return Path(f"/proc/{pid}/task/{thread_id}/syscall").read_text().partition(" ")[0] == _FUTEX
+    except OSError:
+        return False
 
 
 def _cpu_ticks(pid: int) -> dict[int, int]:

@@ -27,7 +27,9 @@ from hrl.processes.signals import stay_alone
 
 logger = logging.getLogger(__name__)
 
-_OF_EVERY_CHILD = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+# Each arena of glibc's malloc reserves 64 MiB of address space, which is what a memory limit limits, and there would be
+# one for each thread, up to eight for each core.
+_OF_EVERY_CHILD = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
 _GUARD_TIMEOUT_S = 15.0
 """How long a guard may take to kill what a process has started; it gives up after 5 s itself."""
 _LONGEST_TRACEBACK = 4000

@@ -28,6 +28,7 @@ ROOMS: tuple[str, ...] = (
     "process_faults",
     "sync_faults",
     "refusals",
+    "environments",
 )
 
 

@@ -201,15 +201,16 @@ def test_a_step_that_holds_up_its_process_is_killed_at_the_deadline_and_found_ou
     with_pool(play, pool_of(name, step_timeout_s=0.5))
 
 
-def test_whoever_computes_with_pythons_lock_is_to_blame_and_not_those_who_wait_for_it(monkeypatch):
+@pytest.mark.parametrize("what", ["spin in C", "sleep with Python's lock"])
+def test_whoever_has_pythons_lock_is_to_blame_and_not_those_who_wait_for_it(what, monkeypatch):
     """Others' plain methods are in the midst of their own work then."""
     monkeypatch.setattr("hrl.episodes.pool._SILENCE_S", 0.5)
 
     async def play(pool):
-        sleeping = [asyncio.ensure_future(outcome_of(pool, "sleep", number)) for number in range(3)]
+        spinning = [asyncio.ensure_future(outcome_of(pool, "spin for long", number)) for number in range(3)]
         await asyncio.sleep(0.3)
-        error = await outcome_of(pool, "spin in C", "spinning")
-        others = await asyncio.gather(*sleeping)
+        error = await outcome_of(pool, what, "the one")
+        others = await asyncio.gather(*spinning)
         assert isinstance(error, EnvironmentLostError) and error.is_to_blame
         assert [getattr(one, "is_to_blame", "late") for one in others] == [False] * 3
 

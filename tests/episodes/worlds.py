@@ -69,6 +69,10 @@ def do(what):
     if what == "spin":
         while True:
             pass
+    if what == "spin for long":
+        until = time.monotonic() + 600
+        while time.monotonic() < until:
+            pass
     if what == "spin in C":
         sum(range(10**13))
     if what == "sleep with Python's lock":
