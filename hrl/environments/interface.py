@@ -69,11 +69,13 @@ class Observation:
         messages: What the chat template renders: in `reset` the whole prompt, later what comes after the policy's turn.
         token_ids: Tokens in place of messages, taken as they are.
         tools: Schemas of the tools that the policy may call (`{"type": "function", "function": {…}}`). Only in `reset`.
+        is_agent: The environment asks the policy itself; see `hrl.environments.agent`. Only in `reset`.
     """
 
     messages: Sequence[Message] | None = None
     token_ids: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    is_agent: bool = False
 
 
 @dataclass(frozen=True)

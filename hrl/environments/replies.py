@@ -51,7 +51,7 @@ def read_observation(value: object, longest_text: int | None = None) -> Observat
         _message(message, number, left, longest_text)
         for number, message in enumerate(_sequence(value.messages, "messages"))
     ]
-    return Observation(messages=messages, tools=tools)
+    return Observation(messages=messages, tools=tools, is_agent=_flag(value.is_agent, "is_agent"))
 
 
 def read_step(value: object, longest_text: int | None = None) -> StepResult:
@@ -253,7 +253,8 @@ def _short(value: object) -> str:
 def observation_to_plain(observation: Observation) -> dict[str, Any]:
     """Return a checked observation as JSON can hold it."""
     parts = {"messages": observation.messages, "token_ids": observation.token_ids, "tools": observation.tools}
-    return {name: part for name, part in parts.items() if part is not None}
+    plain = {name: part for name, part in parts.items() if part is not None}
+    return plain | ({"is_agent": True} if observation.is_agent else {})
 
 
 def observation_from_plain(plain: object) -> Observation:
@@ -262,7 +263,7 @@ def observation_from_plain(plain: object) -> Observation:
     Raises:
         EnvironmentReplyError: It is no observation.
     """
-    return read_observation(Observation(**_fields(plain, ("messages", "token_ids", "tools"))))
+    return read_observation(Observation(**_fields(plain, ("messages", "token_ids", "tools", "is_agent"))))
 
 
 def step_to_plain(result: StepResult) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Worlds(Protocol):
         """Return the environment of an episode."""
 
 
+_AGENT_POLL_S = 5.0
+"""How long an environment that asks the policy itself may take to say that it is still at work."""
 _MOST_INNOCENT_ATTEMPTS = 5
 """How often an episode is begun anew where the process was lost by others."""
 
@@ -101,12 +103,59 @@ class Limits:
     response: int
 
 
+@dataclass(frozen=True)
+class AgentPlay:
+    """What the program of an episode has asked the policy for.
+
+    Attributes:
+        rows: What its calls make up.
+        messages: The longest conversation.
+        num_turns: Answers.
+        num_tool_calls, num_tool_errors, engine_s: As in `Episode`.
+        limit: The limit of the run that it ran into.
+        metrics: Of its calls.
+    """
+
+    rows: Sequence[EpisodeRow]
+    messages: Sequence[Mapping[str, Any]]
+    num_turns: int
+    num_tool_calls: int
+    num_tool_errors: int
+    engine_s: float
+    limit: EndReason | None
+    metrics: Mapping[str, float]
+
+
+class AgentSession(Protocol):
+    """Where the program of an episode reaches the policy.
+
+    Attributes:
+        settings: What the program is told; fields of `hrl.environments.agent.ClientSettings`.
+    """
+
+    settings: Mapping[str, str]
+
+    def played(self) -> AgentPlay:
+        """Return what the program has asked for so far."""
+
+    async def close(self) -> None:
+        """Refuse further calls, and end those that are being answered."""
+
+
+class AgentDoor(Protocol):
+    """Lets programs ask the policy."""
+
+    async def open(self, task: EpisodeTask) -> AgentSession:
+        """Return the session of an episode; whoever opens it closes it."""
+
+
 @dataclass(eq=False)
 class _Play:
     """An episode in play."""
 
     task: EpisodeTask
     transcript: Transcript | None = None
+    agent: AgentPlay | None = None
     num_turns: int = 0
     rewards: list[float | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -117,11 +166,29 @@ class _Play:
 
     def ended(self, end: EndReason, attempts: int, error: str | None = None) -> Episode:
         """Return what is left of it."""
-        script = self.transcript
+        script, agent = self.transcript, self.agent
+        if agent is not None:
+            self.num_turns, self.engine_s = agent.num_turns, agent.engine_s
+            self.num_tool_calls, self.num_tool_errors = agent.num_tool_calls, agent.num_tool_errors
+            self.metrics |= agent.metrics
+            # The reward is that of the whole episode, so it stands at the last turn.
+            self.rewards = [*[None] * (agent.num_turns - len(self.rewards)), *self.rewards]
+            return self._episode(agent.rows, agent.messages, end, attempts, error)
+        rows, messages = ([], []) if script is None else (script.rows(), script.messages)
+        return self._episode(rows, messages, end, attempts, error)
+
+    def _episode(
+        self,
+        rows: Sequence[EpisodeRow],
+        messages: Sequence[Mapping[str, Any]],
+        end: EndReason,
+        attempts: int,
+        error: str | None,
+    ) -> Episode:
         return Episode(
             key=self.task.key,
-            rows=[] if script is None else script.rows(),
-            messages=[] if script is None else script.messages,
+            rows=rows,
+            messages=messages,
             turn_rewards=[*self.rewards, *[None] * (self.num_turns - len(self.rewards))],
             end=end,
             error=error,
@@ -145,6 +212,7 @@ class Player:
         limits: What an episode's tokens have to fit into.
         pool: Where environments live.
         generate: Has a turn sampled.
+        agents: Lets environments that are programs ask the policy themselves; None where none can.
     """
 
     def __init__(
@@ -156,7 +224,9 @@ class Player:
         limits: Limits,
         pool: Worlds,
         generate: Generate,
+        agents: AgentDoor | None = None,
     ) -> None:
+        self._agents = agents
         self._tokenizer, self._stop_ids, self._template_kwargs = tokenizer, stop_ids, template_kwargs
         self._settings, self._limits, self._pool, self._generate = settings, limits, pool, generate
 
@@ -194,6 +264,8 @@ class Player:
         began = time.perf_counter()
         first = await live.reset()
         play.environment_s += time.perf_counter() - began
+        if first.is_agent:
+            return await self._let_agent_play(play, live)
         script = Transcript(
             self._tokenizer,
             self._stop_ids,
@@ -246,6 +318,32 @@ class Player:
             if turn + 1 < settings.max_turns:
                 script.add_observation(_full(result.observation))
         return "max_turns"
+
+
+    async def _let_agent_play(self, play: _Play, live: World) -> EndReason:
+        """Have an environment ask the policy itself until it has a result."""
+        if self._agents is None:
+            raise _UnplayableError(f"{play.task.name}: its environment asks the policy itself, which it can't here")
+        session = await self._agents.open(play.task)
+        began = time.perf_counter()
+        try:
+            poll_s = min(_AGENT_POLL_S, self._settings.step_timeout_s / 4)
+            action = Action(text=json.dumps({**session.settings, "poll_s": poll_s}))
+            while not (result := await live.step(action)).done:
+                action = Action(text="")
+        except EnvironmentFailedError:
+            if session.played().limit is None:
+                raise
+            result = StepResult(done=True)  # it could not go on, and is not to blame
+        finally:
+            await session.close()
+            play.agent = session.played()
+            play.environment_s += max(time.perf_counter() - began - play.agent.engine_s, 0.0)
+        if not play.agent.num_turns:
+            raise _UnplayableError(f"{play.task.name}: its environment ended without asking the policy anything")
+        play.rewards.append(result.reward)
+        play.metrics.update(result.metrics)
+        return play.agent.limit or ("truncated" if result.truncated else "done")
 
 
 class _UnplayableError(HrlError, RuntimeError):

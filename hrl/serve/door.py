@@ -7,22 +7,19 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hrl.serve.answers import Choice
 from hrl.serve.asked import ChatAsked, CompletionAsked
 from hrl.serve.policy import Context, PolicyWords, Read, too_long
 from hrl.serve.refusals import RequestRefusedError, bad_request, engine_failed, not_now, over_limit
-from hrl.serve.rows import Call
-from hrl.serve.sessions import FixedSampling, Session, Sessions
+from hrl.serve.rows import Branches, Call
+from hrl.serve.sessions import FixedSampling, Generate, Session, Sessions
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineUnusableError, RolloutError, SampleOutput
 
 logger = logging.getLogger(__name__)
-
-Generate = Callable[[list[int], SamplingParams, str], Awaitable[SampleOutput]]
-"""`RolloutEngine.generate`, or what does the same: samples a response to token ids; the text names the request."""
 
 _SEEDS = 2**32
 _COMPLETION_TOKENS = 16
@@ -151,7 +148,7 @@ class Door:
     ) -> tuple[Read, int]:
         name = f"{session.name}-{turn}-{secrets.token_hex(4)}"
         try:
-            output = await self._generate(context.ids, sampling, name)
+            output = await (session.generate or self._generate)(context.ids, sampling, name)
         except EngineUnusableError as error:
             raise not_now(str(error)) from error
         except RolloutError as error:
@@ -206,10 +203,12 @@ class Door:
         param: str,
     ) -> SamplingParams:
         """Return how a turn of an episode is sampled, whatever the client asks for."""
-        first = session.first_call
-        prompt = context.ids if first is None else list(first.prompt_ids)
-        in_response = len(context.ids) - len(prompt) if context.ids[: len(prompt)] == prompt else 0
-        if len(context.ids) - in_response > fixed.max_prompt_tokens:
+        branches = Branches(fixed.max_response_tokens)
+        for call in sorted(session.calls, key=lambda call: call.turn):
+            branches.add(call)
+        in_prompt = branches.prompt_length(context.ids)
+        in_response = len(context.ids) - in_prompt
+        if in_prompt > fixed.max_prompt_tokens:
             session.ran_into("max_tokens")
             raise too_long(f"{param} has {len(context.ids)} tokens", fixed.max_prompt_tokens, param)
         room = min(room, fixed.max_response_tokens - in_response, fixed.max_turn_tokens or room)

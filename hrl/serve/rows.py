@@ -58,7 +58,63 @@ class _Branch:
         return EpisodeRow(self.prompt_ids, response, self.mask, self.log_probs, self.versions, self.turns)
 
 
-def rows_of(calls: Sequence[Call]) -> list[EpisodeRow]:
+class Branches:
+    """Rows that grow call by call.
+
+    Args:
+        max_response_tokens: Longest row after its prompt. A branch that would be longer has its own context as prompt.
+    """
+
+    def __init__(self, max_response_tokens: int | None = None) -> None:
+        self._branches: list[_Branch] = []
+        self._max_response_tokens = max_response_tokens
+
+    def prompt_length(self, context: Sequence[int]) -> int:
+        """Return how many tokens of a context would be the prompt of its row."""
+        context = list(context)
+        branch = self._continued(context) or self._begun(context, 0, 0)
+        return len(branch.prompt_ids)
+
+    def add(self, call: Call) -> None:
+        """Append a call; its turn is later than those before it."""
+        context = list(call.prompt_ids)
+        branch = self._continued(context)
+        if branch is None:
+            branch = self._begun(context, call.turn, len(call.token_ids))
+            self._branches.append(branch)
+        else:
+            new = context[len(branch.ids) :]
+            branch.add_context(new, [branch.turns[-1] if branch.turns else call.turn] * len(new))
+        branch.add_sampled(call)
+
+    def rows(self) -> list[EpisodeRow]:
+        """Return them."""
+        return [branch.row() for branch in self._branches]
+
+    def _continued(self, context: list[int]) -> _Branch | None:
+        """Return the longest row that a context continues from its first token to its last."""
+        found = [branch for branch in self._branches if context[: len(branch.ids)] == branch.ids]
+        return max(found, key=lambda branch: len(branch.ids), default=None)
+
+    def _begun(self, context: list[int], turn: int, num_sampled: int) -> _Branch:
+        first = self._branches[0] if self._branches else None
+        if first is None or context[: len(first.prompt_ids)] != first.prompt_ids:
+            return _Branch(context, list(context))
+        prompt = first.prompt_ids
+        most = self._max_response_tokens
+        if most is not None and len(context) - len(prompt) + num_sampled > most:
+            return _Branch(context, list(context))
+        branch = _Branch(prompt, list(prompt))
+        siblings = [other for other in self._branches if other.prompt_ids == prompt]
+        nearest = max(siblings, key=lambda other: common_length(other.ids, context))
+        common = max(common_length(nearest.ids, context) - len(prompt), 0)
+        turns = list(nearest.turns[:common])
+        rest = len(context) - len(prompt) - common
+        branch.add_context(context[len(prompt) :], [*turns, *[turns[-1] if turns else turn] * rest])
+        return branch
+
+
+def rows_of(calls: Sequence[Call], max_response_tokens: int | None = None) -> list[EpisodeRow]:
     """Return the rows that calls make up, the first of them branch 0.
 
     A call whose context continues a row, from its first token to its last, makes that row longer. Any other call begins
@@ -68,38 +124,15 @@ def rows_of(calls: Sequence[Call]) -> list[EpisodeRow]:
 
     Args:
         calls: Of one session. Their turns decide the order, and not which one ended first.
+        max_response_tokens: See `Branches`.
     """
-    branches: list[_Branch] = []
+    branches = Branches(max_response_tokens)
     for call in sorted(calls, key=lambda call: call.turn):
-        context = list(call.prompt_ids)
-        continued = [branch for branch in branches if context[: len(branch.ids)] == branch.ids]
-        if continued:
-            branch = max(continued, key=lambda branch: len(branch.ids))
-            new = context[len(branch.ids) :]
-            branch.add_context(new, [branch.turns[-1] if branch.turns else call.turn] * len(new))
-        else:
-            branch = _new_branch(branches, context, call.turn)
-            branches.append(branch)
-        branch.add_sampled(call)
-    return [branch.row() for branch in branches]
+        branches.add(call)
+    return branches.rows()
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens two lists have in common at their beginnings."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _new_branch(branches: Sequence[_Branch], context: list[int], turn: int) -> _Branch:
-    first = branches[0] if branches else None
-    if first is None or context[: len(first.prompt_ids)] != first.prompt_ids:
-        return _Branch(context, list(context))
-    prompt = first.prompt_ids
-    branch = _Branch(prompt, list(prompt))
-    siblings = [other for other in branches if other.prompt_ids == prompt]
-    nearest = max(siblings, key=lambda other: common_length(other.ids, context))
-    common = max(common_length(nearest.ids, context) - len(prompt), 0)
-    turns = list(nearest.turns[:common])
-    rest = len(context) - len(prompt) - common
-    branch.add_context(context[len(prompt) :], [*turns, *[turns[-1] if turns else turn] * rest])
-    return branch

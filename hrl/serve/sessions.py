@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,12 +18,15 @@ from hrl.serve.history import Chats, Texts
 from hrl.serve.refusals import RequestRefusedError, bad_request, over_limit, too_busy
 from hrl.serve.rows import Call
 from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import SampleOutput
 
 DEFAULT = "default"
 """Session of calls that name none."""
 KEY_PREFIX = "hrl-"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 
+Generate = Callable[[list[int], SamplingParams, str], Awaitable[SampleOutput]]
+"""`RolloutEngine.generate`, or what does the same: samples a response to token ids; the text names the request."""
 LimitReached = Literal["max_turns", "max_tokens", "deadline"]
 
 
@@ -89,6 +92,7 @@ class Session:
         name: In the header `X-Session-Id`, and in records.
         limits: What it may use up.
         fixed: How its calls are sampled; None as they ask for.
+        generate: Samples its answers, in place of the door's.
         keeps_calls: Whether calls and what was said are kept.
         calls: Those that were answered.
         conversations: What was said.
@@ -101,6 +105,7 @@ class Session:
     name: str
     limits: Limits = field(default_factory=Limits)
     fixed: FixedSampling | None = None
+    generate: Generate | None = None
     keeps_calls: bool = True
     calls: list[Call] = field(default_factory=list)
     conversations: list[Conversation] = field(default_factory=list)
@@ -118,11 +123,6 @@ class Session:
     def is_idle(self) -> bool:
         """Whether no call of it is being answered."""
         return not self._in_flight
-
-    @property
-    def first_call(self) -> Call | None:
-        """Its first call, whose context is the prompt of branch 0."""
-        return min(self.calls, key=lambda call: call.turn, default=None)
 
     @contextmanager
     def admitted(self, choices: int) -> Iterator[range]:
