@@ -70,7 +70,7 @@ class AgentEnvironment(Environment):
         self._running: asyncio.Future[Any] | None = None
         return Observation(messages=row["prompt"], is_agent=True)
 
-    async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+    async def step(self, action: Action) -> StepResult:  # type: ignore[override]  # the base allows both
         """Begin `run` with the settings that the first action has, or see whether it has ended."""
         if self._running is None:
             settings = json.loads(action.text)
@@ -83,7 +83,7 @@ class AgentEnvironment(Environment):
             return StepResult(reward=value, done=True)
         return StepResult(reward=value.reward, done=True, truncated=value.truncated, metrics=value.metrics)
 
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> None:  # type: ignore[override]  # the base allows both
         """Cancel an `async` program that still runs. A plain one ends with its next call: its key is no longer good."""
         running = getattr(self, "_running", None)
         if running is not None and not running.done():

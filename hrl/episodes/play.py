@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hrl.data.chat import ChatTemplateError
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
-from hrl.episodes.episode import EndReason, Episode
+from hrl.episodes.episode import EndReason, Episode, EpisodeRow
 from hrl.episodes.parsing import TurnParser
-from hrl.episodes.pool import EnvironmentFaultError, EnvironmentLostError
+from hrl.episodes.pool import EnvironmentFailedError, EnvironmentFaultError, EnvironmentLostError
 from hrl.episodes.tokens import Transcript
 from hrl.errors import HrlError
 from hrl.workers.requests import SamplingParams
@@ -127,13 +128,11 @@ class AgentPlay:
 
 
 class AgentSession(Protocol):
-    """Where the program of an episode reaches the policy.
+    """Where the program of an episode reaches the policy."""
 
-    Attributes:
-        settings: What the program is told; fields of `hrl.environments.agent.ClientSettings`.
-    """
-
-    settings: Mapping[str, str]
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """What the program is told; fields of `hrl.environments.agent.ClientSettings`."""
 
     def played(self) -> AgentPlay:
         """Return what the program has asked for so far."""
@@ -318,7 +317,6 @@ class Player:
             if turn + 1 < settings.max_turns:
                 script.add_observation(_full(result.observation))
         return "max_turns"
-
 
     async def _let_agent_play(self, play: _Play, live: World) -> EndReason:
         """Have an environment ask the policy itself until it has a result."""

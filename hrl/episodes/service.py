@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from hrl.episodes.episode import Episode
-from hrl.episodes.play import EpisodeError, EpisodeTask, Limits, Player
+from hrl.episodes.play import AgentDoor, EpisodeError, EpisodeTask, Limits, Player
 from hrl.episodes.pool import EnvironmentPool
 from hrl.episodes.router import Router
 from hrl.models.tokenizer import load_tokenizer
@@ -49,6 +49,13 @@ class EpisodeServiceError(EpisodeError):
     may_pass = True
 
 
+class OpenAgentDoor(AgentDoor, Protocol):
+    """One that has to be closed."""
+
+    async def close(self) -> None:
+        """End what it listens with."""
+
+
 @dataclass(frozen=True)
 class EpisodeSetup:
     """What episodes are played with.
@@ -62,6 +69,8 @@ class EpisodeSetup:
         stop_ids: Tokens that end a turn.
         template_kwargs: `data.apply_chat_template_kwargs`.
         rewards: The Ray actor that scores what was answered last; None where environments alone decide.
+        agents: Makes what lets environments ask the policy themselves, of the arguments of `Player` from the tokenizer
+            to the limits, and of `generate`; None where none can.
     """
 
     environment: EnvironmentSpec
@@ -72,6 +81,7 @@ class EpisodeSetup:
     stop_ids: tuple[int, ...]
     template_kwargs: Mapping[str, Any]
     rewards: Any = None
+    agents: Callable[..., OpenAgentDoor] | None = None
 
 
 class EpisodeService:
@@ -86,6 +96,7 @@ class EpisodeService:
         self.router = Router()
         self._pool = EnvironmentPool(setup.environment, setup.settings)
         self._playing: dict[int, asyncio.Task[list[Episode]]] = {}
+        self._agents: OpenAgentDoor | None = None
         self._player: Player
 
     async def start(self) -> None:
@@ -101,15 +112,10 @@ class EpisodeService:
             load_tokenizer, setup.tokenizer_path, trust_remote_code=setup.trust_remote_code
         )
         await starting
-        self._player = Player(
-            tokenizer,
-            setup.stop_ids,
-            setup.template_kwargs,
-            setup.settings,
-            setup.limits,
-            self._pool,
-            self.router.generate,
-        )
+        words = (tokenizer, setup.stop_ids, setup.template_kwargs, setup.settings, setup.limits)
+        if setup.agents is not None:
+            self._agents = setup.agents(*words, self.router.generate)
+        self._player = Player(*words, self._pool, self.router.generate, self._agents)
 
     async def begin(
         self, batch: int, tasks: Sequence[EpisodeTask], num_engines: int, reward_round: int | None = None
@@ -161,6 +167,8 @@ class EpisodeService:
         """End all episodes and the environments' processes."""
         for batch in list(self._playing):
             await self._drop(batch)
+        if self._agents is not None:
+            await self._agents.close()
         await self._pool.close()
 
     async def _drop(self, batch: int) -> None:

@@ -17,7 +17,7 @@ from hrl.serve.refusals import RequestRefusedError, bad_request, engine_failed, 
 from hrl.serve.rows import Branches, Call
 from hrl.serve.sessions import FixedSampling, Generate, Session, Sessions
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineUnusableError, RolloutError, SampleOutput
+from hrl.workers.rollout.base import EngineUnusableError, RolloutError
 
 logger = logging.getLogger(__name__)
 

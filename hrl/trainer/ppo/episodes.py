@@ -21,6 +21,7 @@ from hrl.episodes.service import EpisodeActor, EpisodeSetup
 from hrl.metrics import Metric, StepMetrics
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
+from hrl.serve.agents import AgentDoor
 from hrl.workers.rollout.base import sample_keys
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class EpisodeDriver:
             trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
             stop_ids=tokens.stop,
             template_kwargs=dict(config.data.apply_chat_template_kwargs),
+            agents=AgentDoor,
         )
         self._actor: EpisodeActor | None = None
 
