@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hrl.api.run import Run
     from hrl.api.trainers import DPO, GRPO, PPO, SFT, RewardModel
+    from hrl.environments.agent import AgentEnvironment
     from hrl.environments.interface import Action, Environment, Observation, StepResult, ToolCall
     from hrl.environments.single_turn import SingleTurn
     from hrl.environments.tool_functions import tool
@@ -20,6 +21,7 @@ __all__ = [
     "PPO",
     "SFT",
     "Action",
+    "AgentEnvironment",
     "Callback",
     "DataProto",
     "Environment",
@@ -43,6 +45,7 @@ _LAZY = {
     "DataProto": "hrl.protocol",
     **dict.fromkeys(("Action", "Environment", "Observation", "StepResult", "ToolCall"), "hrl.environments.interface"),
     "SingleTurn": "hrl.environments.single_turn",
+    "AgentEnvironment": "hrl.environments.agent",
     "ToolEnvironment": "hrl.environments.tools",
     "tool": "hrl.environments.tool_functions",
 }
