@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -90,8 +90,19 @@ def _is_markup(name: str, source: str) -> bool:
 
 def _any(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds any of some texts, the longest of those at one place; nothing if there are none."""
-    longest_first = sorted(set(texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
+    names = set(texts)
+    return re.compile(_one_of(names) if names else r"(?!)")
+
+
+def _one_of(names: Collection[str]) -> str:
+    """Return a pattern that matches one of some texts, letter by letter: there may be thousands of them."""
+    rests: dict[str, set[str]] = {}
+    for name in filter(None, names):
+        rests.setdefault(name[0], set()).add(name[1:])
+    if not rests:
+        return ""
+    ways = "|".join(re.escape(letter) + _one_of(rest) for letter, rest in sorted(rests.items()))
+    return f"(?:{ways})?" if "" in names else f"(?:{ways})"
 
 
 class EpisodeTemplate:
