@@ -298,6 +298,29 @@ class Planner:
         rows = self._rows(batch, grouped=False)  # the rows of a pair are known by their places
         return plan_pairs(rows, world_size, limits, mini_batch_pairs=mini_batch_pairs, epochs=epochs)
 
+    def shared_tokens(self, batch: DataProto, plan: BatchPlan) -> float | None:
+        """Return the share of a plan's tokens that are not computed, as other rows of a micro-batch have them too.
+
+        Args:
+            batch: That was planned.
+            plan: Of this planner.
+
+        Returns:
+            None where rows are no trees, or none is run.
+        """
+        if not plan.ranks[0].is_tree or not any(map(len, plan.rows)):
+            return None
+        rows = self._rows(batch)
+        place = np.argsort(rows.index)
+        units = [
+            run
+            for held, rank in zip(plan.rows, plan.ranks, strict=True)
+            for mini_batch in rank.mini_batches
+            for picked in mini_batch.micro_batches
+            for run in rows.runs(np.sort(place[[held[at] for at in picked]]))
+        ]
+        return 1.0 - float(rows.tokens(units).sum() / (rows.prompt + rows.response)[_flat(units)].sum())
+
     def _rows(self, batch: DataProto, *, grouped: bool = True) -> RowLengths:
         groups = batch.non_tensor_batch["uid"] if grouped else None
         trie = self.trie(batch) if grouped and self.share_prefix and _has_turns(batch) else None

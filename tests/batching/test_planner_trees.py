@@ -184,6 +184,18 @@ def test_one_long_chain_of_branches_is_cut_too():
         assert all(rows.tokens([np.sort(part)])[0] <= 1000 for part in ran if part)
 
 
+def test_how_much_is_shared_by_hand():
+    batch, plans = episodes(num_groups=2, samples=2, branches=2), Planner(share_prefix=True)
+    whole = 2 * 4 * (20 + 60 + 10)
+    for budget, computed in ((1000, 2 * (20 + 2 * (60 + 20))), (100, 4 * (20 + 60 + 20))):
+        plan = plans.update(batch, 1, limits(budget), mini_batch_rows=4, epochs=2)
+        assert plans.shared_tokens(batch, plan) == pytest.approx(1 - computed / whole)
+    nothing = plans.update(batch, 2, limits(1000), mini_batch_rows=4, epochs=1, skip=np.ones(8, bool))
+    assert plans.shared_tokens(batch, nothing) is None
+    batch.non_tensor_batch["num_turns"][:] = 1
+    assert plans.shared_tokens(batch, plans.forward(batch, 2, limits(1000))) is None
+
+
 # ---------------------------------------------------------------------------------------------- which batches are trees
 
 

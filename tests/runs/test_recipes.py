@@ -164,7 +164,7 @@ def test_a_game_of_several_turns_trains_what_was_sampled_with_the_rewards_of_its
         assert record["episode/turns/mean"] == 3.0 and record["episode/end/done"] == 1.0
         assert record["episode/policy_tokens/mean"] <= 9.0 < record["episode/environment_tokens/mean"]
         assert record["rollout/logprob_diff_mean"] < 0.02, "the trainer has the sampler's log-probs in these contexts"
-        assert record["actor/grad_norm"] > 0
+        assert record["actor/grad_norm"] > 0 and record["actor/shared_tokens"] > 0
         samples = read_jsonl(tmp_path / "run" / "rollouts" / f"step_{step}.jsonl")
         assert len(samples) == 12 and all(len(sample["turns"]) == 3 for sample in samples)
         for sample in samples:

@@ -543,7 +543,7 @@ class RayPPOTrainer(TrainingLoop):
         """Move the policy along the advantages. Rows that cannot move it count in the divisor and are not run.
 
         `actor/rows_run` is the number of rows that are run. Means over tokens, such as `actor/ppo_kl` and
-        `actor/pg_clipfrac`, are means over these rows.
+        `actor/pg_clipfrac`, are means over these rows. `actor/shared_tokens` says how much of them is computed once.
         """
         settings, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
         loss = settings.policy_loss.loss_mode
@@ -564,6 +564,8 @@ class RayPPOTrainer(TrainingLoop):
         )
         self.compare_with_sampler(batch, rows_of_first_step(plan), metrics)
         metrics["actor/rows_run"] = float(sum(map(len, plan.rows)))
+        if (shared := self.planner.shared_tokens(batch, plan)) is not None:
+            metrics["actor/shared_tokens"] = shared
         request = policy_update(
             self.config,
             plan,
