@@ -1,7 +1,7 @@
 """Rules between keys. Each is a generator of problems and is named after what it enforces."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hrl.algos.ratio_bounds import Interval, parse_rejections
@@ -298,15 +298,38 @@ def _no_secret_is_written_out(reward: RewardConfig) -> Iterator[Problem]:
         ("reward.functions", f"[{position}]", entry.kwargs) for position, entry in enumerate(reward.functions or [])
     ]
     for key, place, kwargs in arguments:
-        for name, value in kwargs.items():
-            if is_written_secret(name, value):
-                what = f"{place} has {name} written out, which would be saved with the run.".lstrip()
-                yield Problem(key, what, f"Export it as an environment variable and write {name}: env:ITS_NAME.")
-    for variable in reward.env:
+        yield from _arguments_written_out(key, place, kwargs)
+    yield from _variables_written_out("reward.env", reward.env)
+
+
+def _arguments_written_out(key: str, place: str, kwargs: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, value in kwargs.items():
+        if is_written_secret(name, value):
+            what = f"{place} has {name} written out, which would be saved with the run.".lstrip()
+            yield Problem(key, what, f"Export it as an environment variable and write {name}: env:ITS_NAME.")
+
+
+def _variables_written_out(key: str, variables: Sequence[str]) -> Iterator[Problem]:
+    for variable in variables:
         name, equals, value = variable.partition("=")
         if equals and value and is_secret_variable(name, value):
             what = f"has the value of {name} written out, which would be saved with the run."
-            yield Problem("reward.env", what, f"Export it, and write {name} alone.")
+            yield Problem(key, what, f"Export it, and write {name} alone.")
+
+
+def environments_name_their_secrets(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """An argument of an environment that holds a secret names the variable that has it; so does `environment.env`."""
+    yield from _arguments_written_out("environment.kwargs", "", config.environment.kwargs)
+    yield from _variables_written_out("environment.env", config.environment.env)
+
+
+def a_tool_ends_before_its_turn(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """The policy is told of a tool that takes too long, which needs the deadline of the step to be later."""
+    settings = config.environment
+    if settings.is_used and settings.tool_timeout_s >= settings.step_timeout_s:
+        what = f"is {settings.tool_timeout_s:g} s, and must be less than environment.step_timeout_s="
+        what += f"{settings.step_timeout_s:g}, at which the episode fails."
+        yield Problem("environment.tool_timeout_s", what, involves=("environment.step_timeout_s",))
 
 
 def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -596,6 +619,8 @@ PPO_RULES: tuple[Rule, ...] = (
     ratios_have_bounds,
     bypass_mode_does_what_is_set,
     preferences_take_the_place_of_advantages,
+    environments_name_their_secrets,
+    a_tool_ends_before_its_turn,
 )
 
 

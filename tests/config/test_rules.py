@@ -121,6 +121,15 @@ CASES = [
         "own arguments. Write them into the entry of the function that takes them.",
     ),
     ({"reward.functions": [{"path": "my.py", "where": "https://me:pw@host"}]}, "[0] has where written out"),
+    (
+        {"environment.kwargs": {"api_key": "sk-123"}},
+        "environment.kwargs has api_key written out, which would be saved with the run. Export it as an environment",
+    ),
+    ({"environment.env": ["API_KEY=sk-123"]}, "environment.env has the value of API_KEY written out"),
+    (
+        {"environment.path": "tools", "environment.tool_timeout_s": 60},
+        "environment.tool_timeout_s is 60 s, and must be less than environment.step_timeout_s=60, at which the episode",
+    ),
     ({"reward.overlong_buffer": {"enable": True, "len": 0}}, "reward.overlong_buffer.len is 0 tokens"),
     ({"data.custom_cls.path": "my.py"}, "data.custom_cls.name needs the name of the class"),
     ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq is 5, but data.val_files is empty."),
