@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from hrl.algos import advantages
+from hrl.algos.advantages import AdvantageInput, AdvantageSettings
 from hrl.config import PPOTrainerConfig
 from hrl.report.run_folder import read_jsonl
 from tests.config.key_reads import KeyReads
@@ -176,6 +180,97 @@ def test_a_game_of_several_turns_trains_what_was_sampled_with_the_rewards_of_its
             ]
         assert record["reward/mean"] == pytest.approx(sum(sample["score"] for sample in samples) / 12)
         assert {turn["version"] for sample in samples for turn in sample["turns"]} == {step - 1}
+
+
+FORGETFUL = """
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.role == "assistant" and not loop.last %}(said){% else %}{{ message.content }}{% endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+"""A template that rewrites what the policy said before, so that every turn is a branch."""
+
+
+@pytest.fixture(scope="module")
+def forgetful(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("forgetful") / "policy"
+    shutil.copytree(runner.model, folder)
+    (folder / "chat_template.jinja").write_text(FORGETFUL)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "turns", "signs"),
+    [
+        (
+            [
+                "recipe=pf_ppo",
+                "algorithm.adv_estimator=gae_turns",
+                "environment.on_truncation=bootstrap",
+                "environment.max_turns=2",
+            ],
+            2,
+            {"critic/vf_loss", "pf_ppo/distinct_rows", "actor/reward_kl_penalty"},
+        ),
+        (
+            [
+                "recipe=remax",
+                "algorithm.rollout_correction.rollout_is=token",
+                "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+            ],
+            3,
+            {"reward/baseline_mean", "rollout_corr/rollout_is_mean"},
+        ),
+    ],
+    ids=["turns, cut off", "whole"],
+)
+def test_an_episode_that_goes_on_in_further_rows_is_one_sample(
+    runner: Runner,
+    coin: Path,
+    forgetful: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    turns: int,
+    signs: set[str],
+) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    given: list[AdvantageInput] = []
+
+    def compute_advantages(name: str, inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
+        given.append(inp)
+        return advantages.compute_advantages(name, inp, config)
+
+    monkeypatch.setattr("hrl.trainer.ppo.advantage.compute_advantages", compute_advantages)
+    records = two_steps(
+        runner,
+        coin,
+        tmp_path / "run",
+        *options,
+        f"actor_rollout_ref.model.path={forgetful}",
+        f"environment.path={tmp_path}/game.py:Game",
+        "environment.tool_parser=hermes",
+        "environment.max_turn_tokens=3",
+        "reward.custom_reward_function.path=null",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    )
+    for step, record in enumerate(records, start=1):
+        assert signs <= record.keys() and all(math.isfinite(value) for value in record.values())
+        assert record["episode/branches/mean"] == turns == record["episode/turns/mean"]
+        assert record["rollout/logprob_diff_mean"] < 0.02, "the trainer has the sampler's log-probs in these contexts"
+        assert record["actor/grad_norm"] > 0
+        samples = read_jsonl(tmp_path / "run" / "rollouts" / f"step_{step}.jsonl")
+        scores = [sum(turn["reward"] for turn in sample["turns"]) for sample in samples]
+        assert len(samples) == 12
+        assert record["reward/mean"] == record["critic/score/mean"] == pytest.approx(sum(scores) / 12)
+        assert record["rollout/truncated_responses"] == (12 if turns == 2 else 0)
+    assert [len(inp.episode_ids.unique()) for inp in given] == [12, 12]
+    if turns == 2:
+        assert given[1].bootstrap_values.all(), "after its first update a critic expects something of each"
 
 
 def test_an_episode_of_one_turn_is_a_response_digit_for_digit(runner: Runner, coin: Path, tmp_path: Path) -> None:
