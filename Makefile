@@ -41,12 +41,14 @@ $(STAMP): $(LOCK) pyproject.toml
 
 install-dev: $(DEV_STAMP)  ## the same, and what tests and the documentation need
 
-$(DEV_STAMP): requirements/dev.lock requirements/trackers.lock requirements/stores.lock $(STAMP)
+$(DEV_STAMP): requirements/dev.lock requirements/trackers.lock requirements/stores.lock requirements/environments.lock $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/dev.lock
 	@# Trackers go into a folder of their own, where only their tests look: other packages import those that they find.
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/trackers -r requirements/trackers.lock
 	@# So does a server of S3, which tests run as a process of its own: its client wants an older python-dateutil.
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/stores -r requirements/stores.lock
+	@# And environments of others, which want older or newer packages than those that a run has.
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/environments -r requirements/environments.lock
 	@touch $@
 
 demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine

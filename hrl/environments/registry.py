@@ -41,6 +41,18 @@ ENVIRONMENTS: dict[str, NamedEnvironment] = {
         "hrl.environments.sandbox:PythonEnvironment", "a tool that runs Python programs in a sandbox, with its limits"
     ),
     "mcp": NamedEnvironment("hrl.environments.mcp:McpEnvironment", "tools of an MCP server", extra="mcp"),
+    "textarena": NamedEnvironment(
+        "hrl.environments.textarena:TextArenaEnvironment", "games of textarena for one player", extra="textarena"
+    ),
+    "gymnasium": NamedEnvironment(
+        "hrl.environments.gymnasium:GymnasiumEnvironment", "environments of gymnasium told in text", extra="gymnasium"
+    ),
+    "verifiers": NamedEnvironment(
+        "hrl.environments.verifiers:VerifiersEnvironment", "environments of verifiers and its hub", extra="verifiers"
+    ),
+    "openenv": NamedEnvironment(
+        "hrl.environments.openenv:OpenEnvEnvironment", "an environment on a server of OpenEnv", extra="openenv"
+    ),
 }
 """Name → environment."""
 TOOLS: dict[str, NamedEnvironment] = {
