@@ -30,6 +30,7 @@ from tests.chaos.faults import Fault, Outcome
 from tests.chaos.same_run import differences, of_checkpoints
 from tests.chaos.victims import Driver, Family, as_command, family_of, in_one_process
 
+GAMES = Path(__file__).parents[1] / "episodes" / "games.py"
 KIND = "the driver killed, and the same command again"
 #: A run that is not killed, on a machine that does other things too.
 PATIENCE_S = 600.0
@@ -377,6 +378,21 @@ WITH_STORE = Scene(in_one_process, STATEFUL, steps=10, has_store=True)
 PAIRS = Scene(functools.partial(in_one_process, kind="dpo"), (), steps=14, base=of_pairs, interval=2)
 WITH_VLLM = Scene(as_command, (*STATEFUL, "actor_rollout_ref.rollout.name=vllm"), steps=24)
 
+#: Three turns each, in processes of environments, which no kill may leave behind. When a turn is asked for is a matter
+#: of time, and so is what hf computes beside it; vLLM's log-probs do not depend on that.
+EPISODES = Scene(
+    as_command,
+    (
+        *STATEFUL,
+        "actor_rollout_ref.rollout.name=vllm",
+        f"environment.path={GAMES}:Game",
+        "environment.max_turn_tokens=3",
+        "environment.num_workers=1",
+        "data.max_response_length=64",
+    ),
+    steps=24,
+)
+
 CHAINS = [
     Chain("hf in one process, in place of a write", IN_ONE_PROCESS, kills=25, at_writes=True),
     Chain("hf in one process, by the clock", IN_ONE_PROCESS, kills=25, seed=1),
@@ -386,6 +402,7 @@ CHAINS = [
     Chain("hf on one rank", ONE_RANK, kills=10, seed=2),
     Chain("hf on two ranks with a critic", TWO_RANKS, kills=10, seed=3),
     Chain("vLLM", WITH_VLLM, kills=10, seed=4),
+    Chain("episodes with vLLM", EPISODES, kills=10, seed=6),
 ]
 FAULTS = [
     Fault("two drivers at once", "in one folder, started together", started_twice),

@@ -11,8 +11,22 @@ from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.manifest import MANIFEST, damages
 from hrl.report.run_folder import RunFolder, read_config, read_jsonl, read_metrics
 
-#: Metrics of time and memory, which no two runs share, and of what each process of a run has sent or could not write.
-NOISE = ("checkpoint/upload", "log/", "timing", "perf/", "weight_sync/", "tracking/", "time", "reward/call_s_")
+#: Metrics of time and memory, and seconds of episodes, which no two runs share, and what each process of a run has sent
+#: or could not write.
+NOISE = (
+    "checkpoint/upload",
+    "log/",
+    "timing",
+    "perf/",
+    "weight_sync/",
+    "tracking/",
+    "time",
+    "reward/call_s_",
+    "episode/engine_s/",
+    "episode/environment_s/",
+    "engine_s",
+    "environment_s",
+)
 #: The keys that say where a run lies.
 PLACES = ("default_local_dir", "default_remote_dir")
 
@@ -52,7 +66,7 @@ def _of_samples(straight: Path, other: Path) -> list[str]:
         return [f"rollouts are {names[1]}, not {names[0]}"]
     found, seen = [], Counter[str]()
     for name in names[0]:
-        one, two = (read_jsonl(folder / "rollouts" / name) for folder in (straight, other))
+        one, two = ([*map(_quiet, read_jsonl(folder / "rollouts" / name))] for folder in (straight, other))
         if one != two:
             found.append(f"the samples in {name} differ")
         if name.startswith("step_"):
