@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +25,7 @@ from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.models.packed_model import TokenRows
+from hrl.protocol import DataProto
 from hrl.workers.engine.checksum import WeightsDifferError
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.engine.snapshot import Snapshot
@@ -38,7 +40,7 @@ from tests.models.tiny import (
     save_qwen2,
     trim,
 )
-from tests.models.trees import tree_batch
+from tests.models.trees import num_nodes, sequences_of, tree_batch
 from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, gradients, parameters, policy_of
 
@@ -79,6 +81,26 @@ def test_log_probs_equal_plain_forwards(family, temperature, share_prefix, reque
     assert got.batch["entropys"].dtype == torch.float32
 
 
+def tokens_run(policy: Actor) -> list[int]:
+    """The tokens of each micro-batch that the policy will run."""
+    found, pack = [], policy.engine.pack
+
+    def counted(*arguments, **options):
+        packed = pack(*arguments, **options)
+        found.append(packed.layout.num_tokens)
+        return packed
+
+    policy.engine.pack = counted
+    return found
+
+
+def beginnings_used(batch: DataProto, picked: tuple[int, ...]) -> list[np.ndarray]:
+    """Of each row that trains a token, what comes before the last of these."""
+    rows, sequences = TokenRows.of(batch), sequences_of(batch)
+    ends = [(row, np.flatnonzero(rows.trained[row])) for row in picked]
+    return [sequences[row][: len(rows.prompts[row]) + columns[-1]] for row, columns in ends if len(columns)]
+
+
 @pytest.mark.parametrize("budget", [1000, 40], ids=["one micro-batch", "several"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_log_probs_of_a_tree_are_those_of_its_rows_alone(family, budget, request):
@@ -88,13 +110,11 @@ def test_log_probs_of_a_tree_are_those_of_its_rows_alone(family, budget, request
     assert rank.is_tree and (len(rank.mini_batches[0].micro_batches) > 1) == (budget == 40)
     mine = batch.select_idxs(list(plan.rows[0]))
     together, alone = policy_of(path), policy_of(path, share_prefix=False)
+    tokens = [tokens_run(each) for each in (together, alone)]
     got, want = (each.log_probs(mine, rank, with_entropy=True).batch for each in (together, alone))
     for name in ("old_log_probs", "entropys"):
         torch.testing.assert_close(got[name], want[name], **NORM_ERROR)
-    rows, picks = TokenRows.of(mine), rank.mini_batches[0].micro_batches
-    packs = [[each.engine.pack(rows, picked, is_tree=True) for picked in picks] for each in (together, alone)]
-    tokens = [sum(packed.layout.num_tokens for packed in part) for part in packs]
-    assert tokens[0] < 0.8 * tokens[1]
+    assert sum(tokens[0]) < 0.8 * sum(tokens[1])
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -111,7 +131,11 @@ def test_gradients_of_any_tree_are_those_of_its_rows_alone(llama, seed, num_rows
     mine = batch.select_idxs(list(plan.rows[0]))
     actor = {"entropy_coeff": 0.05, "use_kl_loss": True}
     together, alone = (policy_of(llama, share_prefix=shared, **actor) for shared in (True, False))
+    tokens = tokens_run(together)
     got, want = (gradients(each, mine, plan.ranks[0]) for each in (together, alone))
+    assert tokens == [
+        max(num_nodes(beginnings_used(mine, picked)), 1) for picked in plan.ranks[0].mini_batches[0].micro_batches
+    ]
     norm = torch.stack([gradient.norm() for gradient in want.values()]).norm()
     for name, gradient in want.items():
         assert (got[name] - gradient).norm() <= 1e-6 * norm, name
