@@ -40,8 +40,8 @@ def normal(name: str) -> str:
 
 
 def installed() -> dict[str, Distribution]:
-    """Return the installed packages, those of the trackers' own folder among them."""
-    places = [*sys.path, str(Path(sys.prefix) / "trackers")]
+    """Return the installed packages, those in the folders of trackers and of agents' frameworks among them."""
+    places = [*sys.path, *(str(Path(sys.prefix) / folder) for folder in ("trackers", "agents"))]
     return {normal(each.metadata["Name"]): each for each in reversed(list(distributions(path=places)))}
 
 

@@ -4,74 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hrl.config.environment import EnvironmentConfig
-from hrl.episodes.episode import Episode
-from hrl.episodes.play import EpisodeTask, Limits, Player
-from hrl.episodes.pool import EnvironmentPool, spec_of
-from hrl.serve.agents import AgentDoor
-from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import SampleOutput, sample_seed
-from hrl.workers.rollout.host import LoopThread
-from tests.serve.doors import Engine, echo, tokenizer_with_merges
+from hrl.workers.rollout.base import sample_seed
+from tests.serve.stage import Stage
 from tests.serve.test_openai_client import require_sampled
 
-AGENTS = Path(__file__).with_name("agents.py")
-LIMITS = Limits(200, 300)
-
-
-def settings(**changes: Any) -> EnvironmentConfig:
-    return EnvironmentConfig(path=f"{AGENTS}:agent", num_workers=1, memory_limit_gib=None, **changes)
-
-
-class Stage:
-    """A pool whose processes make any agent, on a loop of its own."""
-
-    def __init__(self, **changes: Any) -> None:
-        self.loop = LoopThread("stage")
-        self._settings = settings(kwargs={"kind": "Plain"}, **changes)
-        self.pool = EnvironmentPool(spec_of(self._settings), self._settings)
-
-    def __enter__(self) -> Stage:
-        self.loop.run(self.pool.start(), timeout_s=60, what="the start")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.loop.run(self.pool.close(), timeout_s=60, what="the end")
-        self.loop.stop()
-
-    def play(
-        self, name: str, *, num_episodes: int = 1, limits: Limits = LIMITS, **changes: Any
-    ) -> tuple[list[Episode], Engine]:
-        """Episodes of an agent, and the engine that has answered."""
-        tokenizer = tokenizer_with_merges()
-        engine = Engine(tokenizer, echo, delay_s=0.005)
-        words = (tokenizer, (tokenizer.eos_token_id,), {}, self._settings.model_copy(update=changes), limits)
-        row = {"prompt": [{"role": "user", "content": "abc"}], "env_kwargs": {"kind": name}}
-
-        async def generate(ids: list[int], sampling: SamplingParams, episode: Any, what: str) -> SampleOutput:
-            assert episode[0] == "uid" and "of episode (uid uid, sample" in what
-            return await engine.generate(ids, sampling, what)
-
-        async def run() -> list[Episode]:
-            agents = AgentDoor(*words, generate)
-            player = Player(*words, self.pool, generate, agents)
-            sampling = SamplingParams(temperature=0.7, top_p=0.9)
-            tasks = [EpisodeTask(("uid", i), row, sampling, run_seed=1, step=2) for i in range(num_episodes)]
-            try:
-                return [await player.play(task) for task in tasks]
-            finally:
-                await agents.close()
-
-        return self.loop.run(run(), timeout_s=60, what="the episodes"), engine
+PROGRAMS = Path(__file__).with_name("programs.py")
 
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with Stage(step_timeout_s=30.0) as one:
+    with Stage(PROGRAMS, "Plain", step_timeout_s=30.0) as one:
         yield one
 
 
@@ -97,18 +42,16 @@ def test_agents_at_the_same_time_are_branches(stage: Stage):
 
 @pytest.mark.parametrize(
     ("limits", "max_turns", "end"),
-    [(Limits(200, 300), 3, "max_turns"), (Limits(60, 40), 50, "max_tokens"), (Limits(10, 300), 3, "max_tokens")],
+    [((200, 300), 3, "max_turns"), ((60, 40), 50, "max_tokens"), ((10, 300), 3, "max_tokens")],
 )
-def test_a_limit_ends_a_program_that_would_go_on(stage: Stage, limits: Limits, max_turns: int, end: str):
+def test_a_limit_ends_a_program_that_would_go_on(stage: Stage, limits: tuple[int, int], max_turns: int, end: str):
     (episode,), engine = stage.play("Endless", limits=limits, max_turns=max_turns)
-    if limits.prompt < 20:
+    if limits[0] < 20:
         assert episode.end == "failed" and "without asking" in str(episode.error)
         return
     assert episode.end == end and episode.error is None
     require_sampled(list(episode.rows), engine)
-    assert all(
-        len(row.prompt_ids) <= limits.prompt and len(row.response_ids) <= limits.response for row in episode.rows
-    )
+    assert all(len(row.prompt_ids) <= limits[0] and len(row.response_ids) <= limits[1] for row in episode.rows)
     assert episode.turn_rewards == [None] * episode.num_turns
 
 
@@ -119,7 +62,7 @@ def test_a_program_that_hangs_is_cut_off_with_what_it_has_asked_for(stage: Stage
 
 
 def test_a_program_may_take_longer_than_a_step():
-    with Stage(step_timeout_s=0.5) as stage:
+    with Stage(PROGRAMS, "Plain", step_timeout_s=0.5) as stage:
         (episode,), _ = stage.play("Slow")
     assert (episode.end, episode.turn_rewards) == ("done", [1.0])
 
