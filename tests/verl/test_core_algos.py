@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from hrl.algos import policy_losses
-from hrl.algos.advantages import AdvantageConfig, compute_advantages
+from hrl.algos.advantages import AdvantageConfig, AdvantageInput, compute_advantages
 from hrl.algos.aggregation import AGGREGATION_MODES, Counts, aggregate
 from hrl.algos.groups import group_codes
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
@@ -234,6 +234,22 @@ def test_an_estimator_in_verls_form_is_known_to_the_trainer() -> None:
     torch.testing.assert_close(got, (scores - 0.5) * BATCH.mask)
     with pytest.raises(ValueError, match="'gae' is already registered"):
         core_algos.register_adv_est("gae")(centred)
+
+
+def test_an_estimator_in_verls_form_gets_episodes_of_several_rows_as_one() -> None:
+    seen: list[list[list[float]]] = []
+
+    @core_algos.register_adv_est("summed")
+    def summed(token_level_rewards, response_mask, index, config=None, **kwargs):
+        seen.append(token_level_rewards.tolist())
+        advantages_ = token_level_rewards.sum(-1, keepdim=True) * response_mask
+        return advantages_, advantages_
+
+    rewards, mask = torch.tensor([[1.0, 9.0], [9.0, 2.0], [4.0, 9.0]]), torch.tensor([[1, 0], [0, 1], [1, 0]])
+    inp = AdvantageInput(rewards, mask, group_codes("aaa"), episode_ids=torch.tensor([0, 0, 1]))
+    got, _ = compute_advantages("summed", inp, AdvantageConfig())
+    assert seen == [[[1.0, 2.0], [4.0, 0.0]]]
+    assert got.tolist() == [[3, 0], [0, 3], [4, 0]]
 
 
 @pytest.mark.parametrize("mode", sorted(AGGREGATION_MODES))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hrl.algos.groups import count_groups_without_spread, group_codes
+from hrl.algos.masked import rows_with_tokens
 from hrl.algos.sample_metrics import best_at_k, maj_at_k, pass_at_k, worst_at_k
 from hrl.batching.planner import lengths_of
 from hrl.metrics import validation_of
@@ -71,7 +72,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advan
     """
     columns = batch.batch
     trained = columns["response_mask"].bool()
-    counted = counted_samples(batch)
+    counted = counted_samples(batch, rows_with_tokens(trained))
     metrics = _length_metrics(batch)
 
     trained_on = sample_sums(batch, columns["token_level_scores"].sum(-1))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hrl.algos.episodes import episode_sums
+from hrl.algos.masked import rows_with_tokens
 from hrl.batching.episodes import episode_numbers
 from hrl.protocol import DataProto
 
@@ -21,13 +22,14 @@ def sample_rows(batch: DataProto) -> Tensor:
     )
 
 
-def counted_samples(batch: DataProto) -> Tensor:
+def counted_samples(batch: DataProto, has_tokens: Tensor | None = None) -> Tensor:
     """Return which rows stand for the samples that have a trained token, one for each, `(B,)` bool.
 
     Args:
         batch: With `response_mask (B, R)`.
+        has_tokens: Its rows with a trained token, `(B,)` bool, where they are known already.
     """
-    counted = batch.batch["response_mask"].bool().any(-1)
+    counted = rows_with_tokens(batch.batch["response_mask"]) if has_tokens is None else has_tokens
     episodes = episode_numbers(batch)
     if episodes is None:
         return counted
