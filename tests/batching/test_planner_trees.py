@@ -172,6 +172,34 @@ def test_groups_are_cut_over_ranks_by_episodes_and_only_where_ranks_would_wait()
     assert [len(set(one.non_tensor_batch["episode"][list(rows)])) for rows in plan.rows] == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("world_size", "budget"), [(1, 4096), (8, 4096), (8, 16384)])
+def test_ranks_are_balanced_and_little_is_computed_twice(world_size, budget):
+    """Episodes of one to seven turns, a branch each: their tokens are less than half of those of their rows."""
+    rng = np.random.default_rng(0)
+    lengths, shared, group = [], [], []
+    for number in range(32):
+        prompt = int(rng.integers(50, 400))
+        for _ in range(8):
+            said = common = prompt
+            for _ in range(rng.integers(1, 8)):
+                lengths.append(said + int(np.clip(rng.lognormal(5, 0.7), 10, 1500)))
+                shared.append(common if group and group[-1] == number else 0)
+                group.append(number)
+                common, said = said, said + int(rng.integers(60, 340))
+    prompts, count = np.ones(len(lengths), int), len(lengths)
+    trie = Trie(np.arange(count), np.array(shared))
+    rows = RowLengths.of(prompts, np.array(lengths) - 1, np.ones(count, int), group, True, trie)
+    plan = plan_forward(rows, world_size, limits(budget))
+    ran = [rows.runs(np.sort(part)) for rank in micro_batches(plan) for part in rank]
+    assert sum(rows.tokens(units).sum() for units in ran) <= 1.06 * rows.tokens(rows.runs(np.arange(count))).sum()
+    costs = [
+        rows.cost([run for part in rank for run in rows.runs(np.sort(part))]).sum() for rank in micro_batches(plan)
+    ]
+    assert max(costs) <= 1.05 * np.mean(costs)
+    steps = len(plan.ranks[0].mini_batches[0].micro_batches)
+    assert steps <= 1.3 * sum(rows.tokens(units).sum() for units in ran) / (world_size * budget) + 1
+
+
 def test_one_long_chain_of_branches_is_cut_too():
     """Each row goes on where the one before it was left: a tree as deep as it has rows."""
     count = 400
