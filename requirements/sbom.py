@@ -17,7 +17,7 @@ from typing import Any
 
 LOCKS = Path(__file__).parent
 #: Packages whose metadata name no licence → what their licence file says.
-SAID_ELSEWHERE = {"oss-harmony": "Apache-2.0", "setuptools": "MIT", "zss": "BSD-3-Clause"}
+SAID_ELSEWHERE = {"oss-harmony": "Apache-2.0", "smolagents": "Apache-2.0", "setuptools": "MIT", "zss": "BSD-3-Clause"}
 
 
 def pins(folder: Path = LOCKS) -> dict[tuple[str, str], list[str]]:

@@ -321,7 +321,10 @@ class Player:
     async def _let_agent_play(self, play: _Play, live: World) -> EndReason:
         """Have an environment ask the policy itself until it has a result."""
         if self._agents is None:
-            raise _UnplayableError(f"{play.task.name}: its environment asks the policy itself, which it can't here")
+            raise _UnplayableError(
+                f"{play.task.name}: its environment asks the policy itself, and no server is there for it; try its "
+                "program against `hrl serve`"
+            )
         session = await self._agents.open(play.task)
         began = time.perf_counter()
         try:

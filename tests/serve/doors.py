@@ -124,6 +124,7 @@ async def opened(
     http: HttpLimits | None = None,
     tokenizer: Any = None,
     max_model_len: int = 2000,
+    model: str = MODEL,
     reading: dict[str, Any] | None = None,
     **engine: Any,
 ) -> AsyncIterator[Opened]:
@@ -131,7 +132,7 @@ async def opened(
     tokenizer = tokenizer or tokenizer_with_merges()
     made = Engine(tokenizer, say, **engine)
     words = PolicyWords(tokenizer, Reading(stop_ids=(tokenizer.eos_token_id,), **(reading or {})), max_model_len)
-    served = Served(MODEL, SamplingParams(temperature=1.0, top_p=1.0, top_k=-1), max_model_len)
+    served = Served(model, SamplingParams(temperature=1.0, top_p=1.0, top_k=-1), max_model_len)
     door = Door(served, words, made.generate, Sessions(KEY, limits or Limits()))
     try:
         async with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hrl.config.environment import EnvironmentConfig
@@ -18,18 +17,11 @@ from tests.serve.doors import Engine, echo, tokenizer_with_merges
 
 
 class Stage:
-    """A pool whose process makes any agent of a file, on a loop of its own.
+    """A pool of one process for the environment that `path` names, on a loop of its own."""
 
-    Args:
-        file: Its function `agent` makes one of a kind.
-        kind: One that there is.
-    """
-
-    def __init__(self, file: Path, kind: str, **changes: Any) -> None:
+    def __init__(self, path: str, **changes: Any) -> None:
         self.loop = LoopThread("stage")
-        self._settings = EnvironmentConfig(
-            path=f"{file}:agent", num_workers=1, memory_limit_gib=None, kwargs={"kind": kind}, **changes
-        )
+        self._settings = EnvironmentConfig(path=path, num_workers=1, memory_limit_gib=None, **changes)
         self.pool = EnvironmentPool(environment_of(self._settings), self._settings)
 
     def __enter__(self) -> Stage:
@@ -42,11 +34,12 @@ class Stage:
 
     def play(
         self,
-        kind: str,
+        kind: str | None = None,
         *,
         num_episodes: int = 1,
         say: Callable[[str], str] = echo,
         question: str = "abc",
+        answer: str = "",
         limits: tuple[int, int] = (200, 300),
         **changes: Any,
     ) -> tuple[list[Episode], Engine]:
@@ -55,7 +48,9 @@ class Stage:
         engine = Engine(tokenizer, say, delay_s=0.005)
         settings = self._settings.model_copy(update=changes)
         words = (tokenizer, (tokenizer.eos_token_id,), {}, settings, Limits(*limits))
-        row = {"prompt": [{"role": "user", "content": question}], "env_kwargs": {"kind": kind}}
+        row: dict[str, Any] = {"prompt": [{"role": "user", "content": question}], "answer": answer}
+        if kind is not None:  # an argument of the function that makes it
+            row["env_kwargs"] = {"kind": kind}
 
         async def generate(ids: list[int], sampling: SamplingParams, episode: Any, what: str) -> SampleOutput:
             assert episode[0] == "uid" and "of episode (uid uid, sample" in what

@@ -16,7 +16,7 @@ PROGRAMS = Path(__file__).with_name("programs.py")
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with Stage(PROGRAMS, "Plain", step_timeout_s=30.0) as one:
+    with Stage(f"{PROGRAMS}:agent", kwargs={"kind": "Plain"}, step_timeout_s=30.0) as one:
         yield one
 
 
@@ -62,7 +62,7 @@ def test_a_program_that_hangs_is_cut_off_with_what_it_has_asked_for(stage: Stage
 
 
 def test_a_program_may_take_longer_than_a_step():
-    with Stage(PROGRAMS, "Plain", step_timeout_s=0.5) as stage:
+    with Stage(f"{PROGRAMS}:agent", kwargs={"kind": "Plain"}, step_timeout_s=0.5) as stage:
         (episode,), _ = stage.play("Slow")
     assert (episode.end, episode.turn_rewards) == ("done", [1.0])
 

@@ -30,7 +30,7 @@ def call(name: str, **arguments: Any) -> str:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with Stage(FRAMEWORKS, "OpenAIAgents", step_timeout_s=60.0) as one:
+    with Stage(f"{FRAMEWORKS}:agent", kwargs={"kind": "OpenAIAgents"}, step_timeout_s=60.0) as one:
         yield one
 
 

@@ -104,7 +104,7 @@ def test_an_answer_is_known_again_in_every_form_in_which_clients_send_it_back(fo
             back: Any = {
                 "parts": {"role": "assistant", "content": [{"type": "text", "text": message.content}]},
                 "object": message,
-                "extra": {**message.model_dump(), "annotations": []},
+                "extra": {**message.model_dump(), "annotations": [], "reasoning_content": "hm"},
             }[form]
             await door.client.chat.completions.create(model=MODEL, messages=[user("abc"), back, user("more")])
             (row,) = rows_of(door.calls())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,19 +18,26 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from openai import AsyncOpenAI
 from transformers import PreTrainedModel
 
 from hrl.cluster.precision import fastest_dtype
 from hrl.environments import Observation
-from hrl.episodes.episode import Episode
+from hrl.episodes.episode import Episode, EpisodeRow
 from hrl.episodes.rows import episode_batch
 from hrl.episodes.tokens import Transcript
 from hrl.models.tokenizer import TokenIds, load_tokenizer
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
+from hrl.serve.door import Door, Served
+from hrl.serve.policy import PolicyWords, Reading
+from hrl.serve.rows import rows_of
+from hrl.serve.server import DoorServer
+from hrl.serve.sessions import Limits as SessionLimits
+from hrl.serve.sessions import Sessions
 from hrl.workers.policy import Policy
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError
+from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SampleOutput
 from hrl.workers.rollout.host import RolloutHost
 from hrl.workers.weight_sync.broadcast import BroadcastSender
 from hrl.workers.weight_sync.sender import WeightSync
@@ -232,6 +240,49 @@ def play_two_turns(host: RolloutHost, tokenizer, template_kwargs: dict[str, str]
     return Episode(
         (f"g{number}", 0), script.rows(), script.messages, [None, None], "done", metrics={"sampled": sampled}
     )
+
+
+def test_what_an_openai_client_asks_for_becomes_rows_of_what_the_engine_sampled(host, folder):
+    """Ids and log-probs as the engine gave them, and a forward over each row gives the same log-probs."""
+    answered: dict[tuple[int, ...], list[SampleOutput]] = defaultdict(list)
+
+    async def generate(ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:
+        output = await asyncio.wrap_future(host.generate(ids, sampling, name))
+        answered[tuple(ids)].append(output)
+        return output
+
+    async def play() -> list[EpisodeRow]:
+        words = PolicyWords(load_tokenizer(folder), Reading(stop_ids=(STOP,)), P + R)
+        door = Door(Served("smollm2", SamplingParams(), P + R), words, generate, Sessions("a-key", SessionLimits()))
+        async with DoorServer(door) as server, AsyncOpenAI(base_url=server.base_url, api_key="a-key") as client:
+            ask = partial(client.chat.completions.create, model="smollm2", max_tokens=6)
+            chat = [{"role": "user", "content": "What is 2 + 3?"}]
+            first = await ask(messages=chat, seed=5, logprobs=True)
+            chat += [first.choices[0].message, {"role": "user", "content": "Sure?"}]
+            events = [event async for event in await ask(messages=chat, seed=6, stream=True)]
+            several = await ask(messages=chat, n=2, temperature=0.7)
+            (session,) = door.sessions
+        words.close()
+        ((output,), *_) = answered.values()
+        assert [entry.logprob for entry in first.choices[0].logprobs.content] == output.log_probs
+        assert len(events) > 2 and len(several.choices) == 2
+        assert session.counts["calls"] == 4
+        return rows_of(session.calls)
+
+    rows = asyncio.run(play())
+    assert len(rows) == 3
+    left = {context: list(outputs) for context, outputs in answered.items()}
+    for row in rows:
+        ids = [*row.prompt_ids, *row.response_ids]
+        for turn in sorted({turn for turn, trained in zip(row.turns, row.mask, strict=True) if trained}):
+            places = [at for at, trained in enumerate(row.mask) if trained and row.turns[at] == turn]
+            context = tuple(ids[: len(row.prompt_ids) + places[0]])
+            sampled = [row.response_ids[at] for at in places], [row.log_probs[at] for at in places]
+            left[context].remove(next(one for one in left[context] if (one.token_ids, one.log_probs) == sampled))
+            if turn < 2:  # at temperature 1
+                scored = score(host, ids)[len(context) - 1 :][: len(places)]
+                assert max(abs(a - b) for a, b in zip(scored, sampled[1], strict=True)) < 0.1
+    assert not any(left.values())
 
 
 def test_a_response_ends_with_its_first_stop_token_or_at_the_limit(sampled):
