@@ -262,7 +262,11 @@ def _engine_setup(config: PPOTrainerConfig, device: torch.device) -> tuple[Engin
 def _key(file: Path | None) -> tuple[str, bool]:
     """Return the key, and whether it was made here, so that the user has to be told."""
     if file is not None:
-        given, where = expanded(file).read_text(encoding="utf-8").strip(), str(file)
+        try:
+            given, where = expanded(file).read_text(encoding="utf-8").strip(), str(file)
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ServingError(f"the key can't be read from {file}: {why}") from error
     elif KEY_VARIABLE in os.environ:
         given, where = os.environ[KEY_VARIABLE].strip(), KEY_VARIABLE
     else:
