@@ -73,6 +73,7 @@ _MOST_RETIRING = 4
 """Times `num_workers` processes that may wait for their last episodes beside those that take new ones."""
 _LOOK_S = 0.2
 """How long it is watched who computes in a process that stands still."""
+_LOOKS = 10
 _COMPUTES_TICKS = 3
 """Hundredths of a second of processor time, in that time, of a thread that computes; one that waits has none or one."""
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
@@ -458,14 +459,17 @@ class EnvironmentPool:
             # Something holds Python's lock, and others wait for it.
             at_work = ({pid: holder} if holder else {}) | threads
             before = _cpu_ticks(pid)
-            await asyncio.sleep(_LOOK_S)
+            waiting: set[int] = set()
+            for _ in range(_LOOKS):  # one that waits wakes up now and then, to ask for the lock
+                await asyncio.sleep(_LOOK_S / _LOOKS)
+                waiting |= {number for number in at_work if _waits_for_lock(pid, number)}
             after = _cpu_ticks(pid)
             spent = {number: after.get(number, 0) - before.get(number, 0) for number in at_work}
             busiest = max(spent, key=lambda number: spent[number], default=0)
             if spent.get(busiest, 0) >= _COMPUTES_TICKS:
                 blamed = {at_work[busiest]}
             else:
-                not_waiting = {who for number, who in at_work.items() if not _waits_for_lock(pid, number)}
+                not_waiting = {who for number, who in at_work.items() if number not in waiting}
                 blamed = not_waiting or set(at_work.values())
         else:
             blamed = {holder}
