@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from hrl.data.chat import RENDERING_ERRORS, ChatTemplateError, Message, render_prompt, shortened, with_tools
@@ -19,12 +19,25 @@ from hrl.data.chat import RENDERING_ERRORS, ChatTemplateError, Message, render_p
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Form = Literal["object", "text"]
-"""How a template reads the arguments of a tool call: as a JSON object, or as its text."""
-
 _MARK = "\ufdd0"
 """Stands in a control token's name that is ordinary text. No character: Unicode has it for use inside a program."""
 _REPLACEMENT = "\ufffd"
+
+
+class Form(NamedTuple):
+    """How a template reads a message with tool calls; templates differ.
+
+    Attributes:
+        arguments_as_text: Whether the arguments of a call are its JSON as text; else they are an object.
+        empty: What stands for content where there is none.
+    """
+
+    arguments_as_text: bool = False
+    empty: str | None = None
+
+
+FORMS = (Form(), Form(empty=""), Form(True), Form(True, ""))
+"""All of them; models' own templates mostly read the first."""
 
 
 class Anchor(NamedTuple):
@@ -148,18 +161,21 @@ class EpisodeTemplate:
         pattern = self._controls.by_policy if by_policy else self._controls.by_environment
         return {name: _guarded(value, pattern) for name, value in message.items()}
 
-    def render(self, messages: Sequence[Message], form: Form = "object", *, goes_on: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], form: Form = FORMS[0], *, num_given: int = 0, goes_on: bool = False
+    ) -> str:
         """Return the text of a chat, ready for the policy's turn.
 
         Args:
             messages: With what came after the first prompt `guarded`.
-            form: How the template is given the arguments of tool calls.
+            form: How the template is given messages with tool calls.
+            num_given: Messages of the first prompt, which the template is given as they are.
             goes_on: The policy's turn continues the last message, which is the assistant's.
 
         Raises:
             ChatTemplateError: The template refuses the chat.
         """
-        chat = [self._known(message, form) for message in messages]
+        chat = [*messages[:num_given], *(self._known(message, form) for message in messages[num_given:])]
         try:
             if goes_on and self.has_template:
                 arguments = {"tokenize": False, "continue_final_message": True, **self._kwargs}
@@ -180,7 +196,7 @@ class EpisodeTemplate:
         if calls:
             known["tool_calls"] = [_with_arguments(call, form) for call in calls]
         if not known.get("content"):
-            known["content"] = None if calls else ""
+            known["content"] = form.empty if calls else ""
         if reasoning := known.get("reasoning_content"):
             known |= {name: reasoning for name in self._names_of_reasoning if name not in known}
         return known
@@ -288,12 +304,12 @@ def _with_arguments(call: Any, form: Form) -> Any:
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
     arguments = function["arguments"]
-    if form == "object" and isinstance(arguments, str):
+    if form.arguments_as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
         try:
             read = json.loads(arguments)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # also of a number of thousands of digits, and of deep nesting
             return call
         arguments = read if isinstance(read, dict) else arguments
-    elif form == "text" and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

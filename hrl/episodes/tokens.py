@@ -25,13 +25,11 @@ from hrl.data.sources import show_value
 from hrl.environments.interface import EnvironmentReplyError, Observation
 from hrl.episodes.episode import EpisodeRow
 from hrl.episodes.observation_text import with_whole_characters, without_middle
-from hrl.episodes.template import Anchor, Encoded, EpisodeTemplate, Form
+from hrl.episodes.template import FORMS, Anchor, Encoded, EpisodeTemplate, Form
 from hrl.episodes.wording import says_the_same
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_FORMS: tuple[Form, ...] = ("object", "text")
 
 
 @dataclass
@@ -178,7 +176,8 @@ class Transcript:
         self._since: list[dict[str, Any]] = []
         self._turn: _Turn | None = None
         self._is_answered = True
-        self._form: Form = "object"
+        self._form = FORMS[0]
+        self._num_given = 0
         self._only_ids = first.token_ids is not None
         self._rows = [_Row()]
         if self._only_ids:
@@ -186,6 +185,7 @@ class Transcript:
             self._row.prompt_length = len(self._row.ids)
         else:
             self.messages += self._checked_messages(first)
+            self._num_given = len(self.messages)
             self._since = [*self.messages]
             self._render_prompt()
 
@@ -284,7 +284,7 @@ class Transcript:
 
     def _render_prompt(self) -> None:
         """Make the first row anew."""
-        text = self._template.render(self._since, self._form, goes_on=self._goes_on)
+        text = self._text(self._since, self._form)
         row = _Row()
         row.add_text(text, 0, self._template.encode(text), 0)
         row.prompt_length = len(row.ids)
@@ -317,12 +317,15 @@ class Transcript:
         if not place.is_delta:
             row.prompt_length = min(prompt_length, len(row.ids))
 
+    def _text(self, messages: Sequence[Message], form: Form) -> str:
+        return self._template.render(messages, form, num_given=self._num_given, goes_on=self._goes_on)
+
     def _place(self, row: _Row, turn: _Turn) -> tuple[_Place, str]:
         """Return where the row goes on, and the chat's text."""
         text, refusal = None, None
-        for form in _FORMS if self._form == "object" else _FORMS[::-1]:
+        for form in dict.fromkeys((self._form, *FORMS)):
             try:
-                other = self._template.render([*self._history, *self._since], form, goes_on=self._goes_on)
+                other = self._text([*self._history, *self._since], form)
             except ChatTemplateError as error:
                 refusal = refusal or error
                 continue
@@ -372,7 +375,7 @@ class Transcript:
 
     def _add_plain(self, turn: _Turn) -> None:
         """Append messages as raw text, for a model without a chat template."""
-        text = "".join(self._template.render([message]) for message in self._since)
+        text = "".join(self._text([message], self._form) for message in self._since)
         row = self._row
         row.cut_to(turn.end)
         last = row.ids[-1] if row.ids else None
@@ -428,10 +431,10 @@ class Transcript:
 
 def _joined(begun: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the assistant's message that an observation began and the policy continued."""
-    return {**begun, **said, "content": _text(begun) + _text(said)}
+    return {**begun, **said, "content": _content(begun) + _content(said)}
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from hrl.data.chat import ChatTemplateError
-from hrl.episodes.template import EpisodeTemplate
+from hrl.episodes.template import EpisodeTemplate, Form
 from tests.data.conftest import make_tokenizer
 from tests.episodes.families import FAMILIES, TOOL, phi_3
 
@@ -145,8 +145,19 @@ def test_arguments_reach_a_template_in_the_form_that_is_asked_for():
     for arguments in ({"a": 1}, '{"a": 1}'):
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-        assert template.render(messages, "object") == "False"
-        assert template.render(messages, "text") == "True"
+        assert template.render(messages) == "False"
+        assert template.render(messages, Form(arguments_as_text=True)) == "True"
+
+
+def test_the_first_prompts_messages_are_rendered_as_they_are():
+    source = (
+        "{% for m in messages %}{{ m.content is none }} {{ m.tool_calls[0].function.arguments is string }} {% endfor %}"
+    )
+    template = EpisodeTemplate(make_tokenizer(source), [0], {})
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}] * 2
+    assert template.render(messages, num_given=1) == "False True True False "
+    assert template.render(messages, Form(arguments_as_text=True, empty=""), num_given=1) == "False True False True "
 
 
 def test_a_template_is_shared_by_copies():

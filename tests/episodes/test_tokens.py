@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hrl.data.chat import ChatTemplateError
 from hrl.environments import EnvironmentReplyError, Observation
 from hrl.episodes.tokens import Transcript
+from tests.data.conftest import make_tokenizer
 from tests.episodes.families import CHATML, FAMILIES, TOOL, Family, byte_level, mistral_v3, slow_tokenizer
 
 NAMES = sorted(FAMILIES)
@@ -374,6 +375,20 @@ def test_a_call_whose_json_the_template_lays_out_anew_begins_no_branch(name, tex
     (row,) = game.transcript.rows()
     assert row.response_ids[: len(ids)] == ids
     game.check()
+
+
+@pytest.mark.parametrize("content", ["m.content", "(m.content if m.content is not none else '')", "m.content + ''"])
+def test_a_call_without_words_is_given_to_a_template_as_it_reads_it(content):
+    name = "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]{% endif %}"
+    source = f"{{% for m in messages %}}<|start|>{{{{ m.role }}}} {{{{ {content} }}}}{name}<|end|>{{% endfor %}}"
+    tokenizer = make_tokenizer(source + "{{ '<|start|>assistant ' }}")
+    stop = [tokenizer.eos_token_id]
+    transcript = Transcript(tokenizer, stop, {}, first=Observation(messages=user("Go!")))
+    ids = tokenizer("[look_up]<|end|>")["input_ids"]
+    transcript.add_turn(ids, [0.0] * len(ids), 0, {"content": None, "tool_calls": [call(word="a")]})
+    transcript.add_observation(Observation(messages=[result("b")]))
+    assert transcript.num_rows == 1
+    assert "None" not in tokenizer.decode(transcript.context)
 
 
 def test_a_call_that_the_template_writes_with_another_value_begins_a_branch():
