@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hrl.data.chat import RENDERING_ERRORS
 from hrl.episodes.trial import Policy, Record
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineSetup, RolloutEngine, RolloutError, SampleOutput
+from hrl.workers.rollout.base import EngineSetup, SampleOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +97,7 @@ def example(schema: Mapping[str, Any], depth: int = 0) -> Any:
 
 @asynccontextmanager
 async def engine_of(setup: EngineSetup) -> AsyncIterator[Policy]:
-    """Start an engine on this event loop, and end it with the context.
+    """Start an engine, and end it with the context.
 
     Args:
         setup: What it is opened with.
@@ -106,22 +105,16 @@ async def engine_of(setup: EngineSetup) -> AsyncIterator[Policy]:
     Raises:
         RolloutError: It does not start.
     """
-    from hrl.workers.rollout.host import ENGINES, START_TIMEOUT_S
+    from hrl.workers.rollout.host import RolloutHost
 
-    module, kind = ENGINES[setup.config.name]
-    engine: RolloutEngine = getattr(import_module(module), kind)(setup)
+    host = RolloutHost(setup, name="trial")
+    await asyncio.to_thread(host.start)  # it has a thread of its own, and a deadline
     try:
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await engine.prepare()
-                await engine.start()
-        except TimeoutError:
-            engine.kill()
-            raise RolloutError(f"{engine.name} did not start within {START_TIMEOUT_S:g} s") from None
 
         async def sample(record: Record, context: list[int], sampling: SamplingParams) -> SampleOutput:
-            return await engine.generate(context, sampling, f"trial-{record.task.name}-{len(record.steps)}")
+            name = f"turn {len(record.steps)} of {record.task.name}"
+            return await asyncio.wrap_future(host.generate(context, sampling, name))
 
         yield sample
     finally:
-        await asyncio.shield(engine.shutdown())
+        await asyncio.to_thread(host.shutdown)

@@ -250,6 +250,11 @@ def _above(run: History, names: Sequence[str], limit: float, spec: str, steps: i
     return None
 
 
+def _truncation(run: History, share: float) -> str | None:
+    # Of episodes, which any of several limits ends, the alarm of episodes speaks.
+    return None if _ENDED in run.now else _above(run, (_CUT,), share, ".2f")
+
+
 def _length_drift(run: History, factor: float) -> str | None:
     start, now = run.first(_LENGTH), run.last(_LENGTH)
     before, reward = run.first(_REWARD), run.last(_REWARD)
@@ -316,7 +321,7 @@ _RULES: Mapping[str, tuple[Rule, tuple[str, ...]]] = {
     "no_spread": (_no_spread, (_STD,)),
     "zero_gradient": (_zero_gradient, _GRADIENT),
     "no_tokens": (_no_tokens, (_SAMPLED,)),
-    "truncation": (lambda run, limit: _above(run, (_CUT,), limit, ".2f"), (_CUT,)),
+    "truncation": (_truncation, (_CUT,)),
     "length_drift": (_length_drift, (_REWARD,)),
     "entropy_low": (_entropy_low, (_ENTROPY,)),
     "entropy_high": (_entropy_high, (_ENTROPY,)),

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from hrl.config.alarms import ALARMS
+from hrl.config.arithmetic import count
 from hrl.config.sources import source_title
 from hrl.files import write_whole
 from hrl.metrics import source_and_metric
@@ -34,7 +35,7 @@ from hrl.report.charts import (
     specification,
     vega,
 )
-from hrl.report.conversation import Line, conversation, is_episode
+from hrl.report.conversation import Line, conversation, is_episode, runs_of
 from hrl.report.outcome import Outcome, read_outcome
 from hrl.report.phases import TITLES
 from hrl.report.profile import read_profiles
@@ -67,6 +68,7 @@ from hrl.report.samples import (
 _PROMPTS_SHOWN = 8
 _LONGEST_TEXT = 6000
 _SAID_ABOVE = ("truth", "score", "advantage")
+_TRAINED = {True: "trained on", False: "not trained on"}
 
 
 @dataclass(frozen=True)
@@ -419,6 +421,7 @@ def _shown(record: Sample) -> dict[str, Any]:
         "prompt": shown_text(record["prompt"]),
         "response": shown_text(record["response"]),
         "chat": _chat(record) if is_episode(record) else None,
+        "branches": _tokens(record) if is_episode(record) else None,
         "facts": _facts(record),
     }
 
@@ -436,6 +439,21 @@ def _chat(record: Sample) -> list[dict[str, Any]]:
             "reward": "" if line.reward is None else f"{line.reward:+.3g}",
         }
         for line in conversation(record)
+    ]
+
+
+def _tokens(record: Sample) -> list[list[dict[str, str]]]:
+    """Format the tokens of each branch for the template, a span for each run of one origin."""
+    return [
+        [
+            {
+                "kind": "trained" if run.trained else "sampled" if run.origin == "policy" else "told",
+                "title": f"{readable(run.origin)}, {count(run.tokens, 'token')}, {_TRAINED[run.trained]}",
+                "text": shown_text(run.text),
+            }
+            for run in branch
+        ]
+        for branch in runs_of(record)
     ]
 
 

@@ -231,7 +231,7 @@ def _response_facts(record: Sample) -> dict[str, Any]:
 
 def _episode_facts(record: Sample) -> dict[str, Any]:
     own, others = record.get("policy_tokens"), record.get("environment_tokens")
-    both = None if own is None or others is None else f"{own} and {others} of the environment"
+    both = None if own is None or others is None else f"{own} sampled, {others} not"
     branches = len(record.get("branches") or ())
     versions = {turn["version"] for turn in record["turns"] if turn.get("version") is not None}
     return {

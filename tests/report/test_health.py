@@ -104,6 +104,11 @@ def raised_in(history: list[dict[str, float]], health: Health | None = None) -> 
             yield step, alarm.name
 
 
+def test_episodes_that_limits_end_raise_one_alarm() -> None:
+    cut = [healthy(s, response_length__clip_ratio=0.9, episode__truncated_ratio=0.9) for s in range(1, 6)]
+    assert list(raised_in(cut)) == [(3, "episodes_cut")]
+
+
 def test_every_alarm_has_its_run() -> None:
     assert SICK.keys() == ALARMS.keys()
 

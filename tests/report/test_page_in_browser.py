@@ -11,6 +11,8 @@ from hrl.report.html_report import render, write_html_report
 from hrl.report.outcome import Outcome
 from hrl.report.page_server import LiveView
 from hrl.report.run_folder import json_line
+from hrl.report.samples import rollout_records
+from tests.report.episodes import Words, conversation_with_a_tool, episode_batch
 from tests.report.runs import HOSTILE, finished_run, sample, started_run, step_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -235,3 +237,23 @@ def test_a_live_page_says_that_its_folder_cannot_be_read_and_brings_what_came_me
         folder.metrics_file.write_text(json_line(step_record(3)))
         page.wait_for_selector("#live:has-text('Follows the run')", timeout=20_000)
     folder.close()
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["desk", "phone"])
+def test_a_conversation_fits_and_does_nothing(look, tmp_path, size):
+    messages = conversation_with_a_tool(HOSTILE + "y" * 3000)
+    messages[1]["content"] = "z" * 500
+    folder = started_run(tmp_path)
+    folder.write_rollouts(1, rollout_records(episode_batch(messages), Words()))
+    folder.close()
+    Outcome("finished", "", 1).write(tmp_path)
+    with look(f"file://{write_html_report(tmp_path)}", size) as page:
+        for details in page.locator("details").all():
+            details.evaluate("each => { each.open = true; }")
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        own, others = (page.locator(f".bubble{kind}").first.bounding_box() for kind in (".own", ":not(.own)"))
+        assert others["x"] < own["x"] + own["width"] and own["x"] + own["width"] > others["x"] + others["width"]
+        marked = page.locator(".tokens .trained").all_inner_texts()
+        assert [text.strip() for text in marked] == ["w10 w11", "w30 w31"]
+        weights = page.locator(".tokens span").evaluate_all("all => all.map(e => getComputedStyle(e).fontWeight)")
+        assert set(weights) == {"400", "600"}
