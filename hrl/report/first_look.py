@@ -176,6 +176,8 @@ def _ending(sample: Sample) -> str:
 def _all_right(samples: Sequence[Sample], config: PPOTrainerConfig) -> bool:
     """Return whether no sample could be better: by its `acc`, or else by the highest sum of functions from 0 to 1."""
     functions = config.reward.functions
+    if config.environment.pays and not all("acc" in sample.get("reward_parts", {}) for sample in samples):
+        return False  # nobody knows how much an episode can earn
     full = sum(max(one.weight, 0.0) for one in functions) if functions else _RIGHT
     for sample in samples:
         if sample.get("score") is not None:

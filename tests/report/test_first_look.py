@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from hrl.config import compose_cli
+from hrl.config.environment import EnvironmentConfig
 from hrl.report.console import JsonConsole, RunConsole
 from hrl.report.first_look import Finding, first_look
 from hrl.report.reporter import RunReporter
@@ -143,3 +144,43 @@ def test_it_is_shown_once_and_kept_in_the_run_folder(tmp_path):
     assert (kept["finding"], kept["example"]["response"]) == ("nothing_right", "[bold]\x1b[31mx")
     JsonConsole(lines).first_look(look)
     assert json.loads(lines.getvalue())["headline"] == look.headline
+
+
+# ---------------------------------------------------------------------------------------------- episodes
+
+PLAYED = {"turns": [{"text": "a guess", "reward": 0.0}], "messages": [{"role": "user", "content": "Guess."}]}
+
+
+def episodes(*scores, **fields):
+    return [{**one, **PLAYED, "end": "done", **fields} for one in samples(scores)]
+
+
+def config_with(**environment):
+    return CONFIG.model_copy(update={"environment": EnvironmentConfig(path="game.py:Game", **environment)})
+
+
+def test_an_episode_is_shown_with_its_turns_and_how_it_ended():
+    facts = first_look(episodes(0, 0), config_with()).facts
+    assert facts["response"] == "assistant: a guess  [reward 0]"
+    assert facts["ended by"] == "done after 1 turn"
+
+
+@pytest.mark.parametrize(
+    ("end", "advice"),
+    [
+        ("max_turns", "2 of 2 episodes were cut off at environment.max_turns=3: raise it"),
+        ("max_tokens", f"data.max_response_length={CONFIG.data.max_response_length}: raise it"),
+        ("deadline", "environment.episode_timeout_s=600: raise it"),
+        ("failed", "2 of 2 episodes failed, most often with: it broke; `hrl env-test` plays some of them alone"),
+    ],
+)
+def test_episodes_that_ended_badly_say_which_limit_or_error(end, advice):
+    look = first_look(episodes(0, 0, end=end, error="it broke", finish_reason="length"), config_with(max_turns=3))
+    assert any(advice in line for line in look.advice)
+    assert not any("answers were cut off" in line for line in look.advice), "the limit of a response is not meant"
+
+
+def test_what_an_environment_can_pay_at_most_is_not_known():
+    assert first_look(episodes(2.0, 2.0), config_with()).finding is Finding.ALIKE
+    judged = episodes(2.0, 2.0, reward_parts={"acc": 1.0})
+    assert first_look(judged, config_with()).finding is Finding.ALL_RIGHT

@@ -402,7 +402,9 @@ class RayPPOTrainer(TrainingLoop):
         sampled = self._responses(Asked(prompts, samples, request), StepMetrics())
         records = rollout_records(sampled, self.tokenizer)
         if with_log_probs:
-            for record, log_probs in zip(records, sampled.batch["rollout_log_probs"], strict=True):
+            # A record's response is that of the episode's last row.
+            heads = heads_of(sampled) if self.config.environment.is_used else slice(None)
+            for record, log_probs in zip(records, sampled.batch["rollout_log_probs"][heads], strict=True):
                 record["logprobs"] = log_probs[: record["response_length"]].tolist()
         return records
 
