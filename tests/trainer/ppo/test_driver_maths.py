@@ -71,6 +71,17 @@ def test_gae_takes_its_values_gamma_and_lambda() -> None:
     torch.testing.assert_close(data.batch["returns"], torch.tensor([[0.42, 1.0]]))
 
 
+def test_turns_of_a_batch_are_the_steps_of_an_estimator_of_turns() -> None:
+    data = batch(
+        token_level_rewards=torch.tensor([[1.0, 3.0], [0.0, 0.0]]),
+        turn_index=torch.tensor([[0, 1], [0, 0]]),
+        response_mask=torch.tensor([[1, 1], [1, 1]]),
+    )
+    data = compute_advantage(data, "grpo_turns", norm_adv_by_std_in_grpo=False)
+    # rewards of three turns, 1, 3 and 0, with the mean 4 / 3
+    torch.testing.assert_close(data.batch["advantages"], torch.tensor([[4.0, 5.0], [-4.0, -4.0]]) / 3)
+
+
 def test_an_estimator_gets_what_it_needs_and_a_column_that_is_missing_is_named() -> None:
     data = batch(token_level_rewards=torch.tensor([[0.0, 1.0]]), response_mask=torch.tensor([[1, 1]]))
     with pytest.raises(ValueError, match=r"'gae' reads \['values'\], and the batch has no such columns"):
