@@ -40,6 +40,9 @@ ENVIRONMENTS: dict[str, NamedEnvironment] = {
     "python": NamedEnvironment(
         "hrl.environments.sandbox:PythonEnvironment", "a tool that runs Python programs in a sandbox, with its limits"
     ),
+    "retry": NamedEnvironment(
+        "hrl.reward.retry:RetryEnvironment", "the row's question, asked again while the built-in scorer finds it wrong"
+    ),
     "mcp": NamedEnvironment("hrl.environments.mcp:McpEnvironment", "tools of an MCP server", extra="mcp"),
     "textarena": NamedEnvironment(
         "hrl.environments.textarena:TextArenaEnvironment", "games of textarena for one player", extra="textarena"
