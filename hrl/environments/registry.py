@@ -41,7 +41,8 @@ ENVIRONMENTS: dict[str, NamedEnvironment] = {
         "hrl.environments.sandbox:PythonEnvironment", "a tool that runs Python programs in a sandbox, with its limits"
     ),
     "retry": NamedEnvironment(
-        "hrl.reward.retry:RetryEnvironment", "the row's question, asked again while the built-in scorer finds it wrong"
+        "hrl.environments.retry:RetryEnvironment",
+        "the row's question, asked again until the answer is right",
     ),
     "mcp": NamedEnvironment("hrl.environments.mcp:McpEnvironment", "tools of an MCP server", extra="mcp"),
     "textarena": NamedEnvironment(

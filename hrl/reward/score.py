@@ -58,8 +58,8 @@ def why_no_scorer(data_source: str) -> str | None:
         return None
     if data_source in PROGRAMS:
         return (
-            f"no built-in reward function for data_source {data_source!r}: its answers are programs, and running them "
-            f"needs a sandbox, which hrl does not ship. {_OWN} that calls your sandbox"
+            f"no built-in reward function for data_source {data_source!r}: its answers are programs. {_OWN} that runs "
+            "them with their tests in hrl.environments.sandbox.Sandbox"
         )
     near = nearest(data_source, SCORERS)
     known = [*sorted(SCORERS), *(f"{prefix}…" for prefix in sorted(PREFIXES))]

@@ -113,7 +113,7 @@ VERLS_DATA_SOURCES = [  # all that verl 0.9.1's `default_compute_score` knows
 @pytest.mark.parametrize("data_source", VERLS_DATA_SOURCES)
 def test_every_data_source_of_verl_has_a_function_or_a_reason_why_not(data_source):
     if data_source in PROGRAMS:
-        assert "needs a sandbox, which hrl does not ship" in why_no_scorer(data_source)
+        assert "its answers are programs" in why_no_scorer(data_source)
         with pytest.raises(ValueError, match=r"reward\.custom_reward_function\.path"):
             find_scorer(data_source)
     else:

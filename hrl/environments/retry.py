@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hrl.environments import Action, Environment, StepResult
+from hrl.environments.interface import Action, Environment, StepResult
 from hrl.errors import RefusedError
 from hrl.reward.library.answer import Answer
 

@@ -7,7 +7,7 @@ import pytest
 from hrl.data.tasks.reasoning_gym import reasoning_gym_rows
 from hrl.environments.interface import Action
 from hrl.environments.loading import EnvironmentMaker, EnvironmentSpec
-from hrl.reward.retry import RetryEnvironment
+from hrl.environments.retry import RetryEnvironment
 
 ROW = {
     "data_source": "numeric",
