@@ -312,12 +312,13 @@ class Planner:
             return None
         rows = self._rows(batch)
         place = np.argsort(rows.index)
+        # Of a tree a unit may be a whole micro-batch: rows of two groups have nothing in common.
         units = [
-            run
+            np.sort(place[[held[at] for at in picked]])
             for held, rank in zip(plan.rows, plan.ranks, strict=True)
             for mini_batch in rank.mini_batches
             for picked in mini_batch.micro_batches
-            for run in rows.runs(np.sort(place[[held[at] for at in picked]]))
+            if picked
         ]
         return 1.0 - float(rows.tokens(units).sum() / (rows.prompt + rows.response)[_flat(units)].sum())
 
