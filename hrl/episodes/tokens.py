@@ -322,24 +322,25 @@ class Transcript:
 
     def _place(self, row: _Row, turn: _Turn) -> tuple[_Place, str]:
         """Return where the row goes on, and the chat's text."""
-        text, refusal = None, None
+        rendered: list[tuple[str, Form]] = []
+        refusals: list[ChatTemplateError] = []
         for form in dict.fromkeys((self._form, *FORMS)):
             try:
-                other = self._text([*self._history, *self._since], form)
+                text = self._text([*self._history, *self._since], form)
             except ChatTemplateError as error:
-                refusal = refusal or error
+                refusals.append(error)
                 continue
-            if text is None:
-                text, self._form = other, form
-            place = self._end_of_turn(row, turn, other)
+            place = self._end_of_turn(row, turn, text)
             if place is not None:
                 self._form = form
-                return place, other
+                return place, text
+            rendered.append((text, form))
             if not turn.calls_tools:
                 break
-        if text is None:
-            assert refusal is not None
-            raise refusal
+        if not rendered:
+            raise refusals[0]
+        # Some templates write a null as it is in Python.
+        text, self._form = min(rendered, key=lambda one: one[0].count("None"))
         return self._common_beginning(row, turn, text), text
 
     def _end_of_turn(self, row: _Row, turn: _Turn, text: str) -> _Place | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from hrl.data.chat import ChatTemplateError
 from hrl.environments import EnvironmentReplyError, Observation
@@ -388,6 +389,10 @@ def test_a_call_without_words_is_given_to_a_template_as_it_reads_it(content):
     transcript.add_turn(ids, [0.0] * len(ids), 0, {"content": None, "tool_calls": [call(word="a")]})
     transcript.add_observation(Observation(messages=[result("b")]))
     assert transcript.num_rows == 1
+    ids = tokenizer("[look_down]<|end|>")["input_ids"]  # which is none of the calls, so that a branch begins
+    transcript.add_turn(ids, [0.0] * len(ids), 0, {"content": None, "tool_calls": [call(word="a")]})
+    transcript.add_observation(Observation(messages=[result("b")]))
+    assert transcript.num_rows == 2
     assert "None" not in tokenizer.decode(transcript.context)
 
 
@@ -433,6 +438,22 @@ def test_a_turn_that_was_cut_off_is_closed_by_the_template_in_the_same_row(name)
     game.say("nk.")
     (row,) = game.transcript.rows()
     assert row.mask[: len(ids) + 1] == [1] * len(ids) + [0]
+
+
+def test_a_turn_may_end_with_the_token_that_begins_the_next_message():
+    source = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}<|assistant|>\n"  # GLM-4.5's way
+    tokenizer = make_tokenizer(source)
+    names = ["<|user|>", "<|assistant|>", "<|observation|>"]
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
+    asked, _, observed = stop = tokenizer.convert_tokens_to_ids(names)
+    for end, branches in ((asked, False), (observed, True)):
+        transcript = Transcript(tokenizer, stop, {}, first=Observation(messages=user("Go!")))
+        ids = [*tokenizer("Yes.")["input_ids"], end]
+        transcript.add_turn(ids, [0.0] * len(ids), 0, {"content": "Yes."})
+        transcript.add_observation(Observation(messages=user("Sure?")))
+        assert transcript.num_rows == 1 + branches
+        text = tokenizer.apply_chat_template(transcript.messages, tokenize=False)
+        assert transcript.context == tokenizer(text)["input_ids"]
 
 
 def test_a_template_with_another_date_than_before_begins_a_branch():
