@@ -239,25 +239,25 @@ def _tools(setup: TrialSetup, records: Sequence[Record]) -> list[Check]:
     tools = first.tools or ()
     names = ", ".join(str(tool["function"].get("name")) for tool in tools)
     template = setup.tokenizer.chat_template
+    shown = "the first tokens are the environment's own"
     if first.messages is not None:
         try:
-            texts = [
-                render_prompt(setup.tokenizer, first.messages, with_tools(setup.template_kwargs, some))
-                for some in (tools, None)
-            ]
+            text = render_prompt(setup.tokenizer, first.messages, with_tools(setup.template_kwargs, tools))
         except ChatTemplateError as error:
             return [Check("tools", False, f"the chat template refuses {names}: {error}")]
-        if texts[0] == texts[1]:
+        hidden = [name for tool in tools if (name := str(tool["function"].get("name"))) not in text]
+        if hidden:
             why = (
-                f"the chat template does not show {names}, so the policy never learns of them: take a model whose "
-                "template does, or describe them in the first messages"
+                f"the first prompt does not name {', '.join(hidden)}, so the policy never learns of them: the chat "
+                "template shows no tools. Take a model whose template does, or describe them in the first messages"
             )
             return [Check("tools", False, why)]
+        shown = f"the first prompt names {names}"
     try:
         parser, why = tool_parser_for(template if isinstance(template, str) else None, setup.settings.tool_parser)
     except ParserChoiceError as error:
         return [Check("tools", False, str(error))]
-    return [Check("tools", True, f"the chat template shows {names}; calls are read by vLLM's parser {parser} ({why})")]
+    return [Check("tools", True, f"{shown}; calls are read by vLLM's parser {parser} ({why})")]
 
 
 def _masks(episodes: Sequence[Episode], records: Mapping[Key, Record]) -> Check:

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from hrl.config.arithmetic import count
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.sources import source_title
 from hrl.data.dataset import PromptRow, check_prompt
@@ -111,7 +112,7 @@ def try_environment_of(
             return await run_trial(setup, tasks, playing)
 
     title = "a script" if engine == SCRIPTED else f"{engine} with {model.path}"
-    with stage(f"playing {episodes} episodes with {title}"):
+    with stage(f"playing {count(episodes, 'episode')} with {title}"):
         trial = asyncio.run(play())
     facts = {
         "environment": f"{setup.environment.source.title}, at most {config.environment.max_turns} turns",

@@ -82,7 +82,7 @@ def test_tools_have_to_be_in_the_chat_template() -> None:
     pytest.importorskip("vllm")
     trial = trial_of("Tools", FAMILIES["qwen2_5"].tokenizer)
     assert trial.fits, [check for check in trial.checks if check.is_right is False]
-    assert "shows add; calls are read by vLLM's parser hermes" in found(trial)["tools"].says
+    assert "names add; calls are read by vLLM's parser hermes" in found(trial)["tools"].says
     assert trial.episodes[0].num_tool_calls == 1 and trial.episodes[0].num_tool_errors == 0
     assert [message["role"] for message in trial.episodes[0].messages] == ["user", "assistant", "tool", "assistant"]
     assert trial.episodes[0].messages[2]["content"] == "4"
@@ -91,7 +91,9 @@ def test_tools_have_to_be_in_the_chat_template() -> None:
 def test_a_template_that_shows_no_tools_is_told() -> None:
     pytest.importorskip("vllm")
     trial = trial_of("Tools", tool_parser="hermes")
-    assert "does not show add, so the policy never learns of them" in found(trial)["tools"].says and not trial.fits
+    assert "does not name add, so the policy never learns of them" in found(trial)["tools"].says and not trial.fits
+    described = trial_of("Described", tool_parser="hermes")
+    assert described.fits, "the first messages say what the template does not"
 
 
 def test_the_script_says_what_it_is_told_to_and_the_last_again_and_again() -> None:

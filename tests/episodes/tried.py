@@ -79,3 +79,8 @@ class Tools(hrl.ToolEnvironment):
 
     def answered(self, action):
         return 1.0
+
+
+class Described(Tools):
+    def reset(self, row):
+        return "To add, write a call of add with a and b."
