@@ -441,7 +441,8 @@ def test_a_turn_that_was_cut_off_is_closed_by_the_template_in_the_same_row(name)
 
 
 def test_a_turn_may_end_with_the_token_that_begins_the_next_message():
-    source = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}<|assistant|>\n"  # GLM-4.5's way
+    head = "{{ '<|' + m.role + '|>\\n' + m.content }}"  # GLM-4.5's way
+    source = f"{{% for m in messages %}}{head}{{% endfor %}}{{{{ '<|assistant|>\\n' }}}}"
     tokenizer = make_tokenizer(source)
     names = ["<|user|>", "<|assistant|>", "<|observation|>"]
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
