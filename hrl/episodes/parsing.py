@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -113,8 +114,12 @@ class TurnParser:
         written = ids[:-1] if ids and ids[-1] in self._ends else ids
         raw = self._decode(written, skip_special_tokens=False)
         found = self._reader.read(raw, ids)
+        written_ids = Counter(given for _, _, given in found.calls)
         calls = tuple(
-            self._call(name, arguments, given if given and given in raw else None, turn, number)
+            # An id that the policy wrote stays, where it tells this call from others; vLLM draws the rest at random.
+            self._call(
+                name, arguments, given if given and given in raw and written_ids[given] == 1 else None, turn, number
+            )
             for number, (name, arguments, given) in enumerate(found.calls)
         )
         content = self._without_special_tokens(found.content)

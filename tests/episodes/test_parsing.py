@@ -1,5 +1,6 @@
 """What the policy wrote, read by vLLM's own parsers."""
 
+import functools
 import importlib.util
 import json
 import pathlib
@@ -7,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hrl.environments import Observation, ToolCall
 from hrl.episodes.parser_choice import TEMPLATE_MARKS, ParserChoiceError, known_parsers, parser_by_template
@@ -74,9 +77,9 @@ assert not any(name.partition(".")[0] in ("vllm", "ray") for name in sys.modules
 def test_without_the_engine_tools_are_refused_and_say_what_to_install(monkeypatch):
     known_parsers.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for settings in ({}, {"tools": None, "reasoning_parser": "qwen3"}):
+    for changes in ({}, {"tools": None, "reasoning_parser": "qwen3"}):
         with pytest.raises(ParserChoiceError, match=r"vLLM is not installed here: install hrl\[cpu\]"):
-            parsed("", **settings)
+            parsed("", **changes)
 
 
 # --------------------------------------------------------------------------------------------------- the choice
@@ -234,6 +237,53 @@ def test_a_call_that_can_not_be_read_is_text_and_the_parser_s_complaint(text, ca
     assert turn.message == {"role": "assistant", "content": text}
     assert "Traceback" not in "".join(capfd.readouterr())
     assert parsed(call("{}")).error is None  # the next turn is not blamed
+
+
+@with_vllm
+def test_an_id_that_the_policy_wrote_stays_where_it_tells_calls_apart():
+    """As Kimi K2 writes them: `functions.<name>:<number>`."""
+    one = "<|tool_call_begin|>functions.add:%d<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    section = "<|tool_calls_section_begin|>%s<|tool_calls_section_end|>"
+    read = parsed(section % (one % 0 + one % 1), tool_parser="kimi_k2")
+    assert [call.id for call in read.tool_calls] == ["functions.add:0", "functions.add:1"]
+    read = parsed(section % (one % 0 + one % 0), tool_parser="kimi_k2", turn=2)
+    assert [call.id for call in read.tool_calls] == ["call_2_0", "call_2_1"]
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>"),
+    *(
+        "</arg_key>",
+        "<arg_value>",
+        "<think>",
+        "</think>",
+        '{"name": "add", "arguments": {"a": 1}}',
+        '{"name":',
+        "[add(a=1)]",
+    ),
+    *("[", "]", "{", "}", '"', "\\", "\n", "add", "1", "😀", "\0"),
+]
+
+
+@with_vllm
+@pytest.mark.parametrize("tool_parser", ["hermes", "qwen3_coder", "glm45", "pythonic", "granite", "xlam"])
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=30), turn=st.integers(0, 50))
+@settings(max_examples=40, derandomize=True)
+def test_whatever_is_written_is_read_as_calls_or_as_text(tool_parser, pieces, turn):
+    tokenizer = _tokenizer()
+    parser = TurnParser(tokenizer, tool_parser, None, [ADD])
+    ids = tokenizer("".join(pieces))["input_ids"]
+    read = parser.parse(ids, turn=turn)
+    assert read.text == "".join(pieces) and read == parser.parse(ids, turn=turn)
+    assert len({one.id for one in read.tool_calls}) == len(read.tool_calls)
+    for one in read.tool_calls:
+        assert isinstance(one.name, str) and (one.arguments is None or isinstance(one.arguments, dict))
+    json.dumps(read.message)
+
+
+@functools.cache
+def _tokenizer():
+    return make_tokenizer(OBJECTS)
 
 
 @with_vllm
