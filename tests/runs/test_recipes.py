@@ -182,6 +182,49 @@ def test_a_game_of_several_turns_trains_what_was_sampled_with_the_rewards_of_its
         assert {turn["version"] for sample in samples for turn in sample["turns"]} == {step - 1}
 
 
+PROGRAM = """
+import asyncio
+import hrl
+from openai import AsyncOpenAI
+
+class Program(hrl.AgentEnvironment):
+    async def run(self, row, client):
+        async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as openai:
+            ask = lambda chat: openai.chat.completions.create(model=client.model, messages=chat, max_tokens=3)
+            chat = [{"role": "user", "content": "Say a letter."}]
+            first = (await ask(chat)).choices[0].message
+            chat += [first, {"role": "user", "content": "Another one."}]
+            await ask(chat)
+            await ask([{"role": "user", "content": "Say a letter, and mean it."}])
+        return float(sum(map(ord, first.content)) % 3)
+"""
+
+
+def test_a_program_that_calls_the_policy_trains_what_it_was_answered(
+    runner: Runner, coin: Path, tmp_path: Path
+) -> None:
+    """Two turns of a conversation and a question apart, over HTTP: two rows of an episode, of two prompts."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    records = two_steps(
+        runner,
+        coin,
+        tmp_path / "run",
+        f"environment.path={tmp_path}/program.py:Program",
+        "reward.custom_reward_function.path=null",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+    )
+    for step, record in enumerate(records, start=1):
+        assert record["episode/turns/mean"] == 3.0 and record["episode/end/done"] == 1.0
+        assert record["episode/branches/mean"] == 2.0
+        assert record["rollout/logprob_diff_mean"] < 0.02, "the trainer has the sampler's log-probs in these contexts"
+        assert record["actor/grad_norm"] > 0
+        samples = read_jsonl(tmp_path / "run" / "rollouts" / f"step_{step}.jsonl")
+        assert [len(sample["turns"]) for sample in samples] == [3] * 12
+        assert record["reward/mean"] == pytest.approx(sum(sample["score"] for sample in samples) / 12)
+        assert {sample["turns"][-1]["reward"] for sample in samples} <= {0.0, 1.0, 2.0}
+
+
 FORGETFUL = """
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
