@@ -129,7 +129,8 @@ class _Connection:
     async def close(self) -> None:
         """End the connection, and a server that was started for it."""
         self._stop.set()
-        await asyncio.wait({self._task}, timeout=_CLOSE_S)
+        if self._client is not None:  # else it waits for the server's first words, and not for this
+            await asyncio.wait({self._task}, timeout=_CLOSE_S)
         if not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=_CLOSE_S)
