@@ -12,7 +12,7 @@ CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}
 SYSTEM = {"role": "system", "content": f"Use the calculator: {CALL.format('...')}"}
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 random.Random(1).shuffle(PAIRS)
-SHOWN, HELD_OUT, TRAINED = PAIRS[:48], PAIRS[48:80], PAIRS[80:]
+SHOWN, HELD_OUT, TRAINED = PAIRS[:40], PAIRS[40:72], PAIRS[72:]
 
 
 class Calculator(hrl.ToolEnvironment):
@@ -48,7 +48,12 @@ def demonstration(a, b):
 
 if __name__ == "__main__":
     shown = hrl.SFT(
-        data=[demonstration(*pair) for pair in SHOWN], steps=6, batch_size=8, max_length=160, name="calculator_shown"
+        data=[demonstration(*pair) for pair in SHOWN],
+        steps=5,
+        batch_size=8,
+        max_length=160,
+        lr=5e-5,
+        name="calculator_shown",
     ).train()
     trainer = hrl.GRPO(
         model=shown.model_path,
