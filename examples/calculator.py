@@ -49,7 +49,7 @@ def demonstration(a, b):
 if __name__ == "__main__":
     shown = hrl.SFT(
         data=[demonstration(*pair) for pair in SHOWN],
-        steps=5,
+        steps=4,
         batch_size=8,
         max_length=160,
         lr=5e-5,
