@@ -91,6 +91,7 @@ def combine_scores(
     reward: RewardConfig,
     shaping: RewardShaping | None = None,
     environment_scores: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> CombinedScores:
     """Return `shaping(functions + model · m) + overlong penalty`, per response; `plain` has the environment's too.
 
@@ -104,6 +105,7 @@ def combine_scores(
         shaping: Applied to the weighted sum; `None` for no shaping.
         environment_scores: (B,), what an environment gave over all turns; `None` without one. These rewards belong to
             their turns, so they are not in `scores`.
+        counts: (B,) bool, responses that are not left out whatever their scores are; None counts all.
 
     Raises:
         ValueError: There is no source of reward, or the number of scores differs from the number of responses.
@@ -113,7 +115,7 @@ def combine_scores(
     if function_scores is None and model_scores is None and environment_scores is None:
         raise ValueError("there is neither a reward function nor a reward model, nor an environment that gives rewards")
     scores = plain = torch.zeros(rows)
-    kept = torch.ones(rows, dtype=torch.bool)
+    kept = torch.ones(rows, dtype=torch.bool) if counts is None else counts
     if model_scores is not None:
         _check_rows("reward model", len(model_scores), rows)
         plain = model_scores.float().cpu()
@@ -125,7 +127,7 @@ def combine_scores(
         scores = scores + reward.reward_model.weight * plain
     if function_scores is not None:
         _check_rows("reward function", len(function_scores), rows)
-        kept = torch.tensor([score is not None for score in function_scores], dtype=torch.bool)
+        kept = kept & torch.tensor([score is not None for score in function_scores], dtype=torch.bool)
         functions = torch.tensor([score or 0.0 for score in function_scores], dtype=torch.float32)
         scores = scores + functions
         if model_scores is None or any(entry.weight for entry in reward.entries):

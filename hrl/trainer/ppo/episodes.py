@@ -21,6 +21,7 @@ from hrl.episodes.service import EpisodeActor, EpisodeSetup
 from hrl.metrics import Metric, StepMetrics
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
+from hrl.reward.actor import RewardError
 from hrl.serve.agents import AgentDoor
 from hrl.workers.rollout.base import sample_keys
 
@@ -103,7 +104,10 @@ class EpisodeDriver:
         self._service.begin(self._num_batches, tasks, num_engines, request.reward_round)
         engines.serve_requests(self._service.inbox(self._num_batches))
         episodes = self._service.collect(self._num_batches)
-        metrics.observe(episode_metrics(episodes))
+        # The greedy baselines of a training step say how the policy is at another temperature.
+        is_greedy = asked.rows.non_tensor_batch["greedy"] if request.with_greedy else [False] * len(episodes)
+        sampled = [episode for episode, greedy in zip(episodes, is_greedy, strict=True) if not greedy]
+        metrics.observe(episode_metrics(sampled))
         batch = episode_batch(
             asked.rows,
             episodes,
@@ -193,17 +197,31 @@ def score_episodes(
     last = batch.select_idxs(heads)
     of_row = torch.from_numpy(codes)
     lengths = episode_sums(batch.batch["response_mask"].sum(-1), of_row)[heads]
-    combined = rewards.collect(last, metrics, validate=validate, of_environment=totals[heads], lengths=lengths.long())
-    ends = batch.non_tensor_batch["end"]
+    ends = last.non_tensor_batch["end"]
     counts = torch.tensor([end != "failed" for end in ends])
+    is_paid = rewards.gives_scores or any(one is not None for turns in turn_rewards for one in turns)
+    if counts.any() and not is_paid:
+        raise RewardError(
+            f"no episode got a reward, such as that of uid {last.non_tensor_batch['uid'][0]}: the environment gave "
+            "none, and there is no reward function. Return hrl.StepResult(reward=…), or name a function in "
+            "reward.functions (data_source scores by the rows' answers)"
+        )
     if settings.on_truncation == "mask" and not validate:
         counts &= torch.tensor([end == "done" for end in ends])
-    kept = combined.kept[of_row] & counts
+    combined = rewards.collect(
+        last, metrics, validate=validate, of_environment=totals[heads], lengths=lengths.long(), counts=counts
+    )
+    kept = combined.kept[of_row]
     batch.batch["response_mask"] = batch.batch["response_mask"] * kept[:, None]
     batch.non_tensor_batch["reward_parts"] = last.non_tensor_batch["reward_parts"][codes]
     mask = batch.batch["response_mask"]
     placed = place_turn_rewards(turn_rewards, batch.batch["turn_index"], mask, codes)
-    metrics.observe({"episode/rewards_moved": Metric.total(placed.num_moved)})
+    metrics.observe(
+        {
+            "episode/rewards_moved": Metric.total(placed.num_moved),
+            "episode/rewards_lost": Metric.total(placed.num_lost),
+        }
+    )
     fold = FoldedEpisodes.of(mask, of_row, batch.batch["turn_index"])
     tokens = placed.scores + fold.unfold(place_scores(combined.scores, fold.mask()))
     scores = combined.scores[of_row] + totals
@@ -227,7 +245,17 @@ def values_behind_truncations(batch: DataProto, last_values: Callable[[DataProto
 
 
 def heads_of(batch: DataProto) -> Tensor:
-    """Return the rows that hold the last turn of their episodes, (E,) int64, in the order of the episodes."""
-    branches = batch.non_tensor_batch["branch"]
-    is_last = [at + 1 == len(branches) or branches[at + 1] == 0 for at in range(len(branches))]
-    return torch.tensor(is_last).nonzero()[:, 0]
+    """Return the rows that hold the last turn of their episodes, (E,) int64, in the order of the episodes.
+
+    Args:
+        batch: Rows of `episode_batch`, those of an episode next to each other.
+    """
+    columns, branches = batch.batch, batch.non_tensor_batch["branch"]
+    last_turns = (columns["turn_index"] * (columns["rollout_versions"] >= 0)).amax(dim=-1).tolist()
+    heads: list[int] = []
+    for row, branch in enumerate(branches.tolist()):
+        if branch == 0:
+            heads.append(row)
+        elif last_turns[row] >= last_turns[heads[-1]]:
+            heads[-1] = row
+    return torch.tensor(heads, dtype=torch.int64)

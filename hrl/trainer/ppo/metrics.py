@@ -114,6 +114,7 @@ _TROUBLES = (
     "episode/num_failed",
     "episode/num_replayed",
 )
+_EPISODES = ("env/", "episode/end/", "episode/turns/", "episode/truncated_ratio")
 CORRECT_AT = 1.0
 """The least score of a correct answer, where the reward function does not say which answers are correct."""
 
@@ -125,6 +126,11 @@ def validation_troubles(counters: Mapping[str, float]) -> dict[str, float]:
         counters: Of the rewards (`reward/num_timeouts`) and the engines (`rollout/truncated_responses`).
     """
     return {f"val/{name}": counters[name] for name in _TROUBLES if counters.get(name, 0.0) > 0}
+
+
+def validation_episodes(counters: Mapping[str, float]) -> dict[str, float]:
+    """Return how the episodes of a validation went, as `val/env/<name>`, `val/episode/turns/mean` and the like."""
+    return {f"val/{name}": value for name, value in counters.items() if name.startswith(_EPISODES)}
 
 
 def count_left_out(batch: DataProto, kept: torch.Tensor) -> dict[str, float]:

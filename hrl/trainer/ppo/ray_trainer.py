@@ -47,6 +47,7 @@ from hrl.trainer.ppo.metrics import (
     answers_that_are_correct,
     compute_data_metrics,
     count_left_out,
+    validation_episodes,
     validation_metrics,
     validation_troubles,
 )
@@ -383,7 +384,8 @@ class RayPPOTrainer(TrainingLoop):
             rows: As in `data.train_files`.
             sampling: How they are sampled; the length is at most `data.max_response_length`.
             n: Responses to each prompt, in a row.
-            with_log_probs: Whether a record has `logprobs`, the sampler's log-probabilities of the response's tokens.
+            with_log_probs: Whether a record has `logprobs`, the sampler's log-probabilities of the response's tokens;
+                None of those that an environment said.
 
         Returns:
             A record for each response, as in the folder `rollouts`.
@@ -401,11 +403,20 @@ class RayPPOTrainer(TrainingLoop):
         self._begun = []
         sampled = self._responses(Asked(prompts, samples, request), StepMetrics())
         records = rollout_records(sampled, self.tokenizer)
+        if self.episodes is not None and (failed := [record for record in records if record["end"] == "failed"]):
+            first = next(error for error in sampled.non_tensor_batch["episode_error"] if error)
+            self.reporter.console.note(f"{len(failed)} of {len(records)} episodes failed; the first: {first}")
         if with_log_probs:
             # A record's response is that of the episode's last row.
-            heads = heads_of(sampled) if self.config.environment.is_used else slice(None)
-            for record, log_probs in zip(records, sampled.batch["rollout_log_probs"][heads], strict=True):
-                record["logprobs"] = log_probs[: record["response_length"]].tolist()
+            heads = range(len(records)) if self.episodes is None else heads_of(sampled).tolist()
+            columns = sampled.batch
+            for record, row in zip(records, heads, strict=True):
+                length = record["response_length"]
+                of_tokens = columns["rollout_log_probs"][row, :length].tolist()
+                is_sampled = columns["response_mask"][row, :length].tolist()
+                record["logprobs"] = [
+                    one if sampled else None for one, sampled in zip(of_tokens, is_sampled, strict=True)
+                ]
         return records
 
     def compute_reward(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
@@ -621,15 +632,20 @@ class RayPPOTrainer(TrainingLoop):
             counters = StepMetrics()
             batch = self._validate_batch(self._validation_prompts(), counters)
         kept = batch.pop(["kept"]).batch["kept"]
-        scored, left_out = batch.select_idxs(kept), count_left_out(batch, kept)
+        counted = batch if self.episodes is None else batch.select_idxs(heads_of(batch))  # an episode counts once
+        kept_samples = kept if self.episodes is None else kept[heads_of(batch)]
+        scored, left_out = batch.select_idxs(kept), count_left_out(counted, kept_samples)
         if left_out:
-            count = f"{sum(left_out.values()):g} of {len(batch)} samples"
-            self.reporter.console.note(f"validation: the reward function left out {count}")
-        metrics = validation_metrics(scored, self.config.actor_rollout_ref.rollout.val_kwargs.n)
+            count = f"{sum(left_out.values()):g} of {len(counted)} samples"
+            who = "the reward function" if self.episodes is None else "a failed environment or the reward function"
+            self.reporter.console.note(f"validation: {who} left out {count}")
+        metrics = validation_metrics(
+            counted.select_idxs(kept_samples), self.config.actor_rollout_ref.rollout.val_kwargs.n
+        )
         if self.keeps_validation_samples:
             tracked, samples = self.config.trainer.log_val_generations, rollout_records(scored, self.tokenizer)
             self.reporter.validation_samples(self.global_steps, samples, tracked=tracked)
-        return metrics | left_out | validation_troubles(counters)
+        return metrics | left_out | validation_troubles(counters) | validation_episodes(counters)
 
     def _validation_prompts(self) -> DataProto:
         rows = self.val_dataset
@@ -639,13 +655,15 @@ class RayPPOTrainer(TrainingLoop):
 
     def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:
         batch = self._with_model_scores(self._sample(prompts, counters, validate=True))
-        combined: CombinedScores | EpisodeScores
         if self.episodes is not None:
-            scored = score_episodes(batch, self.rewards, self.config.environment, counters, validate=True)
-            heads = heads_of(batch)  # an episode counts once
-            batch, combined = batch.select_idxs(heads), scored.at(heads)
-        else:
-            combined = self.rewards.collect(batch, counters, validate=True)
+            of_rows = score_episodes(batch, self.rewards, self.config.environment, counters, validate=True)
+            heads = heads_of(batch)
+            scores = batch.batch["rollout_log_probs"].new_zeros(batch.batch["response_mask"].shape)
+            scores[heads, 0] = of_rows.plain[heads]  # also of an episode in which nothing was sampled
+            batch.batch["token_level_scores"], batch.batch["plain_scores"] = scores, of_rows.plain
+            batch.batch["kept"] = of_rows.kept
+            return batch
+        combined = self.rewards.collect(batch, counters, validate=True)
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
         batch.batch["kept"] = combined.kept
         return batch

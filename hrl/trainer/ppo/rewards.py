@@ -71,6 +71,11 @@ class RewardService:
             self._loop = RewardActor(RewardSpec.of_config(reward, data_sources, function, columns, folder), reward)
 
     @property
+    def gives_scores(self) -> bool:
+        """Whether there is a reward function or a reward model."""
+        return self._loop is not None or self._has_model
+
+    @property
     def sink(self) -> Any:
         """The Ray actor that workers send finished samples to; `None` where the reward model alone decides."""
         return None if self._loop is None else self._loop.handle
@@ -129,6 +134,7 @@ class RewardService:
         validate: bool = False,
         of_environment: Tensor | None = None,
         lengths: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> CombinedScores:
         """Return the scores of the announced batch: `scores` to train on, `plain` to validate by.
 
@@ -142,16 +148,20 @@ class RewardService:
             validate: The batch was announced as that of a validation.
             of_environment: (B,), what an environment gave to each over all turns; None without one.
             lengths: (B,), the tokens that a length penalty counts; None counts those of the response.
+            counts: (B,) bool, rows whose rewards count, in whatever statistics; None counts all.
 
         Raises:
             RewardError: Rewards are missing or wrong; the message names function or model, and sample.
         """
         number, title = self._rounds[validate]
         function_scores: list[float | None] | None = None
+        counted_rows = [True] * len(batch) if counts is None else counts.tolist()
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]
         if self._loop is not None:
             outcomes = self._loop.collect(number, self._deadline_s)
-            metrics.observe(reward_metrics(outcomes))
+            metrics.observe(
+                reward_metrics([one for one, counted in zip(outcomes, counted_rows, strict=True) if counted])
+            )
             function_scores = [outcome.score for outcome in outcomes]
             parts = [dict(outcome.parts) for outcome in outcomes]
         model_scores = batch.batch["rm_scores"] if self._has_model else None
@@ -164,6 +174,7 @@ class RewardService:
                 self._reward,
                 None if validate else self.shaping,
                 of_environment,
+                counts,
             )
         except NonFiniteScoreError as error:
             uid, sample = sample_keys(batch)[error.row]
@@ -175,6 +186,7 @@ class RewardService:
                 part["environment"] = float(of_environment[row])
             if self._reward.overlong_buffer.enable:
                 part["overlong"] = float(combined.overlong[row])
+        parts = [part if counted else {} for part, counted in zip(parts, counted_rows, strict=True)]
         metrics.observe(part_metrics(parts))
         batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
         batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]

@@ -8,27 +8,32 @@ import pytest
 import torch
 
 from hrl.columns import object_column
+from hrl.config import PPOTrainerConfig
 from hrl.config.environment import EnvironmentConfig
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.reward.combine import CombinedScores
+from hrl.reward.actor import RewardError
+from hrl.reward.combine import CombinedScores, RewardShaping
 from hrl.trainer.ppo.episodes import heads_of, score_episodes, values_behind_truncations
 from hrl.trainer.ppo.generation import count_troubles
+from hrl.trainer.ppo.rewards import RewardService
 
 
 class Rewards:
     """Pays every last answer what it is told to; None leaves it out."""
+
+    gives_scores = True
 
     def __init__(self, *scores: float | None) -> None:
         self._scores = scores
         self.lengths: list[int] = []
 
     def collect(
-        self, batch: DataProto, metrics: StepMetrics, *, validate: bool, of_environment, lengths
+        self, batch: DataProto, metrics: StepMetrics, *, validate: bool, of_environment, lengths, counts
     ) -> CombinedScores:
         assert len(batch) == len(self._scores), "an episode is scored once"
         self.lengths = lengths.tolist()
-        kept = torch.tensor([score is not None for score in self._scores])
+        kept = counts & torch.tensor([score is not None for score in self._scores])
         scores = torch.tensor([score or 0.0 for score in self._scores])
         batch.non_tensor_batch["reward_parts"] = object_column([{"n": place} for place in range(len(batch))])
         return CombinedScores(scores, kept, torch.zeros(len(batch)), scores + of_environment)
@@ -40,6 +45,7 @@ def batch_of(ends: tuple[str, str] = ("done", "done")) -> DataProto:
         tensors={
             "response_mask": torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]]),
             "turn_index": torch.tensor([[0, 0, 0, -1], [0, 0, 0, 1], [0, -1, -1, -1]]),
+            "rollout_versions": torch.tensor([[3, 3, -1, -1], [-1, -1, -1, 3], [3, -1, -1, -1]]),
         },
         non_tensors={
             "uid": object_column(["a", "a", "b"]),
@@ -131,3 +137,43 @@ def test_troubles_are_counted_by_episode() -> None:
         "rollout/aborted_responses": 0,
         "rollout/truncated_responses": 1,
     }
+
+
+def test_the_head_of_an_episode_is_the_row_with_its_last_turn_wherever_it_stands() -> None:
+    batch = batch_of()
+    batch.batch["turn_index"] = torch.tensor([[0, 2, -1, -1], [0, 0, 1, 1], [0, -1, -1, -1]])
+    batch.batch["rollout_versions"] = torch.tensor([[3, 3, -1, -1], [-1, -1, 3, 3], [3, -1, -1, -1]])
+    assert heads_of(batch).tolist() == [0, 2], "a program that talks to the policy in two chats by turns"
+
+
+def test_episodes_that_nobody_pays_end_the_run_with_a_way_out() -> None:
+    batch = batch_of()
+    batch.non_tensor_batch["turn_rewards"] = object_column([[None, None], [None, None], [None]])
+    rewards = Rewards(0.0, 0.0)
+    rewards.gives_scores = False
+    with pytest.raises(RewardError, match="no episode got a reward, such as that of uid a: .*reward.functions"):
+        scored(batch, rewards)
+
+
+def test_what_an_episode_without_a_token_was_paid_is_counted_as_lost() -> None:
+    batch, metrics = batch_of(), StepMetrics()
+    batch.batch["response_mask"][2] = 0
+    batch.non_tensor_batch["turn_rewards"][2] = [0.5]
+    config = EnvironmentConfig(path="x")
+    score_episodes(batch, Rewards(0.0, 0.0), config, metrics, validate=False)
+    assert metrics["episode/rewards_lost"] == 1.0
+
+
+def test_rewards_of_episodes_that_do_not_count_are_in_no_statistic() -> None:
+    service = RewardService.__new__(RewardService)
+    config = PPOTrainerConfig.model_validate({"environment": {"path": "x.py:X"}})
+    service._reward, service._loop, service._has_model = config.reward, None, False
+    service._max_response_tokens, service._rounds = 4, {False: (1, "step 1"), True: (0, "")}
+    service.shaping = RewardShaping({})
+    batch, metrics = batch_of().select_idxs([1, 2]), StepMetrics()
+    counts = torch.tensor([True, False])
+    combined = service.collect(
+        batch, metrics, of_environment=torch.tensor([1.0, -100.0]), lengths=torch.tensor([2, 1]), counts=counts
+    )
+    assert combined.kept.tolist() == [True, False] and combined.plain.tolist() == [1.0, 0.0]
+    assert metrics["reward/environment/mean"] == 1.0
