@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hrl.algos.numbering import number_groups
-from hrl.algos.reward_placement import overlong_penalty, place_scores, place_turn_rewards
+from hrl.algos.reward_placement import move_scores, overlong_penalty, place_scores, place_turn_rewards
 
 
 def test_the_score_stands_on_the_last_trained_token() -> None:
@@ -37,6 +37,14 @@ def test_bad_scores_are_refused_by_row() -> None:
         place_scores(torch.tensor([1.0, math.nan]), torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"expected \(2,\)"):
         place_scores(torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_scores_of_tokens_that_leave_go_to_the_last_one_before_that_is_left() -> None:
+    """Row 0: 2 and 4 leave. Row 1: nothing is left before 1. Row 2 loses all. Row 3 keeps what it has."""
+    scores = torch.tensor([[1.0, 2.0, 0.0, 4.0], [1.0, 0.0, 0.0, 2.0], [1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])
+    kept = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+    assert move_scores(scores, kept).tolist() == [[3, 0, 4, 0], [0, 0, 1, 2], [0, 0, 0, 0], [1, 2, 3, 4]]
+    assert move_scores(torch.zeros(2, 0), torch.zeros(2, 0)).shape == (2, 0)
 
 
 def test_overlong_penalty() -> None:

@@ -71,6 +71,18 @@ def test_gae_takes_its_values_gamma_and_lambda() -> None:
     torch.testing.assert_close(data.batch["returns"], torch.tensor([[0.42, 1.0]]))
 
 
+def test_what_was_cut_off_ends_in_the_value_of_the_batch() -> None:
+    data = batch(
+        token_level_rewards=torch.tensor([[0.0, 1.0]]),
+        values=torch.tensor([[0.5, 0.2]]),
+        response_mask=torch.tensor([[1, 1]]),
+        bootstrap_values=torch.tensor([3.0]),
+    )
+    data = compute_advantage(data, "gae", gamma=0.5, lam=0.8)
+    # backwards: 1 + 0.5 * 3 - 0.2 = 2.3, then 0.5 * 0.2 - 0.5 + 0.5 * 0.8 * 2.3 = 0.52; plus the values
+    torch.testing.assert_close(data.batch["returns"], torch.tensor([[1.02, 2.5]]))
+
+
 def test_turns_of_a_batch_are_the_steps_of_an_estimator_of_turns() -> None:
     data = batch(
         token_level_rewards=torch.tensor([[1.0, 3.0], [0.0, 0.0]]),
