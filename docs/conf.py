@@ -63,7 +63,7 @@ nitpick_ignore_regex = [
     # What hrl makes and hands over; nobody else makes one, and its fields are explained where it is given.
     (
         "py:.*",
-        r"(hrl\..*\.)?(AdvantageSettings|ConfigView|EngineSetup|Execute|GroupFilter|JsonConsole|Manifest|PolicyLossSettings|Position"
+        r"(hrl\..*\.)?(AdvantageSettings|ConfigView|EngineSetup|EpisodeDriver|Execute|GroupFilter|JsonConsole|Manifest|PolicyLossSettings|Position"
         r"|RankEnv|ReceiverReport|ResourcePoolManager|RewardService|Role|RunConsole|RunReporter|SampleOutput"
         r"|CheckpointError|ClusterLostError|LeftOutError|RunStoppedError|SamplingParams|Slot|StepMetrics|StopRequest|Uploads|WorkerGroups)",
     ),

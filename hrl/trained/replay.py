@@ -112,7 +112,8 @@ class _Record(BaseModel):
     grad_norm: float
     micro_batches: list[_MicroBatchOfRecord]
     not_finite: _NotFiniteOfRecord
-    is_tree: StrictBool
+    is_tree: StrictBool = False
+    """Records that were written before there were trees don't say so."""
     counts: dict[str, Any]
     response_width: StrictInt
     asked_for: str
@@ -406,7 +407,7 @@ def _request(dumps: Sequence[Dump]) -> Any:
     try:
         fields = {name: _SECTIONS.get(name, lambda value: value)(value) for name, value in record["request"].items()}
         mini_batch = MiniBatchPlan(tuple(micro_batches), **record["counts"])
-        return kind(plan=RankPlan((mini_batch,), is_tree=record["is_tree"]), **fields)
+        return kind(plan=RankPlan((mini_batch,), is_tree=record.get("is_tree", False)), **fields)
     except (ValidationError, TypeError, ValueError) as error:
         raise ReplayError(f"the request in {dumps[0].path} is not one of this version of hrl: {error}") from error
 

@@ -86,6 +86,9 @@ def test_rows_are_packed_as_they_were(file: Path) -> None:
         file.write_text(json.dumps(RECORD | {"asked_for": "SupervisedUpdate", "request": asked, "is_tree": is_tree}))
         plan = _request([Dump.read(file)]).plan
         assert plan.is_tree is is_tree and plan.mini_batches[0].num_tokens == 1
+    before_there_were_trees = {name: value for name, value in RECORD.items() if name != "is_tree"}
+    file.write_text(json.dumps(before_there_were_trees | {"asked_for": "SupervisedUpdate", "request": asked}))
+    assert _request([Dump.read(file)]).plan.is_tree is False
 
 
 def test_a_column_that_is_missing_is_named(file: Path) -> None:
