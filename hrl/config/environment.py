@@ -40,14 +40,14 @@ class EnvironmentConfig(Section):
     tool_timeout_s: PositiveFloat = 30.0
     """Seconds that one call of a tool may take; the policy is told when it takes longer."""
     episode_timeout_s: PositiveFloat = 600.0
-    """Seconds after which an episode is cut off."""
+    """Seconds after which an episode is cut off, with all its attempts."""
     memory_limit_gib: PositiveFloat | None = 8.0
     """Address space of one such process in GiB; null sets no limit."""
     env: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(=.*)?$")]] = Field(default_factory=list)
     """Environment variables of these processes, as `reward.env` names them."""
     on_error: Literal["raise", "skip"] = "skip"
     """What happens when an environment fails: stop the run (raise), or leave the episode out of training and count it
-    (skip); more than a tenth of a step's episodes stop the run in any case."""
+    (skip); more than a tenth of a step's episodes, and more than one, stop the run in any case."""
     max_attempts: PositiveInt = 2
     """How often an episode is begun before it counts as failed, where its process dies."""
     on_truncation: Literal["score", "mask", "bootstrap"] = "score"

@@ -20,7 +20,7 @@ from hrl.config.reward import FUNCTION_NAMES, TAKEN_NAMES, RewardConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.config.saved import nothing_is_masked
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
-from hrl.config.trainer import JSON_CONSOLE
+from hrl.config.trainer import BATCH_SHARE, JSON_CONSOLE
 from hrl.errors import Problem, Reason
 from hrl.masking import is_secret_variable, is_written_secret
 from hrl.nearest import did_you_mean
@@ -332,6 +332,21 @@ def a_tool_ends_before_its_turn(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem("environment.tool_timeout_s", what, involves=("environment.step_timeout_s",))
 
 
+def an_episode_ends_before_its_phase(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """A step ends before its episode, which is then cut off before the phase is, so that no deadline ends the run."""
+    settings, call_s = config.environment, config.trainer.timeouts.call_s
+    if not settings.is_used:
+        return
+    key, phase = "environment.episode_timeout_s", "trainer.timeouts.call_s"
+    if settings.step_timeout_s >= settings.episode_timeout_s:
+        what = f"is {settings.step_timeout_s:g} s, and must be less than {key}={settings.episode_timeout_s:g}, at "
+        yield Problem("environment.step_timeout_s", what + "which the episode is cut off.", involves=(key,))
+    if settings.episode_timeout_s >= BATCH_SHARE * call_s:
+        what = f"is {settings.episode_timeout_s:g} s, and must be less than {BATCH_SHARE * call_s:g} s, "
+        what += f"{BATCH_SHARE:.0%} of {phase}={call_s:g}, after which all episodes of a batch are cut off."
+        yield Problem(key, what, involves=(phase,))
+
+
 def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
     """A custom data set class needs both a file and a name."""
     custom = config.data.custom_cls
@@ -621,6 +636,7 @@ PPO_RULES: tuple[Rule, ...] = (
     preferences_take_the_place_of_advantages,
     environments_name_their_secrets,
     a_tool_ends_before_its_turn,
+    an_episode_ends_before_its_phase,
 )
 
 

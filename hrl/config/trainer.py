@@ -26,6 +26,8 @@ Steps = Annotated[
 Pools = dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]
 
 
+#: The share of the driver's deadline that the episodes of a batch have; what is left is for ranks to end their call.
+BATCH_SHARE = 0.8
 #: A rank's share of the driver's deadline, whose clock starts earlier. The rank's error should come first, because the
 #: rank can say what it was waiting for.
 RANK_SHARE = 0.9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ class World(Protocol):
         """Take the policy's turn."""
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Let go of it, without a long wait."""
 
 
 class Worlds(Protocol):
@@ -229,14 +230,40 @@ class Player:
         self._tokenizer, self._stop_ids, self._template_kwargs = tokenizer, stop_ids, template_kwargs
         self._settings, self._limits, self._pool, self._generate = settings, limits, pool, generate
 
-    async def play(self, task: EpisodeTask) -> Episode:
-        """Play an episode to its end. What fails in its environment ends it as failed; it is not raised."""
+    async def play(self, task: EpisodeTask, batch_ends_at: float = math.inf) -> Episode:
+        """Play an episode to its end. What fails in its environment ends it as failed; it is not raised.
+
+        Args:
+            task: The episode.
+            batch_ends_at: Time of the event loop at which it is cut off in any case.
+        """
+        return self._fitting(await self._play_attempts(task, batch_ends_at))
+
+    def _fitting(self, episode: Episode) -> Episode:
+        """Return an episode as failed if a batch has no place for one of its rows."""
+        limits = self._limits
+        for branch, row in enumerate(episode.rows):
+            prompt, response = len(row.prompt_ids), len(row.response_ids)
+            if episode.end != "failed" and (prompt > limits.prompt or response > limits.response):
+                error = (
+                    f"branch {branch} has a prompt of {prompt} tokens and {response} behind it, more than "
+                    f"data.max_prompt_length={limits.prompt} and data.max_response_length={limits.response} allow"
+                )
+                return replace(episode, end="failed", error=error)
+        return episode
+
+    async def _play_attempts(self, task: EpisodeTask, batch_ends_at: float) -> Episode:
+        """Play an episode, anew where its process was lost; all attempts have one deadline."""
+        loop = asyncio.get_running_loop()
+        ends_at = min(batch_ends_at, loop.time() + self._settings.episode_timeout_s)
         attempts, blamed = 0, 0
         while True:
-            attempts += 1
             play = _Play(task)
+            if loop.time() >= ends_at:
+                return play.ended("deadline", attempts)
+            attempts += 1
             try:
-                end = await self._play(play)
+                end = await self._play(play, ends_at)
             except EnvironmentLostError as lost:
                 blamed += lost.is_to_blame
                 if blamed >= self._settings.max_attempts or attempts >= _MOST_INNOCENT_ATTEMPTS:
@@ -246,10 +273,10 @@ class Player:
             else:
                 return play.ended(end, attempts)
 
-    async def _play(self, play: _Play) -> EndReason:
+    async def _play(self, play: _Play, ends_at: float) -> EndReason:
         live = self._pool.open(play.task.key, play.task.row, play.task.environment_seed)
         try:
-            async with asyncio.timeout(self._settings.episode_timeout_s) as deadline:
+            async with asyncio.timeout_at(ends_at) as deadline:
                 return await self._take_turns(play, live)
         except TimeoutError:
             if not deadline.expired():

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -62,6 +62,8 @@ _STARVED_S = 30.0
 """The same where it works for nobody: the machine is busy with something else."""
 _GRACE_S = 3.0
 """How much longer than its deadline a process may take to say that a call is past it."""
+_CLOSE_GRACE_S = 1.0
+"""How long an episode waits for its environment to be closed; the pool waits for the rest of it."""
 _PATIENCE = 10
 """Times its deadline that a call may go unanswered by a process that works for others; its clock is paused then."""
 _LAST_WORDS_S = 0.5
@@ -535,10 +537,11 @@ class EnvironmentPool:
         NEEDED.remove(pid)
         process.state.close()
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+        return task
 
     def _start_failed(self, reason: str, is_fault: bool) -> None:
         if not is_fault or self._broken is not None:
@@ -611,10 +614,16 @@ class LiveEnvironment:
         return self._read(step_from_plain, await self._call("step", {"action": action_to_plain(action)}))
 
     async def close(self) -> None:
-        """Let go of the environment, within its deadline; what its `close` did wrong is counted and logged."""
+        """Let go of the environment; what its `close` does wrong is counted and logged.
+
+        One that takes long goes on behind this call, within its deadline.
+        """
         if self._is_closed:
             return
         self._is_closed = True
+        await asyncio.wait({self._pool._spawn(self._close())}, timeout=_CLOSE_GRACE_S)
+
+    async def _close(self) -> None:
         try:
             if self._was_reset and self.lost is None:
                 limit_s = 2 * self._pool._timeout_s + _GRACE_S  # a call that was given up may still have its own time

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from hrl.processes.lifetime import die_with_parent
 from hrl.processes.watch import NEEDED
 from hrl.single_controller.own_ray import end_lost_ray, watched_get
 from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
-from hrl.workers.rollout.base import RolloutError
 
 if TYPE_CHECKING:
     from hrl.config.environment import EnvironmentConfig
@@ -118,7 +118,12 @@ class EpisodeService:
         self._player = Player(*words, self._pool, self.router.generate, self._agents)
 
     async def begin(
-        self, batch: int, tasks: Sequence[EpisodeTask], num_engines: int, reward_round: int | None = None
+        self,
+        batch: int,
+        tasks: Sequence[EpisodeTask],
+        num_engines: int,
+        reward_round: int | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
         """Begin the episodes of a batch, and return at once; engines are to ask for work. Another batch is dropped.
 
@@ -127,11 +132,13 @@ class EpisodeService:
             tasks: The episodes.
             num_engines: Engines that will ask, numbered from 0.
             reward_round: Under which the last answers are sent to the rewards; None sends them nowhere.
+            timeout_s: Seconds after which the episodes that are not over are cut off.
         """
+        ends_at = asyncio.get_running_loop().time() + timeout_s
         for earlier in list(self._playing):
             await self._drop(earlier)
         self.router.open(num_engines)
-        self._playing[batch] = asyncio.create_task(self._play_all(tasks, reward_round))
+        self._playing[batch] = asyncio.create_task(self._play_all(tasks, reward_round, ends_at))
 
     async def next_work(self, batch: int, engine: int) -> EngineWork | None:
         """Wait until there is work for an engine; None once the batch is over."""
@@ -150,7 +157,7 @@ class EpisodeService:
         episodes = await self._playing[batch]
         del self._playing[batch]
         failed = [episode for episode in episodes if episode.end == "failed"]
-        may_fail = 0 if self._setup.settings.on_error == "raise" else int(MAX_FAILED_SHARE * len(episodes))
+        may_fail = 0 if self._setup.settings.on_error == "raise" else most_failed(len(episodes))
         if len(failed) > may_fail:
             rule = (
                 "environment.on_error=raise"
@@ -176,13 +183,13 @@ class EpisodeService:
         task.cancel()
         await asyncio.wait({task})
 
-    async def _play_all(self, tasks: Sequence[EpisodeTask], reward_round: int | None) -> list[Episode]:
+    async def _play_all(self, tasks: Sequence[EpisodeTask], reward_round: int | None, ends_at: float) -> list[Episode]:
         most = self._setup.settings.max_concurrent_episodes or len(tasks)
         seats = asyncio.Semaphore(max(most, 1))
 
         async def one(task: EpisodeTask) -> Episode:
             async with seats:
-                episode = await self._player.play(task)
+                episode = await self._player.play(task, ends_at)
             self.router.forget(task.key)
             if reward_round is not None:
                 self._setup.rewards.submit.remote(reward_round, task.key, last_answer(episode))
@@ -196,6 +203,11 @@ class EpisodeService:
         finally:
             self.router.close()
         return [task.result() for task in playing]
+
+
+def most_failed(num_episodes: int) -> int:
+    """Return how many episodes of a batch may fail where failed ones are left out: a tenth, and one of a few."""
+    return max(int(MAX_FAILED_SHARE * num_episodes), min(1, num_episodes - 1), 0)
 
 
 def last_answer(episode: Episode) -> str:
@@ -223,14 +235,14 @@ class RayInbox:
         """Wait for work of an engine; None when the batch is over.
 
         Raises:
-            RolloutError: The actor is gone.
+            EpisodeServiceError: The actor is gone.
         """
         try:
             work: EngineWork | None = await asyncio.wrap_future(
                 self.handle.next_work.remote(self.batch, engine).future()
             )
         except RayActorError as error:
-            raise RolloutError(f"the process that plays the episodes is gone: {error}") from None
+            raise EpisodeServiceError(f"the process that plays the episodes is gone: {death_reason(error)}") from None
         return work
 
     def give(self, answers: list[EngineAnswer]) -> None:
@@ -285,9 +297,11 @@ class EpisodeActor:
         """Return what ranks reach the service by."""
         return RayInbox(self.handle, batch)
 
-    def begin(self, batch: int, tasks: Sequence[EpisodeTask], num_engines: int, reward_round: int | None) -> None:
+    def begin(
+        self, batch: int, tasks: Sequence[EpisodeTask], num_engines: int, reward_round: int | None, timeout_s: float
+    ) -> None:
         """Begin the episodes of a batch; see `EpisodeService.begin`."""
-        self._call("begin", batch, tasks, num_engines, reward_round)
+        self._call("begin", batch, tasks, num_engines, reward_round, timeout_s)
 
     def collect(self, batch: int) -> list[Episode]:
         """Return the episodes of a batch; see `EpisodeService.collect`."""

@@ -97,16 +97,18 @@ class Branches:
         return max(found, key=lambda branch: len(branch.ids), default=None)
 
     def _begun(self, context: list[int], turn: int, num_sampled: int) -> _Branch:
-        first = self._branches[0] if self._branches else None
-        if first is None or context[: len(first.prompt_ids)] != first.prompt_ids:
+        most, length = self._max_response_tokens, len(context) + num_sampled
+        forked = [
+            other
+            for other in self._branches
+            if context[: len(other.prompt_ids)] == other.prompt_ids
+            and (most is None or length - len(other.prompt_ids) <= most)
+        ]
+        if not forked:
             return _Branch(context, list(context))
-        prompt = first.prompt_ids
-        most = self._max_response_tokens
-        if most is not None and len(context) - len(prompt) + num_sampled > most:
-            return _Branch(context, list(context))
+        nearest = max(forked, key=lambda other: common_length(other.ids, context))
+        prompt = nearest.prompt_ids
         branch = _Branch(prompt, list(prompt))
-        siblings = [other for other in self._branches if other.prompt_ids == prompt]
-        nearest = max(siblings, key=lambda other: common_length(other.ids, context))
         common = max(common_length(nearest.ids, context) - len(prompt), 0)
         turns = list(nearest.turns[:common])
         rest = len(context) - len(prompt) - common
@@ -119,8 +121,8 @@ def rows_of(calls: Sequence[Call], max_response_tokens: int | None = None) -> li
 
     A call whose context continues a row, from its first token to its last, makes that row longer. Any other call begins
     a new row, a branch. Tokens that it has in common with an earlier row are context there, whoever sampled them: they
-    are trained in the earlier row. A branch has the first row's prompt if it begins with it, else its whole context is
-    its prompt.
+    are trained in the earlier row. A branch has the prompt of the row that it forks from, the one that it has most in
+    common with; one that begins with no row's prompt has its whole context as prompt.
 
     Args:
         calls: Of one session. Their turns decide the order, and not which one ended first.

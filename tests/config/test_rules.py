@@ -130,6 +130,14 @@ CASES = [
         {"environment.path": "tools", "environment.tool_timeout_s": 60},
         "environment.tool_timeout_s is 60 s, and must be less than environment.step_timeout_s=60, at which the episode",
     ),
+    (
+        {"environment.path": "tools", "environment.episode_timeout_s": 60},
+        "environment.step_timeout_s is 60 s, and must be less than environment.episode_timeout_s=60, at which the",
+    ),
+    (
+        {"environment.path": "tools", "trainer.timeouts.call_s": 750},
+        "environment.episode_timeout_s is 600 s, and must be less than 600 s, 80% of trainer.timeouts.call_s=750,",
+    ),
     ({"reward.overlong_buffer": {"enable": True, "len": 0}}, "reward.overlong_buffer.len is 0 tokens"),
     ({"data.custom_cls.path": "my.py"}, "data.custom_cls.name needs the name of the class"),
     ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq is 5, but data.val_files is empty."),

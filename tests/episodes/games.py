@@ -44,6 +44,13 @@ class Faulty(Game):
         return super().step(action)
 
 
+class Clinging(Game):
+    """Takes longer to be closed than a test may take."""
+
+    async def close(self):
+        await asyncio.sleep(100.0)
+
+
 class Slow(Game):
     """Waits in its second turn for longer than an episode may take."""
 

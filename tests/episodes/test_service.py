@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 from transformers import PreTrainedTokenizerBase
 
 from hrl.config.environment import EnvironmentConfig
+from hrl.environments.interface import Observation, StepResult
 from hrl.environments.loading import EnvironmentLoadError
-from hrl.episodes.episode import Episode
-from hrl.episodes.play import EpisodeError, EpisodeTask, Limits
-from hrl.episodes.pool import environment_of
-from hrl.episodes.service import EpisodeService, EpisodeSetup
+from hrl.episodes.episode import Episode, EpisodeRow
+from hrl.episodes.play import AgentPlay, EpisodeError, EpisodeTask, Limits, Player
+from hrl.episodes.pool import EnvironmentLostError, environment_of
+from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed
+from hrl.errors import may_pass
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import RolloutError, SampleOutput
 from hrl.workers.rollout.single_requests import serve_requests
@@ -71,6 +76,7 @@ def play(
     engines: Sequence[Any] = (),
     limits: Limits = Limits(100, 300),  # noqa: B008  a frozen value
     rewards: Any = None,
+    timeout_s: float = math.inf,
     **settings: Any,
 ) -> list[Episode]:
     """Plays episodes with engines that pull, as ranks do."""
@@ -80,7 +86,7 @@ def play(
         service = EpisodeService(replace(setup(environment, limits, **settings), rewards=rewards))
         await service.start()
         try:
-            await service.begin(1, asked, len(engines), None if rewards is None else 7)
+            await service.begin(1, asked, len(engines), None if rewards is None else 7, timeout_s)
 
             async def give(answers: list[Any]) -> None:
                 await service.answered(answers)
@@ -150,7 +156,7 @@ def test_an_environment_that_fails_ends_its_own_episode_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "rule"), [({}, "on_error=skip allows 0"), ({"on_error": "raise"}, "on_error=raise")]
+    ("settings", "rule"), [({}, "on_error=skip allows 1"), ({"on_error": "raise"}, "on_error=raise")]
 )
 def test_too_many_that_fail_end_the_step_with_the_first_of_them(settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(
@@ -190,6 +196,90 @@ def test_a_limit_ends_an_episode_with_what_it_has(environment: str, settings: An
     (row,) = episode.rows
     assert episode.end == end and episode.is_truncated and episode.error is None
     assert 0 < len(row.response_ids) <= limits.response and row.mask[-1] == 1
+
+
+@pytest.mark.parametrize(("episodes", "failed"), [(0, 0), (1, 0), (2, 1), (9, 1), (19, 1), (20, 2), (512, 51)])
+def test_a_tenth_may_fail_and_one_of_a_few(episodes: int, failed: int) -> None:
+    assert most_failed(episodes) == failed
+
+
+def test_a_batch_ends_what_is_not_over_by_its_deadline_and_begins_nothing_after_it() -> None:
+    engine = Engine(lambda seed: 60.0)
+    episodes = play("Game", tasks(6), engines=[engine], max_concurrent_episodes=2, timeout_s=0.5)
+    assert {episode.end for episode in episodes} == {"deadline"} and engine.cancelled == 2
+    assert [episode.attempts for episode in episodes] == [1, 1, 0, 0, 0, 0]
+
+
+def test_an_environment_that_takes_long_to_close_holds_no_episode_up() -> None:
+    episodes = play("Clinging", tasks(1), step_timeout_s=120.0)
+    assert {episode.end for episode in episodes} == {"done"}
+
+
+class Lost:
+    """A world whose process is always lost by others, a while after it was begun."""
+
+    def open(self, *_: Any) -> Lost:
+        return self
+
+    async def reset(self) -> Observation:
+        await asyncio.sleep(0.2)
+        raise EnvironmentLostError("gone")
+
+    async def close(self) -> None:
+        pass
+
+
+def test_all_attempts_have_one_deadline() -> None:
+    settings = EnvironmentConfig(episode_timeout_s=0.3)
+    player = Player(TOKENIZER, (STOP,), {}, settings, Limits(9, 9), Lost(), Engine().generate)  # type: ignore[arg-type]
+    episode = asyncio.run(player.play(*tasks(1)))
+    assert (episode.end, episode.attempts) == ("deadline", 2)
+
+
+class Program:
+    """The environment, door and session of a program whose calls make up one row."""
+
+    settings: Mapping[str, str] = {}
+
+    def __init__(self, prompt: int, response: int) -> None:
+        zeros = [0] * response
+        self.row = EpisodeRow([7] * prompt, zeros, [1] * response, [0.0] * response, zeros, zeros)
+
+    def played(self) -> AgentPlay:
+        return AgentPlay([self.row], [], 1, 0, 0, 0.0, None, {})
+
+    def open(self, *_: Any) -> Any:
+        return self if len(_) > 1 else asyncio.sleep(0, self)
+
+    async def reset(self) -> Observation:
+        return Observation(messages=[], is_agent=True)
+
+    async def step(self, _: Any) -> StepResult:
+        return StepResult(done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("prompt", "response", "end"), [(5, 7, "done"), (6, 7, "failed"), (5, 8, "failed")])
+def test_a_row_for_which_a_batch_has_no_place_fails_its_episode(prompt: int, response: int, end: str) -> None:
+    one: Any = Program(prompt, response)
+    player = Player(TOKENIZER, (STOP,), {}, EnvironmentConfig(), Limits(5, 7), one, one, one)
+    episode = asyncio.run(player.play(*tasks(1)))
+    assert episode.end == end
+    if end == "failed":
+        assert f"branch 0 has a prompt of {prompt} tokens and {response} behind it" in str(episode.error)
+        assert "data.max_prompt_length=5 and data.max_response_length=7" in str(episode.error)
+
+
+def test_a_rank_that_finds_the_service_gone_says_so_as_what_may_pass() -> None:
+    gone: Future[Any] = Future()
+    gone.set_exception(ActorDiedError())
+    reference = SimpleNamespace(future=lambda: gone)
+    handle = SimpleNamespace(next_work=SimpleNamespace(remote=lambda *_: reference))
+    with pytest.raises(EpisodeServiceError, match="the process that plays the episodes is gone") as end:
+        asyncio.run(RayInbox(handle, 1).take(0))
+    assert may_pass(end.value)
 
 
 def test_the_environments_own_limit_is_told_from_its_end() -> None:

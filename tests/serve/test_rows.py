@@ -41,6 +41,18 @@ def test_a_branch_that_would_be_too_long_has_its_context_as_prompt():
     assert [row.prompt_ids for row in rows_of([call(0, [1], [2]), call(1, [1, 9, 9, 9], [4])])] == [[1], [1]]
 
 
+def test_a_branch_has_the_prompt_of_the_row_that_it_forks_from():
+    calls = [
+        call(0, [8], [1]),
+        call(1, [1, 2], [3, 4]),  # a further conversation
+        call(2, [1, 2, 3, 4, 5], [6]),
+        call(3, [1, 2, 3, 4, 9], [7]),  # asked at the same time as the one before
+    ]
+    first, conversation, branch = rows_of(calls)
+    assert (first.prompt_ids, conversation.prompt_ids, branch.prompt_ids) == ([8], [1, 2], [1, 2])
+    assert (branch.response_ids, branch.mask, branch.turns) == ([3, 4, 9, 7], [0, 0, 0, 1], [1, 1, 1, 3])
+
+
 def test_no_calls_are_no_rows():
     assert rows_of([]) == []
 

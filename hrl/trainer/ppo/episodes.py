@@ -12,6 +12,7 @@ import torch
 from hrl.algos.episodes import FoldedEpisodes, episode_sums
 from hrl.algos.reward_placement import place_scores, place_turn_rewards
 from hrl.batching.episodes import episode_numbers
+from hrl.config.trainer import BATCH_SHARE
 from hrl.episodes.episode import TRUNCATIONS
 from hrl.episodes.metrics import episode_metrics
 from hrl.episodes.play import EpisodeTask, Limits
@@ -101,7 +102,8 @@ class EpisodeDriver:
         self._num_batches += 1
         tasks, request = tasks_of(asked), asked.request
         num_engines = engines.world_size // self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        self._service.begin(self._num_batches, tasks, num_engines, request.reward_round)
+        timeout_s = BATCH_SHARE * self._config.trainer.timeouts.call_s
+        self._service.begin(self._num_batches, tasks, num_engines, request.reward_round, timeout_s)
         engines.serve_requests(self._service.inbox(self._num_batches))
         episodes = self._service.collect(self._num_batches)
         # The greedy baselines of a training step say how the policy is at another temperature.
