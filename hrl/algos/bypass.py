@@ -40,7 +40,8 @@ def bypass_loss(
 
     Weights and rejection depend on the policy in training, so they are computed here and not before the update. A
     rejected token has no loss but still counts in the divisor, which was fixed before the batch was split. Weights are
-    normalised over the rows given here, which may be a part of the batch.
+    normalised over the rows given here, which may be a part of the batch. A row is a sequence, also where it is one of
+    several of an episode.
 
     Args:
         loss_mode: A key of `hrl.algos.policy_losses.POLICY_LOSSES`.

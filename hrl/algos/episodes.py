@@ -1,8 +1,11 @@
 """Episodes of several rows, folded to one row each, so that whatever compares or discounts sees whole episodes.
 
 Where a chat template rewrites what was before, an episode goes on in a further row, a *branch*. How many rows it has is
-the template's doing and must not show in the maths. So estimators get a batch in which each episode is one row: its
-trained tokens in the order in which they were sampled.
+the template's doing and must not show in the maths. So estimators and the correction for the sampler get a batch in
+which each episode is one row: its trained tokens in the order in which they were sampled.
+
+The update is the exception, which has rows and not episodes: losses with the trait `has_row_ratio`, and in bypass mode
+the correction by sequences, see every row as a sequence. A run that has both is warned.
 """
 
 from __future__ import annotations

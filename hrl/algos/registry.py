@@ -49,9 +49,11 @@ class PolicyLossTraits(Traits):
     Attributes:
         zero_at_zero_advantage: Whether a row whose advantages are all 0 has no gradient, whatever its ratios are. Then
             the trainer skips the forward and backward pass of such rows; other losses see every row.
+        has_row_ratio: Whether a token's loss has the ratio of its whole row in it.
     """
 
     zero_at_zero_advantage: bool = False
+    has_row_ratio: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,11 @@ ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
 }
 POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
     "vanilla": PolicyLossTraits(zero_at_zero_advantage=True),
-    "gspo": PolicyLossTraits(zero_at_zero_advantage=True),
+    "gspo": PolicyLossTraits(zero_at_zero_advantage=True, has_row_ratio=True),
     "cispo": PolicyLossTraits(zero_at_zero_advantage=True),
     "gpg": PolicyLossTraits(zero_at_zero_advantage=True),
     "sapo": PolicyLossTraits(zero_at_zero_advantage=True),
-    "geo_mean": PolicyLossTraits(zero_at_zero_advantage=True),
+    "geo_mean": PolicyLossTraits(zero_at_zero_advantage=True, has_row_ratio=True),
     "dppo_tv": PolicyLossTraits(zero_at_zero_advantage=True),
     "dppo_kl": PolicyLossTraits(zero_at_zero_advantage=True),
     "dro": PolicyLossTraits(),

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hrl.algos.ratio_bounds import Interval, parse_rejections
+from hrl.algos.ratio_bounds import REJECTION_RULES, Interval, parse_rejections
 from hrl.algos.registry import (
     PAIR_LOSS_TRAITS,
     estimator_traits,
     pair_loss_traits,
+    policy_loss_traits,
 )
 from hrl.config.alarms import SAMPLER_GAP
 from hrl.config.model import CheckpointConfig, FsdpConfig
@@ -695,3 +696,23 @@ def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
     for name, given in arguments.items():
         if name != engine and given:
             yield f"{ROLLOUT}.engine_kwargs.{name} has no effect while {ROLLOUT}.name is {engine}."
+    if config.environment.is_used and config.environment.max_turns > 1 and (rowwise := _taken_by_rows(config)):
+        yield (
+            f"{', '.join(rowwise)}: the update takes each row for a sequence, so an episode that a chat template gives "
+            "several rows counts as several there (episode/branches/mean)."
+        )
+
+
+def _taken_by_rows(config: PPOTrainerConfig) -> list[str]:
+    """Return the settings by which the update computes something over a whole row, each as `key=value`."""
+    settings, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    found = []
+    if policy_loss_traits(loss).has_row_ratio:
+        found.append(f"{_LOSS}.loss_mode={loss}")
+    if settings.bypass_mode:  # without it, the driver corrects, to which an episode is one sequence
+        if settings.rollout_is not in (None, "token"):
+            found.append(f"{_CORRECTION}.rollout_is={settings.rollout_is}")
+        rules = parse_rejections(settings.rollout_rs, settings.rollout_rs_threshold)
+        if any(REJECTION_RULES[rule][0] != "token" for rule, _ in rules):
+            found.append(f"{_CORRECTION}.rollout_rs={settings.rollout_rs}")
+    return found

@@ -196,6 +196,22 @@ def test_exactly_the_losses_that_declare_it_have_no_gradient_at_zero_advantage(n
 
 
 @EVERY_LOSS
+def test_exactly_the_losses_that_declare_it_give_a_token_another_loss_where_its_row_is_cut(name: str) -> None:
+    """An episode of several rows is that to the update: the same tokens, cut."""
+    log_ratio = torch.tensor([[0.1, 0.05, -0.15, -0.1]], dtype=torch.float64)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    cut = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
+
+    def losses(mask: torch.Tensor) -> torch.Tensor:
+        old = torch.full(mask.shape, -1.0, dtype=torch.float64)
+        selected = torch.zeros_like(mask)
+        inp = PolicyLossInput(old + log_ratio, old, torch.ones_like(old), mask, selected_tokens=selected)
+        return policy_loss(name, inp, ACTOR).loss_mat.sum(0)
+
+    assert torch.allclose(losses(cut), losses(mask)) == (not POLICY_LOSS_TRAITS[name].has_row_ratio)
+
+
+@EVERY_LOSS
 def test_correction_weights_scale_the_loss(name: str) -> None:
     batch = Batch.random(seed=11)
     inp = loss_input(batch, name)

@@ -264,6 +264,32 @@ def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():
     assert warnings(validate(given)) == [f"{ROLLOUT}.engine_kwargs.vllm has no effect while {ROLLOUT}.name is hf."]
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({f"{ACTOR}.policy_loss.loss_mode": "gspo"}, f"{ACTOR}.policy_loss.loss_mode=gspo: "),
+        ({f"{ACTOR}.policy_loss.loss_mode": "geo_mean"}, f"{ACTOR}.policy_loss.loss_mode=geo_mean: "),
+        (
+            BYPASS
+            | {f"{CORRECTION}.loss_type": "reinforce", f"{CORRECTION}.rollout_is": "sequence"}
+            | {f"{CORRECTION}.rollout_rs": "seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold": "0.1"},
+            f"{CORRECTION}.rollout_is=sequence, {CORRECTION}.rollout_rs=seq_mean_k3: ",
+        ),
+        (BYPASS | {f"{CORRECTION}.rollout_rs": "token_k3", f"{CORRECTION}.rollout_rs_threshold": "0.1"}, None),
+        ({f"{CORRECTION}.rollout_is": "sequence"}, None),
+        ({}, None),
+    ],
+)
+def test_what_takes_a_row_for_a_sequence_is_a_warning_beside_an_environment(given, named):
+    """Outside bypass mode the driver corrects, to which an episode is one sequence."""
+    several = {"environment.path": "tools", "environment.tools": ["python"], "trainer.save_freq": 10}
+    found = [text for text in warnings(validate(several | given)) if "takes each row for a sequence" in text]
+    assert len(found) == (named is not None)
+    assert named is None or found[0].startswith(named)
+    alone = validate(several | given | {"environment.max_turns": 1})
+    assert not any("takes each row" in text for text in [*warnings(alone), *warnings(validate(given))])
+
+
 def test_corrections_of_every_kind_are_possible():
     weights = {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"}
     rules = {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k3", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
     """Weigh and reject by the ratio of trainer to sampler, once over the whole batch.
 
     What is rejected leaves `response_mask`: it trains nothing, and a sequence that leaves whole has no part in its
-    group. A score that stood on a rejected token moves to the last one before it that is left, in the same episode.
+    group. A score that stood on a rejected token moves to the last one before it that is left. An episode of several
+    rows is one sequence.
 
     Args:
         batch: `old_log_probs` as the trainer computed them, `rollout_log_probs`, `response_mask` and
@@ -76,24 +77,28 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
         The batch, with `rollout_is_weights (B, R)` where weights are on; and metrics `rollout_corr/rollout_*`.
     """
     columns = batch.batch
-    mask = columns["response_mask"]
-    weights, kept, metrics = correct(columns["old_log_probs"] - columns["rollout_log_probs"], mask, settings)
+    fold, unfold = _to_sequences_and_back(batch)
+    mask = fold(columns["response_mask"])
+    weights, kept, metrics = correct(fold(columns["old_log_probs"] - columns["rollout_log_probs"]), mask, settings)
     if weights is not None:
-        columns["rollout_is_weights"] = weights
+        columns["rollout_is_weights"] = unfold(weights)
     if not torch.equal(kept, mask):
-        columns["token_level_scores"] = _moved_scores(batch, kept)
-        columns["response_mask"] = kept
+        columns["token_level_scores"] = unfold(move_scores(fold(columns["token_level_scores"]), kept))
+        columns["response_mask"] = unfold(kept)
     return batch, {name: Metric.mean(*pair) for name, pair in metrics.items()}
 
 
-def _moved_scores(batch: DataProto, kept: Tensor) -> Tensor:
+_Reshape = Callable[[Tensor], Tensor]
+
+
+def _to_sequences_and_back(batch: DataProto) -> tuple[_Reshape, _Reshape]:
+    """Return how a column of tokens gets one row for each episode, and back; as it is where each row is one."""
     columns, episodes = batch.batch, episode_numbers(batch)
-    scores = columns["token_level_scores"]
-    if episodes is None:
-        return move_scores(scores, kept)
+    if episodes is None or not columns["response_mask"].any():
+        return (lambda column: column), (lambda column: column)
     turns = columns.get("turn_index", None)
-    fold = FoldedEpisodes.of(columns["response_mask"], torch.from_numpy(episodes), turns)
-    return fold.unfold(move_scores(fold.tokens(scores), fold.tokens(kept)))
+    episodes_of = FoldedEpisodes.of(columns["response_mask"], torch.from_numpy(episodes), turns)
+    return episodes_of.tokens, episodes_of.unfold
 
 
 def with_sample_sizes(metrics: dict[str, float]) -> None:

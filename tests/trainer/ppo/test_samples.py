@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -122,6 +124,54 @@ def test_a_score_on_a_rejected_token_stays_in_its_episode(seed: int) -> None:
         found, _ = correct_for_sampler(batch, correction)
         for name in ("response_mask", "token_level_scores", "rollout_is_weights"):
             assert torch.equal(by_episode(found, name), by_episode(expected, name)), name
+
+
+SEQUENCE_CORRECTIONS = {
+    "weights": RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_threshold="0.2_5.0", rollout_is_batch_normalize=True
+    ),
+    "sum": RolloutCorrectionConfig(rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0"),
+    "mean": RolloutCorrectionConfig(rollout_rs="seq_mean_k2,token_k2", rollout_rs_threshold="0.5"),
+    "max": RolloutCorrectionConfig(rollout_is="token", rollout_rs="seq_max_k3", rollout_rs_threshold="0.8"),
+}
+
+
+@pytest.mark.parametrize("correction", SEQUENCE_CORRECTIONS.values(), ids=SEQUENCE_CORRECTIONS)
+@settings(max_examples=10, deadline=None)
+@given(seed=SEEDS)
+def test_an_episode_is_one_sequence_to_the_rollout_correction(correction: RolloutCorrectionConfig, seed: int) -> None:
+    found = [correct_for_sampler(batch, correction) for batch in three_forms(seed)]
+    (expected, metrics), *others = found
+    for batch, other_metrics in others:
+        for name in ("response_mask", "token_level_scores", "rollout_is_weights"):
+            if name in expected.batch.keys():
+                torch.testing.assert_close(by_episode(batch, name), by_episode(expected, name))
+        results = {name: metric.result() for name, metric in other_metrics.items()}
+        assert results == pytest.approx({name: metric.result() for name, metric in metrics.items()}, rel=1e-5)
+
+
+def test_the_weight_of_an_episode_of_two_rows_is_that_of_its_four_tokens() -> None:
+    """Log-ratios 0.1 + 0.1 in one row and -0.2 - 0.4 in the other; alone they had weights 1.22 and 0.55."""
+    batch = batch_of([[1, 1, 0, 0], [0, 0, 1, 1]], samples=[0, 0], branches=[0, 1])
+    batch.batch["old_log_probs"] = torch.tensor([[0.1, 0.1, 9.0, 9.0], [9.0, 9.0, -0.2, -0.4]])
+    batch.batch["rollout_log_probs"] = batch.batch["token_level_scores"] = torch.zeros(2, 4)
+    correction = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_sum_k1", rollout_rs_threshold="0.6_1.6")
+    _, metrics = correct_for_sampler(batch, correction)
+    weight = math.exp(-0.4)
+    torch.testing.assert_close(
+        batch.batch["rollout_is_weights"], torch.tensor([[weight, weight, 0.0, 0.0], [0.0, 0.0, weight, weight]])
+    )
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]  # exp(0.6) alone is above 1.6
+    assert metrics["rollout_corr/rollout_is_mean"].result() == pytest.approx(weight)
+
+
+def test_episodes_of_several_rows_that_all_failed_have_nothing_to_correct() -> None:
+    batch = batch_of([[0, 0], [0, 0]], samples=[0, 0], branches=[0, 1])
+    for name in ("old_log_probs", "rollout_log_probs", "token_level_scores"):
+        batch.batch[name] = torch.zeros(2, 2)
+    correction = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_max_k3", rollout_rs_threshold="0.8")
+    correct_for_sampler(batch, correction)
+    assert batch.batch["rollout_is_weights"].tolist() == batch.batch["response_mask"].tolist() == [[0, 0], [0, 0]]
 
 
 def test_rejected_tokens_leave_the_rewards_of_other_turns_alone() -> None:
