@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from hrl.config.reward import FROM_PYTHON
 from hrl.config.section import Section, Unit
 
-UNPAID = ("single_turn", "tools")
+UNPAID = ("single_turn", "tools", "python", "mcp")
 """Environments of hrl that give no rewards, so that reward functions decide."""
 
 

@@ -16,6 +16,7 @@ from hrl.environments.registry import (
     load_named,
     load_named_tool,
 )
+from hrl.environments.single_turn import SingleTurn
 from hrl.environments.tools import ToolEnvironment, tool_of
 from hrl.errors import RefusedError
 from hrl.files import expanded
@@ -329,6 +330,27 @@ def _source_from_plain(plain: Mapping[str, Any]) -> Any:
     return _SOURCES[plain["kind"]](**from_plain(plain["fields"]))
 
 
+@dataclass(frozen=True)
+class EnvironmentTraits:
+    """What the class of an environment tells before an episode is played.
+
+    Attributes:
+        is_unpaid: Whether it gives no reward, for sure: nothing in it says what an answer is worth.
+        has_tools: Whether the policy is given tools to call, as far as can be seen.
+    """
+
+    is_unpaid: bool = False
+    has_tools: bool = False
+
+    @classmethod
+    def of(cls, made: type, functions: Sequence[object] = ()) -> Self:
+        """Look at a class and at the functions of `environment.tools`."""
+        if issubclass(made, ToolEnvironment):
+            own = (made.answered is ToolEnvironment.answered, made.step is ToolEnvironment.step)
+            return cls(all(own), bool(functions) or made.brings_tools())
+        return cls(issubclass(made, SingleTurn) and made.step is SingleTurn.step)
+
+
 class EnvironmentMaker:
     """Makes the environments of episodes, in the process where they live.
 
@@ -361,6 +383,12 @@ class EnvironmentMaker:
                 f"environment.tools names functions, and {spec.source.title} is no hrl.ToolEnvironment, which could "
                 "call them"
             )
+
+    @property
+    def traits(self) -> EnvironmentTraits:
+        """What the run's own environment tells of itself; nothing where a function makes it."""
+        made = type(self._own) if self._copied else self._own
+        return EnvironmentTraits.of(made, self._functions) if isinstance(made, type) else EnvironmentTraits()
 
     @property
     def names(self) -> list[str]:

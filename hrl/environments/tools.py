@@ -72,6 +72,11 @@ class ToolEnvironment(Environment):
 
         _tools_of(cls)
 
+    @classmethod
+    def brings_tools(cls) -> bool:
+        """Whether the class has tools of its own, beside the functions of `environment.tools`."""
+        return cls.tools is not ToolEnvironment.tools or bool(_tools_of(cls))
+
     @property
     def tools(self) -> Mapping[str, Tool]:
         """Name → tool: those of the class, then the functions.

@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -171,7 +171,7 @@ def main(socket_number: int, state_number: int) -> None:
         except BaseException as error:  # noqa: BLE001
             connection.sendall(encode({"load_error": _describe(error)}))
             return
-        connection.sendall(encode({"ready": True, "names": maker.names}))
+        connection.sendall(encode({"ready": True, "names": maker.names, "traits": asdict(maker.traits)}))
         threading.Thread(target=_beat, args=(state,), daemon=True, name="beat").start()
         with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
             runner.run(_Environments(maker, settings, state).serve(connection))

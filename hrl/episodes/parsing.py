@@ -172,6 +172,14 @@ class TurnParser:
         return message
 
 
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the text of the chat template that shows tools; None where there is none."""
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):  # several; `tool_use` is the one that transformers takes for tools
+        templates = templates.get("tool_use") or templates.get("default")
+    return templates
+
+
 class _Template:
     """What a chat template does with tool calls.
 
@@ -181,10 +189,7 @@ class _Template:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        templates = tokenizer.chat_template
-        if isinstance(templates, dict):  # several; `tool_use` is the one that transformers takes for tools
-            templates = templates.get("tool_use") or templates.get("default")
-        self.text: str | None = templates
+        self.text = template_of(tokenizer)
         self.source = tokenizer.chat_template
         self._tokenizer = tokenizer
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
-from hrl.environments.loading import EnvironmentLoadError, EnvironmentSpec
+from hrl.environments.loading import EnvironmentLoadError, EnvironmentSpec, EnvironmentTraits
 from hrl.environments.replies import MOST_CHARACTERS, action_to_plain, observation_from_plain, step_from_plain
 from hrl.errors import HrlError
 from hrl.nearest import did_you_mean
@@ -194,14 +194,17 @@ def environment_of(settings: EnvironmentConfig, given: object = None) -> Environ
     return EnvironmentSpec.of(path, settings.kwargs, settings.tools, settings.tool_timeout_s, given)
 
 
-async def try_environment(spec: EnvironmentSpec, settings: EnvironmentConfig) -> None:
+async def try_environment(spec: EnvironmentSpec, settings: EnvironmentConfig) -> EnvironmentTraits:
     """Load an environment where it will live, in a process of its own, which then ends.
+
+    Returns:
+        What its class tells.
 
     Raises:
         EnvironmentLoadError: It can't be loaded.
     """
-    async with EnvironmentPool(spec, settings.model_copy(update={"num_workers": 1})):
-        pass
+    async with EnvironmentPool(spec, settings.model_copy(update={"num_workers": 1})) as pool:
+        return pool.traits
 
 
 class EnvironmentPool:
@@ -215,6 +218,7 @@ class EnvironmentPool:
     Attributes:
         counts: What has happened so far.
         names: What a row's `env` may name; empty before `start`.
+        traits: What the environment's class tells; nothing before `start`.
     """
 
     def __init__(self, spec: EnvironmentSpec, settings: EnvironmentConfig, output: IO[bytes] | None = None) -> None:
@@ -235,6 +239,7 @@ class EnvironmentPool:
         )
         self.counts = PoolCounts()
         self.names: list[str] = []
+        self.traits = EnvironmentTraits()
         self._numbers = itertools.count(1)
         self._processes: set[_Process] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -376,6 +381,8 @@ class EnvironmentPool:
         if "ready" in message and not process.is_ready:
             names = message.get("names")
             self.names = [str(name) for name in names] if isinstance(names, list) else []
+            traits = message.get("traits")
+            self.traits = EnvironmentTraits(**traits) if isinstance(traits, dict) else EnvironmentTraits()
             self._failed_starts = 0
             process.since = time.monotonic()
             NEEDED.add(process.pid, "an environment process")

@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, Any
 
 from hrl.config.arithmetic import Fact
+from hrl.config.environment import EnvironmentConfig
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.data.chat import render_prompt, with_tools
 from hrl.environments.loading import EnvironmentLoadError
+from hrl.episodes.parser_choice import parser_by_template
+from hrl.episodes.parsing import TurnParser, template_of
 from hrl.episodes.pool import environment_of, try_environment
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.given import Given
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def look_at_environment(findings: Findings, config: PPOTrainerConfig, given: Given) -> None:
-    """Load the environment in a process of its own, as the run will.
+_ENV = "env"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_it_up",
+        "description": "Look a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
+"""Stands for the tools of an environment, which are known when an episode begins."""
+
+
+def look_at_environment(
+    findings: Findings,
+    config: PPOTrainerConfig,
+    given: Given,
+    tokenizer: PreTrainedTokenizerBase | None,
+    train: Any,
+) -> None:
+    """Load the environment in a process of its own, as the run will, and see whether its turns can be read and paid.
 
     Args:
         findings: Collects problems.
         config: The validated configuration.
         given: An environment that the caller gave as an object.
+        tokenizer: Tokenizer of the policy, if found.
+        train: Rows to train on, if they could be read.
     """
     settings = config.environment
+    rows_choose = _ENV in getattr(train, "columns", ())
     if not settings.is_used:
+        _look_at_idle_keys(findings, settings, rows_choose=rows_choose)
         return
     if settings.is_object and given.environment is None:
         findings.problem(
@@ -32,8 +65,64 @@ def look_at_environment(findings: Findings, config: PPOTrainerConfig, given: Giv
         return
     try:
         spec = environment_of(settings, given.environment)
-        asyncio.run(try_environment(spec, settings))
+        traits = asyncio.run(try_environment(spec, settings))
     except EnvironmentLoadError as error:
         findings.problem("environment.path", f"can't be used: {sentence(str(error))}")
         return
     findings.facts.append(Fact("environment", f"{spec.source.title}, at most {settings.max_turns} turns"))
+    is_scored = bool(config.reward_entries) or config.needs_reward_model or given.reward is not None
+    if traits.is_unpaid and not is_scored and not rows_choose:
+        findings.problem(
+            "environment.path",
+            f"is {spec.source.title}, which gives no reward, and no reward function is named, so every reward would "
+            "be 0.",
+            "Set reward.functions=[data_source], or functions of yours; or give the class a method `answered` that "
+            "returns what an answer is worth.",
+        )
+    if tokenizer is not None:
+        kwargs = config.data.apply_chat_template_kwargs
+        _look_at_parsers(findings, settings, tokenizer, kwargs, has_tools=traits.has_tools)
+
+
+def _look_at_idle_keys(findings: Findings, settings: EnvironmentConfig, *, rows_choose: bool) -> None:
+    """Refuse settings of an environment in a run without one."""
+    default = EnvironmentConfig()
+    idle = [name for name in type(settings).model_fields if getattr(settings, name) != getattr(default, name)]
+    if idle:
+        meant = "tools" if settings.tools else "my_env.py:Class"
+        findings.problem(
+            f"environment.{idle[0] if 'tools' not in idle else 'tools'}",
+            "has no effect: there is no environment.path, so every prompt has one answer.",
+            f"Set environment.path={meant}, or leave out {', '.join(f'environment.{name}' for name in idle)}.",
+        )
+    elif rows_choose:
+        findings.notes.append(
+            f"the rows have a column {_ENV}, and it names no environment: there is no environment.path, so every "
+            "prompt has one answer. Set environment.path=single_turn for a run whose rows name their environments"
+        )
+
+
+def _look_at_parsers(
+    findings: Findings,
+    settings: EnvironmentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    *,
+    has_tools: bool,
+) -> None:
+    """Choose the parsers as the first episode will, and see whether the policy is shown its tools."""
+    tools = [_TOOL] if has_tools or settings.tool_parser is not None else None
+    is_named = settings.tool_parser is not None or settings.reasoning_parser is not None
+    if is_named or (has_tools and parser_by_template(template_of(tokenizer)) is None):
+        with findings.about("environment.tool_parser" if tools else "environment.reasoning_parser"):
+            TurnParser(tokenizer, settings.tool_parser, settings.reasoning_parser, tools)
+    if not has_tools or tokenizer.chat_template is None:
+        return
+    with findings.about("environment.path"):
+        messages = [{"role": "user", "content": "?"}]
+        plain, shown = (render_prompt(tokenizer, messages, with_tools(template_kwargs, ones)) for ones in ((), [_TOOL]))
+        if plain == shown:
+            findings.notes.append(
+                "the chat template shows no tools, so the policy knows only what the rows' first messages say of them; "
+                "`hrl env-test` shows a prompt"
+            )

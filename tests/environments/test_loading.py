@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 import hrl
+from hrl.config.environment import UNPAID
 from hrl.environments import registry
 from hrl.environments.interface import Action
-from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec
+from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec, EnvironmentTraits
 from hrl.environments.registry import NamedEnvironment, UnknownEnvironmentError, load_named
 from hrl.environments.single_turn import SingleTurn
-from hrl.environments.tools import ToolEnvironment, ToolSignatureError
+from hrl.environments.tools import ToolEnvironment, ToolSignatureError, tool
 from tests.environments.worlds import World, add, small
 
 WORLDS = str(Path(__file__).with_name("worlds.py"))
@@ -191,3 +192,31 @@ def test_the_interface_is_imported_without_torch():
     code = "import sys, hrl; hrl.Environment, hrl.SingleTurn, hrl.ToolEnvironment, hrl.tool; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"torch", "ray", "transformers", "numpy", "pydantic", "hrl.config"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", list(registry.ENVIRONMENTS))
+def test_the_environments_that_give_no_reward_are_those_that_the_configuration_knows(name):
+    try:
+        traits = EnvironmentTraits.of(registry.load_named(name))
+    except registry.UnknownEnvironmentError as error:
+        pytest.skip(str(error))
+    assert traits.is_unpaid == (name in UNPAID)
+
+
+def test_a_class_tells_whether_it_pays_and_has_tools():
+    class Notes(ToolEnvironment):
+        @tool
+        def note(self, text: str) -> str:
+            """Note a text."""
+            return text
+
+    class Paid(Notes):
+        def answered(self, action):
+            return 1.0
+
+    assert maker("tools", tools=[add]).traits == EnvironmentTraits(is_unpaid=True, has_tools=True)
+    assert maker("tools").traits == EnvironmentTraits(is_unpaid=True)
+    assert EnvironmentTraits.of(Notes) == EnvironmentTraits(is_unpaid=True, has_tools=True)
+    assert EnvironmentTraits.of(Paid) == EnvironmentTraits(has_tools=True)
+    assert EnvironmentTraits.of(World) == EnvironmentTraits(is_unpaid=True), "a SingleTurn with the step of its base"
+    assert maker(None, given=small).traits == EnvironmentTraits(), "what a function makes is seen when it is made"

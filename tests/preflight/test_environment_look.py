@@ -1,0 +1,125 @@
+"""What an environment can't do is said before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from hrl.config.load import validate_kind
+from hrl.config.run_kind import PPO
+from hrl.environments.loading import EnvironmentTraits
+from hrl.episodes import parser_choice
+from hrl.preflight import environment_look
+from hrl.preflight.environment_look import look_at_environment
+from hrl.preflight.findings import Findings
+from hrl.preflight.given import Given
+from tests.preflight.small_run import save_model
+
+TOOLS_OF_A_CLASS = '''
+import hrl
+
+class Silent(hrl.ToolEnvironment):
+    @hrl.tool
+    def double(self, number: int) -> int:
+        """Double a number."""
+        return 2 * number
+'''
+PLAIN = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+WITH_TOOLS = PLAIN + "{% if tools %}<tool_call> {{ tools[0]['function']['name'] }}{% endif %}"
+WITH_OTHER_CALLS = PLAIN + "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
+    made = PreTrainedTokenizerFast.from_pretrained(save_model(tmp_path / "policy"))
+    made.chat_template = WITH_TOOLS
+    return made
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says what the environment's process would."""
+
+    def say(**traits: bool) -> None:
+        async def answer(*_: object) -> EnvironmentTraits:
+            return EnvironmentTraits(**traits)
+
+        monkeypatch.setattr(environment_look, "try_environment", answer)
+
+    monkeypatch.setattr(parser_choice, "known_parsers", lambda: (("hermes", "mistral"), ("qwen3",)))
+    say()
+    return say
+
+
+def look(tokenizer: Any, columns: tuple[str, ...] = (), **settings: Any) -> Findings:
+    values = {"data.train_files": ["rows.jsonl"]}
+    values |= {name.replace("__", "."): value for name, value in settings.items()}
+    findings = Findings()
+    look_at_environment(findings, validate_kind(PPO, values), Given(), tokenizer, SimpleNamespace(columns=columns))
+    return findings
+
+
+def test_an_environment_that_nobody_pays_is_refused_by_its_class(tokenizer, tmp_path):
+    (tmp_path / "mine.py").write_text(TOOLS_OF_A_CLASS)
+    path = f"{tmp_path / 'mine.py'}:Silent"
+    [problem] = look(tokenizer, environment__path=path, environment__num_workers=1).problems
+    assert problem.key == "environment.path" and "which gives no reward" in problem.what
+    assert "reward.functions=[data_source]" in problem.hint and "`answered`" in problem.hint
+
+
+@pytest.mark.parametrize(
+    "paid", [{"reward__functions": ["data_source"]}, {"columns": ("env",)}, {"environment__path": "python"}]
+)
+def test_what_somebody_pays_passes(tokenizer, loaded, paid):
+    loaded(is_unpaid=True)
+    assert look(tokenizer, **{"environment__path": "mine.py:Silent"} | paid).problems == []
+
+
+@pytest.mark.parametrize("template", [None, WITH_OTHER_CALLS])
+def test_tools_whose_calls_nothing_can_read_are_refused(tokenizer, loaded, template):
+    loaded(has_tools=True)
+    tokenizer.chat_template = template
+    [problem] = look(tokenizer, environment__path="tools", environment__tools=["python"]).problems
+    assert problem.key == "environment.tool_parser" and "Set environment.tool_parser to one of" in problem.what
+
+
+def test_a_template_that_tells_its_parser_needs_no_look_at_the_engine(tokenizer, loaded, monkeypatch):
+    loaded(has_tools=True)
+    monkeypatch.setattr(environment_look, "TurnParser", None)
+    found = look(tokenizer, environment__path="tools", environment__tools=["python"])
+    assert (found.problems, found.notes) == ([], [])
+
+
+@pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
+def test_a_parser_that_is_named_is_looked_up_for_any_environment(tokenizer, loaded, key):
+    [problem] = look(tokenizer, environment__path="retry", **{f"environment__{key}": "hermess"}).problems
+    assert problem.key == f"environment.{key}" and "which is none of vLLM's" in problem.what
+
+
+def test_a_template_that_hides_the_tools_is_noted(tokenizer, loaded, monkeypatch):
+    loaded(has_tools=True)
+    tokenizer.chat_template = "<tool_call>" + PLAIN
+    [note] = look(tokenizer, environment__path="tools", environment__tools=["python"]).notes
+    assert "the chat template shows no tools" in note
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "hint"),
+    [
+        ({"environment__tools": ["python"], "environment__max_turns": 3}, "tools", "Set environment.path=tools, or"),
+        ({"environment__max_turns": 3}, "max_turns", "path=my_env.py:Class, or leave out environment.max_turns."),
+    ],
+)
+def test_settings_without_an_environment_are_refused(tokenizer, settings, key, hint):
+    [problem] = look(tokenizer, **settings).problems
+    assert problem.key == f"environment.{key}" and hint in problem.hint
+
+
+def test_rows_that_name_environments_in_a_run_without_one_are_noted(tokenizer):
+    [note] = look(tokenizer, columns=("env",)).notes
+    assert "column env" in note and "environment.path" in note
+    assert look(tokenizer).notes == []
