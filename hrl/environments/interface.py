@@ -50,6 +50,7 @@ class Action:
         tool_calls: The calls in it, in order.
         finish_reason: `stop`, or `length` if the turn was cut off at its token limit.
         turn: Counted from 0.
+        error: What of a tool call could not be read, where one was begun; the turn then has no calls.
     """
 
     text: str
@@ -59,6 +60,7 @@ class Action:
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: Literal["stop", "length"] = "stop"
     turn: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True)

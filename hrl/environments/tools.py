@@ -49,7 +49,7 @@ class ToolEnvironment(Environment):
     def answered(self, action: Action) -> StepResult | float | None:
         """Say what the policy's answer is worth; by default the run's reward functions say so.
 
-        May be `async def`, and is called with the first action that has no call.
+        May be `async def`, and is called with the first action that has no call, and none that can't be read.
 
         Returns:
             The reward of this turn; None for none; or a `StepResult`, with which the episode may also go on.
@@ -102,6 +102,9 @@ class ToolEnvironment(Environment):
 
     async def step(self, action: Action) -> StepResult:  # type: ignore[override]  # the base allows both
         """Run the calls of an action, or end with its answer."""
+        if not action.tool_calls and action.error is not None:
+            what = clean_text(without_middle(action.error, _LONGEST_SHOWN))
+            return StepResult(f"Error: the call of a tool can't be read: {what}", metrics=self._counted())
         if not action.tool_calls:
             is_own = type(self).answered is not ToolEnvironment.answered
             result: Any = None

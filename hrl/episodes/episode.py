@@ -46,6 +46,8 @@ class Episode:
         end: Why it ended.
         error: What failed, if something did.
         num_tool_calls, num_tool_errors: Over all turns.
+        num_unread_calls: Turns in which a call was begun that could not be read; they count as no call.
+        num_cut_observations: Texts of the environment that lost their middle, since they were too long.
         engine_s, environment_s: Seconds that the episode waited for the engine and for its environment.
         attempts: How often it was begun; more than 1 where its environment's process had died.
         metrics: The environment's own.
@@ -59,6 +61,8 @@ class Episode:
     error: str | None = None
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    num_unread_calls: int = 0
+    num_cut_observations: int = 0
     engine_s: float = 0.0
     environment_s: float = 0.0
     attempts: int = 1

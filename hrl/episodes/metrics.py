@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import get_args
+from dataclasses import asdict
+from typing import TYPE_CHECKING, get_args
 
 from hrl.episodes.episode import EndReason, Episode
 from hrl.metrics import Metric
+
+if TYPE_CHECKING:
+    from hrl.episodes.pool import PoolCounts
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
@@ -29,6 +33,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
         "episode/environment_tokens/mean": _mean(environment),
         "episode/tool_calls/mean": _mean(calls),
         "episode/tool_errors/mean": _mean(errors),
+        "episode/unread_calls/mean": _mean([episode.num_unread_calls for episode in whole]),
+        "episode/cut_observations/mean": _mean([episode.num_cut_observations for episode in whole]),
         "episode/tool_error_ratio": Metric.mean(sum(errors), sum(calls)),
         "episode/branches/mean": _mean([len(episode.rows) for episode in whole]),
         **_mean_and_max("episode/engine_s/mean", "episode/engine_s/max", [episode.engine_s for episode in whole]),
@@ -42,6 +48,11 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
         "episode/num_replayed": Metric.total(sum(episode.attempts > 1 for episode in episodes)),
         **_own_metrics(whole),
     }
+
+
+def pool_metrics(counts: PoolCounts) -> dict[str, Metric]:
+    """Return what happened to the processes of a step's environments."""
+    return {f"episode/pool/{name}": Metric.total(number) for name, number in asdict(counts).items()}
 
 
 def _sampled_by_turn(episode: Episode) -> list[int]:

@@ -66,7 +66,8 @@ class EpisodeTask:
     Attributes:
         key: `(uid, sample_index)`.
         row: What the environment is given: the row of the data set, with `prompt` as messages.
-        sampling: How the policy's turns are sampled; each gets a seed of its own.
+        sampling: How the policy's turns are sampled; each gets a seed of its own. `max_tokens` holds for all tokens
+            after the first prompt.
         run_seed, step: What seeds derive from.
     """
 
@@ -104,6 +105,10 @@ class Limits:
     prompt: int
     response: int
 
+    def room_of(self, task: EpisodeTask) -> int:
+        """Return how many tokens an episode may have after its first prompt: what it asks for may be less."""
+        return min(self.response, task.sampling.max_tokens)
+
 
 @dataclass(frozen=True)
 class AgentPlay:
@@ -113,7 +118,7 @@ class AgentPlay:
         rows: What its calls make up.
         messages: The longest conversation.
         num_turns: Answers.
-        num_tool_calls, num_tool_errors, engine_s: As in `Episode`.
+        num_tool_calls, num_tool_errors, num_unread_calls, engine_s: As in `Episode`.
         limit: The limit of the run that it ran into.
         metrics: Of its calls.
     """
@@ -123,6 +128,7 @@ class AgentPlay:
     num_turns: int
     num_tool_calls: int
     num_tool_errors: int
+    num_unread_calls: int
     engine_s: float
     limit: EndReason | None
     metrics: Mapping[str, float]
@@ -161,6 +167,7 @@ class _Play:
     metrics: dict[str, float] = field(default_factory=dict)
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    num_unread_calls: int = 0
     engine_s: float = 0.0
     environment_s: float = 0.0
 
@@ -170,6 +177,7 @@ class _Play:
         if agent is not None:
             self.num_turns, self.engine_s = agent.num_turns, agent.engine_s
             self.num_tool_calls, self.num_tool_errors = agent.num_tool_calls, agent.num_tool_errors
+            self.num_unread_calls = agent.num_unread_calls
             self.metrics |= agent.metrics
             # The reward is that of the whole episode, so it stands at the last turn.
             self.rewards = [*[None] * (agent.num_turns - len(self.rewards)), *self.rewards]
@@ -194,6 +202,8 @@ class _Play:
             error=error,
             num_tool_calls=self.num_tool_calls,
             num_tool_errors=self.num_tool_errors,
+            num_unread_calls=self.num_unread_calls,
+            num_cut_observations=0 if self.transcript is None else self.transcript.num_cut_texts,
             engine_s=self.engine_s,
             environment_s=self.environment_s,
             attempts=attempts,
@@ -308,8 +318,9 @@ class Player:
         parser = TurnParser(
             self._tokenizer, settings.tool_parser, settings.reasoning_parser, first.tools, stop_ids=self._stop_ids
         )
+        room = self._limits.room_of(task)
         for turn in range(settings.max_turns):
-            left = self._limits.response - script.num_response_tokens
+            left = room - script.num_response_tokens
             if left < 1:
                 return "max_tokens"
             sampling = task.turn_sampling(turn, min(left, settings.max_turn_tokens or left))
@@ -322,6 +333,7 @@ class Player:
             script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
             play.num_turns += 1
             play.num_tool_calls += len(parsed.tool_calls)
+            play.num_unread_calls += parsed.error is not None
             action = Action(
                 text=parsed.text,
                 token_ids=tuple(output.token_ids),
@@ -330,6 +342,7 @@ class Player:
                 tool_calls=parsed.tool_calls,
                 finish_reason=output.finish_reason,
                 turn=turn,
+                error=parsed.error,
             )
             began = time.perf_counter()
             result = await live.step(action)

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection, Coroutine, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -138,6 +138,10 @@ class PoolCounts:
     retired_processes: int = 0
     lost_episodes: int = 0
     failed_closes: int = 0
+
+    def since(self, earlier: PoolCounts) -> PoolCounts:
+        """Return what has happened since then."""
+        return PoolCounts(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 @dataclass(eq=False)
@@ -315,6 +319,11 @@ class EnvironmentPool:
         process.episodes[opened.number] = opened
         return opened
 
+    async def settled(self) -> None:
+        """Return once no environment is being closed any more, each within its deadline."""
+        while self._ending:
+            await asyncio.wait(self._ending)
+
     async def close(self) -> None:
         """Kill all processes; episodes that still run are lost. Calling it again does nothing."""
         self._is_open = False
@@ -322,8 +331,7 @@ class EnvironmentPool:
             self._watching.cancel()
         for process in list(self._processes):
             self._end(process, "the pool of environments was closed", is_fault=False)
-        while self._ending:
-            await asyncio.wait(self._ending)
+        await self.settled()
 
     async def __aenter__(self) -> EnvironmentPool:
         await self.start()

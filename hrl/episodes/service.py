@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from hrl.episodes.episode import Episode
 from hrl.episodes.play import AgentDoor, EpisodeError, EpisodeTask, Limits, Player
-from hrl.episodes.pool import EnvironmentPool
+from hrl.episodes.pool import EnvironmentPool, PoolCounts
 from hrl.episodes.router import Router
 from hrl.models.tokenizer import load_tokenizer
 from hrl.processes.evidence import why_memory_ended_it
@@ -84,6 +84,19 @@ class EpisodeSetup:
     agents: Callable[..., OpenAgentDoor] | None = None
 
 
+@dataclass(frozen=True)
+class CollectedEpisodes:
+    """A batch that was played.
+
+    Attributes:
+        episodes: In the order in which they were announced.
+        pool: What happened to the environments' processes since the batch before was collected.
+    """
+
+    episodes: list[Episode]
+    pool: PoolCounts
+
+
 class EpisodeService:
     """Plays the episodes of one batch after the other.
 
@@ -95,6 +108,7 @@ class EpisodeService:
         self._setup = setup
         self.router = Router()
         self._pool = EnvironmentPool(setup.environment, setup.settings)
+        self._told = PoolCounts()
         self._playing: dict[int, asyncio.Task[list[Episode]]] = {}
         self._agents: OpenAgentDoor | None = None
         self._player: Player
@@ -148,8 +162,8 @@ class EpisodeService:
         """Take what an engine has finished."""
         self.router.answered(answers)
 
-    async def collect(self, batch: int) -> list[Episode]:
-        """Return the episodes of a batch, in the order in which they were announced, once all are over.
+    async def collect(self, batch: int) -> CollectedEpisodes:
+        """Return the episodes of a batch once all are over.
 
         Raises:
             EpisodeError: One failed and `environment.on_error=raise`, or too many did.
@@ -168,7 +182,9 @@ class EpisodeService:
                 f"{len(failed)} of {len(episodes)} episodes failed ({rule}). The first, uid {failed[0].key[0]}, sample "
                 f"{failed[0].key[1]}: {failed[0].error}"
             )
-        return episodes
+        counts, told = replace(self._pool.counts), self._told
+        self._told = counts
+        return CollectedEpisodes(episodes, counts.since(told))
 
     async def close(self) -> None:
         """End all episodes and the environments' processes."""
@@ -303,10 +319,10 @@ class EpisodeActor:
         """Begin the episodes of a batch; see `EpisodeService.begin`."""
         self._call("begin", batch, tasks, num_engines, reward_round, timeout_s)
 
-    def collect(self, batch: int) -> list[Episode]:
+    def collect(self, batch: int) -> CollectedEpisodes:
         """Return the episodes of a batch; see `EpisodeService.collect`."""
-        episodes: list[Episode] = self._call("collect", batch)
-        return episodes
+        collected: CollectedEpisodes = self._call("collect", batch)
+        return collected
 
     def shutdown(self) -> None:
         """End the environments' processes, then the actor. One that doesn't answer is killed, and they end with it."""

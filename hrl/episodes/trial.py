@@ -359,6 +359,7 @@ async def _closes(pool: EnvironmentPool, records: Sequence[Record]) -> Check:
             pass  # told already, as what does not repeat
         finally:
             await live.close()
+    await pool.settled()
     failed = pool.counts.failed_closes
     if failed:
         return Check("close", False, f"`close` failed or took too long {failed}×; the log above has why")

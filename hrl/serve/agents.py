@@ -64,7 +64,7 @@ class AgentDoor:
         async with self._opening:
             if self._server is None:
                 self._server = await DoorServer(self._door).__aenter__()
-        return AgentSession(self._door, self._server.base_url, self._session(task), self._limits)
+        return AgentSession(self._door, self._server.base_url, self._session(task), self._limits.room_of(task))
 
     async def close(self) -> None:
         """End the server."""
@@ -83,7 +83,7 @@ class AgentDoor:
             task.sampling,
             lambda turn: task.turn_sampling(turn, 1).seed,
             limits.prompt,
-            limits.response,
+            limits.room_of(task),
             settings.max_turn_tokens,
         )
         most = SessionLimits(calls=settings.max_turns, seconds=settings.episode_timeout_s)
@@ -97,11 +97,11 @@ class AgentSession:
         door: Knows the session until it is closed.
         base_url: Of the server.
         session: Of the episode.
-        limits: What its tokens have to fit into.
+        room: What its tokens after a prompt have to fit into.
     """
 
-    def __init__(self, door: Door, base_url: str, session: Session, limits: Limits) -> None:
-        self._door, self._session, self._limits = door, session, limits
+    def __init__(self, door: Door, base_url: str, session: Session, room: int) -> None:
+        self._door, self._session, self._room = door, session, room
         self.settings = {"base_url": base_url, "api_key": door.sessions.open(session), "model": MODEL}
 
     def played(self) -> AgentPlay:
@@ -109,11 +109,12 @@ class AgentSession:
         session = self._session
         counts = session.counts
         return AgentPlay(
-            rows=rows_of(session.calls, self._limits.response),
+            rows=rows_of(session.calls, self._room),
             messages=session.messages,
             num_turns=max((call.turn + 1 for call in session.calls), default=0),
             num_tool_calls=counts["tool_calls"],
             num_tool_errors=counts["tool_errors"],
+            num_unread_calls=counts["unread_calls"],
             engine_s=session.engine_s,
             limit=session.reached,
             metrics={f"agent/{name}": float(counts[name]) for name in ("overridden", "dropped") if counts[name]},

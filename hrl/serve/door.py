@@ -103,6 +103,7 @@ class Door:
             session.add(Call(turn, context.ids, choice.token_ids, choice.log_probs, version), context.conversation)
             session.counts["tool_calls"] += len(read.parsed.tool_calls)
             session.counts["tool_errors"] += read.parsed.error is not None
+            session.counts["unread_calls"] += read.parsed.error is not None
             session.counts["tool_errors"] += sum(call.arguments is None for call in read.parsed.tool_calls)
             await self.words.remember(session, asked, context, read)
             if isinstance(asked, ChatAsked):

@@ -98,7 +98,8 @@ class Session:
         conversations: What was said.
         chats, texts: What its clients were told, to be known again.
         counts: `calls`, `sampled_tokens`, `refused`, `dropped` (the client went away), `overridden` (asked for other
-            sampling than `fixed`), `tool_calls`, `tool_errors` (calls that can't be read).
+            sampling than `fixed`), `tool_calls`, `tool_errors` (calls that can't be read), `unread_calls` (of these,
+            those that are no call at all).
         reached: The first limit that it ran into.
     """
 

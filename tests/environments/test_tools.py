@@ -103,6 +103,13 @@ def test_an_action_without_a_call_ends_the_episode_without_a_reward_of_its_own()
     assert (result.done, result.truncated, result.observation, result.reward) == (True, False, None, None)
 
 
+def test_a_call_that_can_not_be_read_is_told_to_the_policy_and_ends_nothing():
+    action = Action("<tool_call>{", content="<tool_call>{", error="JSONDecodeError: Expecting value \ud800")
+    result = asyncio.run(made(add).step(action))
+    assert not result.done
+    assert result.observation == "Error: the call of a tool can't be read: JSONDecodeError: Expecting value \ufffd"
+
+
 def test_calls_are_answered_in_order_with_their_ids_and_run_at_the_same_time():
     begun = time.monotonic()
     result = step(made(), call("sleep", {"seconds": 0.4}), call("wait", {"seconds": 0.3}), call("add", {"a": 1}))

@@ -52,7 +52,7 @@ async def measure(episodes: int, turns: int) -> dict[str, Any]:
     children = [child for child in this.children(recursive=True) if "environment_process" in " ".join(child.cmdline())]
     cpu = time.process_time(), sum(sum(child.cpu_times()[:2]) for child in children)
     began = time.perf_counter()
-    sampling = SamplingParams(max_tokens=64)
+    sampling = SamplingParams(max_tokens=10_000)
     asked = [EpisodeTask((f"u{place}", 0), {"prompt": []}, sampling, 0, 1) for place in range(episodes)]
     await service.begin(1, asked, 2)
     engines = [
@@ -65,7 +65,7 @@ async def measure(episodes: int, turns: int) -> dict[str, Any]:
         for place in range(2)
     ]
     await asyncio.gather(*engines)
-    played = await service.collect(1)
+    played = (await service.collect(1)).episodes
     wall_s = time.perf_counter() - began
     number = sum(episode.num_turns for episode in played)
     own_s = time.process_time() - cpu[0]

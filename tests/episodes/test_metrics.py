@@ -3,7 +3,8 @@
 import pytest
 
 from hrl.episodes.episode import Episode, EpisodeRow
-from hrl.episodes.metrics import episode_metrics
+from hrl.episodes.metrics import episode_metrics, pool_metrics
+from hrl.episodes.pool import PoolCounts
 from hrl.metrics import StepMetrics
 
 
@@ -42,6 +43,23 @@ def metrics():
     step = StepMetrics()
     step.observe(episode_metrics(EPISODES))
     return step
+
+
+def test_calls_that_can_not_be_read_and_texts_that_were_cut_are_counted_in_episodes_that_did_not_fail():
+    whole, more = episode(num_unread_calls=3, num_cut_observations=1), episode(num_cut_observations=4)
+    failed = episode(end="failed", num_unread_calls=9, num_cut_observations=9)
+    step = StepMetrics()
+    step.observe(episode_metrics([whole, more, failed]))
+    assert (step["episode/unread_calls/mean"], step["episode/cut_observations/mean"]) == (1.5, 2.5)
+
+
+def test_what_happened_to_processes_since_the_last_step_is_a_total():
+    then, now = PoolCounts(1, 2, 3, 4, 5, 6), PoolCounts(1, 3, 5, 7, 9, 11)
+    step = StepMetrics()
+    step.observe(pool_metrics(now.since(then)))
+    assert [step[f"episode/pool/{name}"] for name in ("failures", "timeouts", "lost_processes")] == [0, 1, 2]
+    names = ("retired_processes", "lost_episodes", "failed_closes")
+    assert [step[f"episode/pool/{name}"] for name in names] == [3, 4, 5]
 
 
 def test_tokens_are_those_of_each_turn_and_of_the_environment(metrics):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +18,12 @@ from ray.exceptions import ActorDiedError
 from transformers import PreTrainedTokenizerBase
 
 from hrl.config.environment import EnvironmentConfig
-from hrl.environments.interface import Observation, StepResult
+from hrl.environments.interface import Action, Observation, StepResult
 from hrl.environments.loading import EnvironmentLoadError
 from hrl.episodes.episode import Episode, EpisodeRow
+from hrl.episodes.parsing import ParsedTurn
 from hrl.episodes.play import AgentPlay, EpisodeError, EpisodeTask, Limits, Player
-from hrl.episodes.pool import EnvironmentLostError, environment_of
+from hrl.episodes.pool import EnvironmentLostError, PoolCounts, environment_of
 from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed
 from hrl.errors import may_pass
 from hrl.workers.requests import SamplingParams
@@ -64,8 +66,7 @@ def setup(environment: str, limits: Limits, **settings: Any) -> EpisodeSetup:
 
 
 def tasks(count: int, **row: Any) -> list[EpisodeTask]:
-    # 16 is more than a turn ever has.
-    sampling = SamplingParams(max_tokens=16)
+    sampling = SamplingParams(max_tokens=1000)
     return [EpisodeTask((f"u{place}", place % 2), {"prompt": [], **row}, sampling, 1, 2) for place in range(count)]
 
 
@@ -101,7 +102,7 @@ def play(
                 for place, engine in enumerate(engines)
             ]
             await asyncio.gather(*ranks)
-            return await service.collect(1)
+            return (await service.collect(1)).episodes
         finally:
             await service.close()
 
@@ -246,7 +247,7 @@ class Program:
         self.row = EpisodeRow([7] * prompt, zeros, [1] * response, [0.0] * response, zeros, zeros)
 
     def played(self) -> AgentPlay:
-        return AgentPlay([self.row], [], 1, 0, 0, 0.0, None, {})
+        return AgentPlay([self.row], [], 1, 0, 0, 0, 0.0, None, {})
 
     def open(self, *_: Any) -> Any:
         return self if len(_) > 1 else asyncio.sleep(0, self)
@@ -280,6 +281,59 @@ def test_a_rank_that_finds_the_service_gone_says_so_as_what_may_pass() -> None:
     with pytest.raises(EpisodeServiceError, match="the process that plays the episodes is gone") as end:
         asyncio.run(RayInbox(handle, 1).take(0))
     assert may_pass(end.value)
+
+
+def test_what_was_asked_for_limits_an_episode_too() -> None:
+    (task,) = tasks(1)
+    (episode,) = play("Game", [replace(task, sampling=SamplingParams(max_tokens=7))])
+    (row,) = episode.rows
+    assert episode.end == "max_tokens" and len(row.response_ids) <= 7
+
+
+def test_a_call_that_can_not_be_read_and_a_text_that_was_cut_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Action] = []
+    parsed = ParsedTurn("a", "a", None, (), {"role": "assistant", "content": "a"}, "half a call")
+    monkeypatch.setattr("hrl.episodes.play.TurnParser.parse", lambda *_, **__: parsed)
+
+    class Long(Lost):
+        async def reset(self) -> Observation:
+            return Observation(messages=[{"role": "user", "content": "?"}])
+
+        async def step(self, action: Action) -> StepResult:
+            told.append(action)
+            return StepResult(Observation(messages=[{"role": "user", "content": "long " * 50}]), done=action.turn == 2)
+
+    async def generate(*_: Any) -> SampleOutput:
+        return SampleOutput([5, STOP], [-0.5, -0.5], "stop", VERSION)
+
+    settings = EnvironmentConfig(max_observation_tokens=10)
+    player = Player(TOKENIZER, (STOP,), {}, settings, Limits(99, 999), Long(), generate)  # type: ignore[arg-type]
+    episode = asyncio.run(player.play(*tasks(1)))
+    assert (episode.end, episode.num_unread_calls, episode.num_cut_observations) == ("done", 3, 2)
+    assert [action.error for action in told] == ["half a call"] * 3
+
+
+def test_what_happened_to_the_processes_comes_with_each_batch() -> None:
+    async def run() -> list[PoolCounts]:
+        service = EpisodeService(setup("Faulty", Limits(100, 300), on_error="skip"))
+        await service.start()
+        counts = []
+        try:
+            for batch, what in enumerate(("raise", "", "raise")):
+                asked = tasks(2, what="")
+                asked[0] = replace(asked[0], row={"prompt": [], "what": what})
+                await service.begin(batch, asked, 1)
+                take = functools.partial(service.next_work, batch, 0)
+                await serve_requests(
+                    Engine(), take, lambda answers: asyncio.ensure_future(service.answered(answers)), len(TOKENIZER)
+                )
+                counts.append((await service.collect(batch)).pool)
+        finally:
+            await service.close()
+        return counts
+
+    counts = asyncio.run(asyncio.wait_for(run(), 60.0))
+    assert counts == [PoolCounts(failures=1), PoolCounts(), PoolCounts(failures=1)]
 
 
 def test_the_environments_own_limit_is_told_from_its_end() -> None:

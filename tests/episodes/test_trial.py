@@ -24,7 +24,7 @@ WORLDS = Path(__file__).with_name("tried.py")
 
 def task(number: int) -> EpisodeTask:
     row = {"prompt": [{"role": "user", "content": "?"}], "hint": f"row {number}"}
-    return EpisodeTask((f"trial-{number}", 0), row, SamplingParams(), 1, 0)
+    return EpisodeTask((f"trial-{number}", 0), row, SamplingParams(max_tokens=2000), 1, 0)
 
 
 def trial_of(name: str, tokenizer: Any = None, words: tuple[str, ...] = (), **settings: Any) -> Trial:

@@ -41,6 +41,7 @@ class Stage:
         question: str = "abc",
         answer: str = "",
         limits: tuple[int, int] = (200, 300),
+        max_tokens: int = 1000,
         **changes: Any,
     ) -> tuple[list[Episode], Engine]:
         """Episodes of an agent, and the engine that has answered."""
@@ -59,7 +60,7 @@ class Stage:
         async def run() -> list[Episode]:
             agents = AgentDoor(*words, generate)
             player = Player(*words, self.pool, generate, agents)
-            sampling = SamplingParams(temperature=0.7, top_p=0.9)
+            sampling = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=max_tokens)
             tasks = [EpisodeTask(("uid", i), row, sampling, run_seed=1, step=2) for i in range(num_episodes)]
             try:
                 return [await player.play(task) for task in tasks]

@@ -55,6 +55,12 @@ def test_a_limit_ends_a_program_that_would_go_on(stage: Stage, limits: tuple[int
     assert episode.turn_rewards == [None] * episode.num_turns
 
 
+def test_what_was_asked_for_limits_a_program_too(stage: Stage):
+    (episode,), _ = stage.play("Endless", max_turns=50, max_tokens=30)
+    assert episode.end == "max_tokens"
+    assert all(len(row.response_ids) <= 30 for row in episode.rows)
+
+
 def test_a_program_that_hangs_is_cut_off_with_what_it_has_asked_for(stage: Stage):
     (episode,), engine = stage.play("Hanging", episode_timeout_s=1.0)
     assert episode.end == "deadline" and episode.num_turns == 1

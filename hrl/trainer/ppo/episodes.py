@@ -14,7 +14,7 @@ from hrl.algos.reward_placement import place_scores, place_turn_rewards
 from hrl.batching.episodes import episode_numbers
 from hrl.config.trainer import BATCH_SHARE
 from hrl.episodes.episode import TRUNCATIONS
-from hrl.episodes.metrics import episode_metrics
+from hrl.episodes.metrics import episode_metrics, pool_metrics
 from hrl.episodes.play import EpisodeTask, Limits
 from hrl.episodes.pool import environment_of
 from hrl.episodes.rows import episode_batch, policy_version_of
@@ -105,11 +105,12 @@ class EpisodeDriver:
         timeout_s = BATCH_SHARE * self._config.trainer.timeouts.call_s
         self._service.begin(self._num_batches, tasks, num_engines, request.reward_round, timeout_s)
         engines.serve_requests(self._service.inbox(self._num_batches))
-        episodes = self._service.collect(self._num_batches)
+        collected = self._service.collect(self._num_batches)
+        episodes = collected.episodes
         # The greedy baselines of a training step say how the policy is at another temperature.
         is_greedy = asked.rows.non_tensor_batch["greedy"] if request.with_greedy else [False] * len(episodes)
         sampled = [episode for episode, greedy in zip(episodes, is_greedy, strict=True) if not greedy]
-        metrics.observe(episode_metrics(sampled))
+        metrics.observe(episode_metrics(sampled) | pool_metrics(collected.pool))
         batch = episode_batch(
             asked.rows,
             episodes,
