@@ -27,21 +27,8 @@ class Guess(hrl.Environment):
 
 
 if __name__ == "__main__":
-    trainer = hrl.GRPO(
-        environment=Guess,
-        data=[{"prompt": "Play."}] * 64,
-        val_data=[{"prompt": "Play."}] * 64,
-        steps=20,
-        test_freq=5,
-        batch_size=8,
-        max_prompt_length=64,
-        max_response_length=128,
-        config={
-            "algorithm.adv_estimator": "grpo_turns",
-            "environment": {"max_turns": 4, "max_turn_tokens": 4},
-        },
-        name="guess",
-    )
-    run = trainer.train()
-    first, *_, last = [step["val/env/won"] for step in run.metrics if "val/env/won" in step]
-    print(f"games won: {first:.2f} before, {last:.2f} after. {run.report}")
+    keys = {"algorithm.adv_estimator": "grpo_turns", "environment.max_turns": 4, "environment.max_turn_tokens": 4}
+    rows = [{"prompt": "Play."}] * 64
+    data = {"data": rows, "val_data": rows, "max_prompt_length": 64, "max_response_length": 128}
+    run = hrl.GRPO(environment=Guess, steps=20, test_freq=5, batch_size=8, config=keys, name="guess", **data).train()
+    print([step["val/env/won"] for step in run.metrics if "val/env/won" in step])
