@@ -324,7 +324,7 @@ def test_what_a_close_does_wrong_is_counted_and_raises_nothing(greeting, caplog)
         assert pool.counts.failed_closes == 1
 
     with_pool(play, pool_of("ClosesBadly", {"greeting": greeting}, step_timeout_s=1.5))
-    said = "at the close" if greeting == "raise" else "close took longer than 0.5 s"
+    said = "at the close" if greeting == "raise" else "close took longer than 1.5 s"
     assert said in caplog.text
 
 
