@@ -22,7 +22,9 @@ SIGNALS = {
     "GarbledError",
     "LeftOutError",
     "NotBegunError",
+    "RequestRefusedError",
     "RunStoppedError",
+    "UnsafeError",
 }
 
 
