@@ -190,9 +190,9 @@ def compute_advantages(name: str, inp: AdvantageInput, config: AdvantageSettings
     # One conversion here instead of one at every use of the mask.
     inp = replace(inp, response_mask=mask.bool())
     if inp.episode_ids is None:
-        return estimator(_bootstrapped(inp, config.gamma), config)
+        return estimator(_bootstrapped(inp, config), config)
     fold = FoldedEpisodes.of(inp.response_mask, inp.episode_ids, inp.turn_index)
-    advantages, returns = estimator(_bootstrapped(_folded(inp, fold), config.gamma), config)
+    advantages, returns = estimator(_bootstrapped(_folded(inp, fold), config), config)
     return fold.unfold(advantages), fold.unfold(returns)
 
 
@@ -210,7 +210,7 @@ def _folded(inp: AdvantageInput, fold: FoldedEpisodes) -> AdvantageInput:
     return AdvantageInput(response_mask=fold.mask(), **folded)
 
 
-def _bootstrapped(inp: AdvantageInput, gamma: float) -> AdvantageInput:
+def _bootstrapped(inp: AdvantageInput, config: AdvantageSettings) -> AdvantageInput:
     """Add what a critic expects behind an episode that a limit cut off to the reward of its last trained token.
 
     `r_T + gamma V(s_(T+1))`: in every temporal difference and return this is the same as a value that follows the last
@@ -218,7 +218,7 @@ def _bootstrapped(inp: AdvantageInput, gamma: float) -> AdvantageInput:
     """
     if inp.bootstrap_values is None:
         return inp
-    ahead = gamma * inp.bootstrap_values.to(inp.token_level_rewards.dtype)
+    ahead = config.gamma * inp.bootstrap_values.to(inp.token_level_rewards.dtype)
     rewards = keep(inp.token_level_rewards, inp.response_mask) + place_scores(ahead, inp.response_mask)
     return replace(inp, token_level_rewards=rewards.to(inp.token_level_rewards.dtype), bootstrap_values=None)
 

@@ -112,14 +112,14 @@ def do(what):
         sys.stdout.write("x" * 100_000)
         os.write(1, b"y" * 100_000)
     if what == "garble":
-        for number in range(3, 100):
+        for number in range(3, 1024):
             try:
                 if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                     os.write(number, b"garbage\n")
             except OSError:
                 pass
     if what == "forge":
-        for number in range(3, 100):
+        for number in range(3, 1024):
             try:
                 if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                     os.write(number, b'{"id": 1, "result": {"done": 7}}\n' * 5)
