@@ -82,15 +82,6 @@ _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
 """The system call in which threads wait for locks."""
 
 
-def spec_of(settings: EnvironmentConfig, given: object = None) -> EnvironmentSpec:
-    """Return the environment of the section `environment`, or the one that the caller gives as an object.
-
-    Raises:
-        EnvironmentLoadError: Both or neither are given, or one can't be used.
-    """
-    return EnvironmentSpec.of(settings.path, settings.kwargs, settings.tools, settings.tool_timeout_s, given)
-
-
 class EnvironmentPoolError(HrlError):
     """No process for environments can be started any more."""
 

@@ -173,10 +173,6 @@ class EpisodeScores:
     plain: Tensor
     kept: Tensor
 
-    def at(self, rows: Tensor) -> EpisodeScores:
-        """Return those of some rows."""
-        return EpisodeScores(self.tokens[rows], self.scores[rows], self.plain[rows], self.kept[rows])
-
 
 def score_episodes(
     batch: DataProto, rewards: RewardService, settings: EnvironmentConfig, metrics: StepMetrics, *, validate: bool
