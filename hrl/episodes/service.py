@@ -15,19 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError
 
 from hrl.episodes.episode import Episode
 from hrl.episodes.play import AgentDoor, EpisodeError, EpisodeTask, Limits, Player
 from hrl.episodes.pool import EnvironmentPool, PoolCounts
 from hrl.episodes.router import Router
 from hrl.models.tokenizer import load_tokenizer
-from hrl.processes.evidence import why_memory_ended_it
 from hrl.processes.lifetime import die_with_parent
-from hrl.processes.watch import NEEDED
-from hrl.single_controller.own_ray import end_lost_ray, watched_get
-from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
+from hrl.single_controller.node_service import NodeService
+from hrl.single_controller.worker_errors import death_reason
 
 if TYPE_CHECKING:
     from hrl.config.environment import EnvironmentConfig
@@ -37,9 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_SHARE = 0.1
-_ANSWER_TIMEOUT_S = 120.0
-_START_TIMEOUT_S = 300.0
-_SHUTDOWN_TIMEOUT_S = 10.0
 _CONCURRENT_CALLS = 1000
 
 
@@ -278,36 +272,21 @@ class _Actor(EpisodeService):
         return os.getpid()
 
 
-class EpisodeActor:
-    """An `EpisodeService` in a Ray actor on this node: the same calls, the same results, the same errors.
+class EpisodeActor(NodeService):
+    """An `EpisodeService` in a Ray actor on this node, which starts at once: the same calls, results and errors.
 
     Args:
         setup: What episodes are played with.
-
-    Attributes:
-        handle: Handle for ranks, which pull work from it.
-        pid: Id of the actor's process, once started.
     """
 
+    title = "the episode service"
+    failure, gone = EpisodeError, EpisodeServiceError
+    closing = "close"
+    start_timeout_s = 300.0
+
     def __init__(self, setup: EpisodeSetup) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS, "scheduling_strategy": here}
-        self.handle = ray.remote(**options)(_Actor).remote(setup)
-        self.pid = -1
-        self._starting = self.handle.start.remote()
-
-    def start(self) -> None:
-        """Return when episodes can be played.
-
-        Raises:
-            EnvironmentLoadError: The environment can't be loaded.
-            EpisodeServiceError: The actor died or did not answer, as in every other call.
-        """
-        self.pid = self._call("process_id", timeout_s=_START_TIMEOUT_S)
-        NEEDED.add(self.pid, "the episode service")
-        self._answer(self._starting, "start", _START_TIMEOUT_S)
+        super().__init__(_Actor, setup, max_concurrency=_CONCURRENT_CALLS)
+        self.begin_start()
 
     def inbox(self, batch: int) -> RayInbox:
         """Return what ranks reach the service by."""
@@ -323,37 +302,3 @@ class EpisodeActor:
         """Return the episodes of a batch; see `EpisodeService.collect`."""
         collected: CollectedEpisodes = self._call("collect", batch)
         return collected
-
-    def shutdown(self) -> None:
-        """End the environments' processes, then the actor. One that doesn't answer is killed, and they end with it."""
-        NEEDED.remove(self.pid)
-        if end_lost_ray():  # with which it ends
-            return
-        try:
-            self._call("close", timeout_s=_SHUTDOWN_TIMEOUT_S)
-        except EpisodeError as error:
-            logger.info("%s; it is killed", error)
-        finally:
-            ray.kill(self.handle)
-
-    def _call(self, method: str, *args: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
-        return self._answer(getattr(self.handle, method).remote(*args), method, timeout_s)
-
-    def _answer(self, ref: Any, method: str, timeout_s: float) -> Any:
-        try:
-            return watched_get(ref, timeout_s)
-        except RayTaskError as error:  # the service's own error says all; Ray's wrapper adds nothing to it
-            cause = cause_of(error)
-            raise cause if isinstance(cause, Exception) else EpisodeError(str(error)) from None
-        except GetTimeoutError as error:
-            raise EpisodeServiceError(
-                f"the episode service did not answer `{method}` within {timeout_s:g} s"
-            ) from error
-        except RayError as error:
-            if not is_death(error):
-                raise
-            known = NEEDED.why_it_ended(self.pid) or why_memory_ended_it() or death_reason(error)
-            raise EpisodeServiceError(
-                f"the episode service (process {self.pid} on the driver's node) died before it answered `{method}`: "
-                f"{known}"
-            ) from error

@@ -16,22 +16,15 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing import TYPE_CHECKING
 
 from hrl.errors import HrlError
 from hrl.metrics import Metric
-from hrl.processes.evidence import why_memory_ended_it
 from hrl.processes.lifetime import die_with_parent
-from hrl.processes.watch import NEEDED
 from hrl.reward.library.base import FAILURE
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow, Status
 from hrl.reward.spec import RewardSpec
-from hrl.single_controller.own_ray import end_lost_ray, watched_get
-from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
+from hrl.single_controller.node_service import NodeService
 
 if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig
@@ -47,8 +40,6 @@ _COUNTED: dict[str, Status] = {
     "reward/num_skipped": "skip",
     "reward/num_unscorable": "unscorable",
 }
-_ANSWER_TIMEOUT_S = 120.0
-_SHUTDOWN_TIMEOUT_S = 10.0
 _MARGIN_S = 10.0
 _CONCURRENT_CALLS = 8
 _MAX_OPEN = 2
@@ -272,40 +263,26 @@ class _Actor(RewardLoop):
         return os.getpid()
 
 
-class RewardActor:
+class RewardActor(NodeService):
     """A `RewardLoop` in a Ray actor on this node: the same calls, the same results, the same errors.
+
+    Workers send samples with `handle.submit.remote(step, key, text)`, without awaiting it.
 
     Args:
         spec: The reward function.
         reward: The section `reward`.
-
-    Attributes:
-        handle: Handle for workers to send samples with `handle.submit.remote(step, key, text)`, without awaiting it.
-        pid: Id of the actor's process, once started.
     """
 
+    title = "the reward service"
+    failure, gone = RewardError, RewardServiceError
+    closing = "shutdown"
+    where_to_look = (
+        "\nReward functions run in processes of their own and can't take it along: see `dmesg` for the kernel's "
+        "out-of-memory killer. If that was it, lower reward.num_workers, or give the driver's node more memory"
+    )
+
     def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
-        options = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS, "scheduling_strategy": _on_this_node()}
-        self.handle = ray.remote(**options)(_Actor).remote(spec, reward)
-        self.pid = -1
-        self._starting: ray.ObjectRef | None = None
-
-    def begin_start(self) -> None:
-        """Start the processes; `start` waits for them."""
-        if self._starting is None:
-            self._starting = self.handle.start.remote()
-
-    def start(self) -> None:
-        """Start the processes, and return when they are ready.
-
-        Raises:
-            RewardFunctionError: The function can't be loaded.
-            RewardError: The actor died or did not answer, as in every other call.
-        """
-        self.begin_start()
-        self.pid = self._call("process_id")
-        NEEDED.add(self.pid, "the reward service")
-        self._answer(self._starting, "start", _ANSWER_TIMEOUT_S)
+        super().__init__(_Actor, spec, reward, max_concurrency=_CONCURRENT_CALLS)
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
         """Announce the samples of a step; see `RewardLoop.begin`."""
@@ -314,47 +291,3 @@ class RewardActor:
     def collect(self, step: int, deadline_s: float) -> list[RewardOutcome]:
         """Return the outcome of every announced sample; see `RewardLoop.collect`."""
         return self._call("collect", step, deadline_s, timeout_s=deadline_s + _MARGIN_S)
-
-    def shutdown(self) -> None:
-        """End the processes and everything that reward functions started in them, then the actor.
-
-        An actor that doesn't answer is killed: its processes end with it, and their guards end what they started.
-        """
-        NEEDED.remove(self.pid)
-        if end_lost_ray():  # with which it ends
-            return
-        try:
-            self._call("shutdown", timeout_s=_SHUTDOWN_TIMEOUT_S)
-        except RewardError as error:
-            logger.info("%s; it is killed", error)
-        finally:
-            ray.kill(self.handle)
-
-    def _call(self, method: str, *args: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
-        return self._answer(getattr(self.handle, method).remote(*args), method, timeout_s)
-
-    def _answer(self, ref: Any, method: str, timeout_s: float) -> Any:
-        try:
-            return watched_get(ref, timeout_s)
-        except RayTaskError as error:
-            # Raise the loop's own error, which names function and sample; Ray's wrapper adds nothing to it.
-            cause = cause_of(error)
-            raise cause if isinstance(cause, Exception) else RewardError(str(error)) from None
-        except GetTimeoutError as error:
-            raise RewardServiceError(f"the reward service did not answer `{method}` within {timeout_s:g} s") from error
-        except RayError as error:
-            if not is_death(error):
-                raise
-            known = NEEDED.why_it_ended(self.pid) or why_memory_ended_it()
-            died = f"the reward service (process {self.pid} on the driver's node) died before it answered `{method}`: "
-            if known is not None:
-                raise RewardServiceError(f"{died}{known}") from error
-            raise RewardServiceError(
-                f"{died}{death_reason(error)}\nReward functions run in processes of their own and can't take it along: "
-                "see `dmesg` for the kernel's out-of-memory killer. If that was it, lower reward.num_workers, or give "
-                "the driver's node more memory"
-            ) from error
-
-
-def _on_this_node() -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
