@@ -6,7 +6,7 @@ from hrl.environments.interface import Action, Environment, StepResult
 
 
 class SingleTurn(Environment):
-    """A prompt and one answer, whose worth the run's reward functions say."""
+    """A prompt and one answer, whose worth the run's reward functions say. One that was cut off is truncated."""
 
     def step(self, action: Action) -> StepResult:
-        return StepResult(done=True)
+        return StepResult(done=True, truncated=action.finish_reason == "length")

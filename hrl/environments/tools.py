@@ -113,7 +113,8 @@ class ToolEnvironment(Environment):
             elif is_own:
                 result = await _on_thread(functools.partial(self.answered, action))
             if not isinstance(result, StepResult):
-                result = StepResult(reward=result, done=True)
+                # What was cut off may have been on the way to a call.
+                result = StepResult(reward=result, done=True, truncated=action.finish_reason == "length")
             return replace(result, metrics={**self._counted(), **result.metrics})
         at_once = asyncio.Semaphore(_MOST_AT_ONCE)
         in_turn = asyncio.Lock()

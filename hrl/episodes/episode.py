@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 EndReason = Literal["done", "truncated", "max_turns", "max_tokens", "deadline", "failed"]
-"""Why an episode ended: by its nature, by a limit of the environment's, by one of the run's three, or by a failure."""
+"""Why an episode ended: by its nature, by a limit of the environment's, by one of the run's three, or by a failure.
+What the environment calls done is done, also if its last turn was cut off."""
 
 TRUNCATIONS: frozenset[EndReason] = frozenset({"truncated", "max_turns", "max_tokens", "deadline"})
 """The ends by a limit."""
@@ -45,8 +46,9 @@ class Episode:
         turn_rewards: Of each turn; None where the environment gave none.
         end: Why it ended.
         error: What failed, if something did.
-        num_tool_calls, num_tool_errors: Over all turns.
-        num_unread_calls: Turns in which a call was begun that could not be read; they count as no call.
+        num_tool_calls, num_tool_errors: Over all turns; a call that could not be read is one that failed.
+        num_unread_calls: Of these, turns in which a call was begun that could not be read.
+        is_cut_short: Whether the policy's last turn was cut off by a limit of tokens.
         num_cut_observations: Texts of the environment that lost their middle, since they were too long.
         engine_s, environment_s: Seconds that the episode waited for the engine and for its environment.
         attempts: How often it was begun; more than 1 where its environment's process had died.
@@ -62,6 +64,7 @@ class Episode:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     num_unread_calls: int = 0
+    is_cut_short: bool = False
     num_cut_observations: int = 0
     engine_s: float = 0.0
     environment_s: float = 0.0

@@ -168,6 +168,7 @@ class _Play:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     num_unread_calls: int = 0
+    is_cut_short: bool = False
     engine_s: float = 0.0
     environment_s: float = 0.0
 
@@ -203,6 +204,7 @@ class _Play:
             num_tool_calls=self.num_tool_calls,
             num_tool_errors=self.num_tool_errors,
             num_unread_calls=self.num_unread_calls,
+            is_cut_short=self.is_cut_short,
             num_cut_observations=0 if self.transcript is None else self.transcript.num_cut_texts,
             engine_s=self.engine_s,
             environment_s=self.environment_s,
@@ -332,8 +334,9 @@ class Player:
             parsed = parser.parse(output.token_ids, turn=turn)
             script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
             play.num_turns += 1
-            play.num_tool_calls += len(parsed.tool_calls)
+            play.num_tool_calls += len(parsed.tool_calls) + (parsed.error is not None)
             play.num_unread_calls += parsed.error is not None
+            play.is_cut_short = output.finish_reason == "length"
             action = Action(
                 text=parsed.text,
                 token_ids=tuple(output.token_ids),
@@ -349,11 +352,14 @@ class Player:
             play.environment_s += time.perf_counter() - began
             play.rewards.append(result.reward)
             play.metrics.update(result.metrics)
-            play.num_tool_errors = int(play.metrics.get("tool_errors", 0))
-            if output.finish_reason == "length" and len(output.token_ids) == left:
-                return "max_tokens"  # also where the environment takes what was cut off for an answer
+            play.num_tool_errors = int(play.metrics.get("tool_errors", 0)) + play.num_unread_calls
+            # The environment knows whether its task is over, whatever the last tokens of its last turn would have been.
+            if result.done and not result.truncated:
+                return "done"
+            if play.is_cut_short and len(output.token_ids) == left:
+                return "max_tokens"
             if result.done:
-                return "truncated" if result.truncated else "done"
+                return "truncated"
             if turn + 1 < settings.max_turns:
                 script.add_observation(_full(result.observation))
         return "max_turns"

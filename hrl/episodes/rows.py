@@ -12,12 +12,10 @@ import torch
 from hrl.columns import object_column
 from hrl.episodes.episode import Episode, EpisodeRow
 from hrl.protocol import DataProto
+from hrl.workers.rollout.base import FinishReason
 
 NO_VERSION = NO_TURN = -1
 """Of tokens that nobody sampled, and of padding."""
-
-_FINISH = {"done": "stop", "failed": "abort"}
-"""How an episode ended → `finish_reason` of its rows; a limit is `length`."""
 
 
 def episode_batch(
@@ -90,7 +88,7 @@ def episode_batch(
         "env_metrics": [dict(episode.metrics) for episode in of_rows],
         "messages": [list(episode.messages) for episode in of_rows],
         "end": [episode.end for episode in of_rows],
-        "finish_reason": [_FINISH.get(episode.end, "length") for episode in of_rows],
+        "finish_reason": [_finish_reason(episode) for episode in of_rows],
         "episode_error": [episode.error for episode in of_rows],
         "engine_s": [episode.engine_s for episode in of_rows],
         "environment_s": [episode.environment_s for episode in of_rows],
@@ -101,6 +99,13 @@ def episode_batch(
         tensors={name: torch.from_numpy(values) for name, values in tensors.items()},
         non_tensors=kept | {name: object_column(values) for name, values in facts.items()},
     )
+
+
+def _finish_reason(episode: Episode) -> FinishReason:
+    """Return how the engine would say that an episode ended."""
+    if episode.end == "failed":
+        return "abort"
+    return "length" if episode.is_truncated or episode.is_cut_short else "stop"
 
 
 def policy_version_of(batch: DataProto) -> int | None:

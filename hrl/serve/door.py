@@ -101,7 +101,7 @@ class Door:
         for context, turn, (read, version) in zip(wanted, turns, reads, strict=True):
             choice = read.choice
             session.add(Call(turn, context.ids, choice.token_ids, choice.log_probs, version), context.conversation)
-            session.counts["tool_calls"] += len(read.parsed.tool_calls)
+            session.counts["tool_calls"] += len(read.parsed.tool_calls) + (read.parsed.error is not None)
             session.counts["tool_errors"] += read.parsed.error is not None
             session.counts["unread_calls"] += read.parsed.error is not None
             session.counts["tool_errors"] += sum(call.arguments is None for call in read.parsed.tool_calls)

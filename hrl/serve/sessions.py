@@ -98,8 +98,8 @@ class Session:
         conversations: What was said.
         chats, texts: What its clients were told, to be known again.
         counts: `calls`, `sampled_tokens`, `refused`, `dropped` (the client went away), `overridden` (asked for other
-            sampling than `fixed`), `tool_calls`, `tool_errors` (calls that can't be read), `unread_calls` (of these,
-            those that are no call at all).
+            sampling than `fixed`), `tool_calls`, `tool_errors` (of these, calls that can't be read), `unread_calls` (of
+            these, those that no parser makes a call of).
         reached: The first limit that it ran into.
     """
 

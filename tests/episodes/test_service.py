@@ -14,18 +14,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError
 from transformers import PreTrainedTokenizerBase
 
+from hrl.columns import object_column
 from hrl.config.environment import EnvironmentConfig
 from hrl.environments.interface import Action, Observation, StepResult
 from hrl.environments.loading import EnvironmentLoadError
+from hrl.environments.single_turn import SingleTurn
+from hrl.environments.tools import ToolEnvironment
 from hrl.episodes.episode import Episode, EpisodeRow
+from hrl.episodes.metrics import episode_metrics
 from hrl.episodes.parsing import ParsedTurn
 from hrl.episodes.play import AgentPlay, EpisodeError, EpisodeTask, Limits, Player
 from hrl.episodes.pool import EnvironmentLostError, PoolCounts, environment_of
+from hrl.episodes.rows import episode_batch
 from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed
 from hrl.errors import may_pass
+from hrl.protocol import DataProto
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import RolloutError, SampleOutput
 from hrl.workers.rollout.single_requests import serve_requests
@@ -310,7 +317,63 @@ def test_a_call_that_can_not_be_read_and_a_text_that_was_cut_are_counted(monkeyp
     player = Player(TOKENIZER, (STOP,), {}, settings, Limits(99, 999), Long(), generate)  # type: ignore[arg-type]
     episode = asyncio.run(player.play(*tasks(1)))
     assert (episode.end, episode.num_unread_calls, episode.num_cut_observations) == ("done", 3, 2)
+    assert (episode.num_tool_calls, episode.num_tool_errors) == (3, 3), "a call that can't be read has failed"
     assert [action.error for action in told] == ["half a call"] * 3
+
+
+class Says(Lost):
+    """A world of one turn, which ends as it is told to."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+
+    async def reset(self) -> Observation:
+        return Observation(messages=[{"role": "user", "content": "?"}])
+
+    async def step(self, action: Action) -> StepResult:
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("limit", "result", "end", "finish"),
+    [
+        (2, StepResult(done=True), "done", "length"),
+        (2, StepResult(done=True, truncated=True), "max_tokens", "length"),
+        (2, StepResult("go on"), "max_tokens", "length"),
+        (3, StepResult(done=True), "done", "stop"),
+        (3, StepResult(done=True, truncated=True), "truncated", "length"),
+    ],
+)
+def test_what_the_environment_calls_done_is_done_also_of_a_turn_that_was_cut_off(
+    limit: int, result: StepResult, end: str, finish: str
+) -> None:
+    async def generate(_: list[int], sampling: SamplingParams, *__: Any) -> SampleOutput:
+        ids = [5, 6, STOP][: sampling.max_tokens]
+        return SampleOutput(ids, [-0.5] * len(ids), "stop" if STOP in ids else "length", VERSION)
+
+    world: Any = Says(result)
+    player = Player(TOKENIZER, (STOP,), {}, EnvironmentConfig(), Limits(99, limit), world, generate)
+    (task,) = tasks(1)
+    episode = asyncio.run(player.play(task))
+    assert episode.end == end and episode.is_truncated is (end != "done")
+    assert episode_metrics([episode])["episode/truncated_ratio"].result() == float(end != "done")
+    prompts = torch.ones(1, 1, dtype=torch.int64)
+    asked = DataProto.from_dict(
+        tensors={"prompts": prompts, "attention_mask": prompts},
+        non_tensors={"uid": object_column(["u0"]), "sample_index": object_column([0])},
+    )
+    batch = episode_batch(asked, [episode], prompt_width=99, response_width=limit, pad_id=0)
+    assert batch.non_tensor_batch["finish_reason"].tolist() == [finish], "as for a single response"
+
+
+@pytest.mark.parametrize("environment", [SingleTurn(), ToolEnvironment()])
+@pytest.mark.parametrize(("finish", "is_cut"), [("stop", False), ("length", True)])
+def test_an_answer_that_was_cut_off_is_truncated_where_any_text_is_an_answer(
+    environment: Any, finish: str, is_cut: bool
+) -> None:
+    returned = environment.step(Action("It is", finish_reason=finish))
+    result = asyncio.run(returned) if asyncio.iscoroutine(returned) else returned
+    assert result.done and result.truncated is is_cut
 
 
 def test_what_happened_to_the_processes_comes_with_each_batch() -> None:

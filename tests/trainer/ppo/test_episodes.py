@@ -87,6 +87,8 @@ def test_an_episode_that_is_left_out_trains_nothing_in_any_of_its_rows() -> None
         ("max_turns", {"on_truncation": "mask"}, False, False),
         ("max_turns", {"on_truncation": "mask"}, True, True),
         ("done", {"on_truncation": "mask"}, False, True),
+        ("done", {"on_truncation": "score"}, False, True),
+        ("done", {"on_truncation": "bootstrap"}, False, True),
     ],
 )
 def test_which_ends_count(end: str, settings: dict, validate: bool, counts: bool) -> None:
@@ -124,7 +126,8 @@ def test_an_episode_that_was_cut_off_ends_in_the_value_behind_its_last_row(end: 
 
     assert values_behind_truncations(batch_of(ends=(end, "done")), last_values).tolist() == [7, 7, 0]
     assert asked == [[[0, 0, 0, 1]]]
-    assert values_behind_truncations(batch_of(ends=("failed", "done")), last_values).tolist() == [0, 0, 0]
+    for end in ("failed", "done"):
+        assert values_behind_truncations(batch_of(ends=(end, "done")), last_values).tolist() == [0, 0, 0]
     assert len(asked) == 1, "a critic is not asked about nothing"
 
 
