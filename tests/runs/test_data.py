@@ -61,10 +61,15 @@ def configuration(model: Path, folder: Path, steps: int, data: dict[str, Any]) -
     )
 
 
-def reward(response: str, answer: str, meta: object = None, level: str | None = None) -> dict[str, Any]:
-    """Differs between samples; the sums with an even answer are solved."""
-    assert (meta is None) == (level is not None), "a row has the columns of its own source"
-    return {"score": len(set(response)) / 10, "acc": float(int(answer) % 2 == 0)}
+def spread() -> Any:
+    """A reward function that is sent by value: each of its processes would import this file, and torch with it."""
+
+    def reward(response: str, answer: str, meta: object = None, level: str | None = None) -> dict[str, Any]:
+        """Differs between samples; the sums with an even answer are solved."""
+        assert (meta is None) == (level is not None), "a row has the columns of its own source"
+        return {"score": len(set(response)) / 10, "acc": float(int(answer) % 2 == 0)}
+
+    return reward
 
 
 def drawn(folder: Path, step: int) -> list[tuple[str, str]]:
@@ -76,7 +81,7 @@ def test_a_run_on_two_sources_with_a_sampler_resumes_exactly(runner: Runner, sou
     data = {"train_files": sources, "sampler": "pass_rate"}
     for name, parts in (("straight", (4,)), ("resumed", (2, 4))):
         for steps in parts:
-            run_configured("ppo", configuration(runner.model, tmp_path / name, steps, data), Given(reward=reward))
+            run_configured("ppo", configuration(runner.model, tmp_path / name, steps, data), Given(reward=spread()))
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert not (straight / "model").exists()  # its checkpoints have the weights
     for step in range(1, 5):
@@ -111,7 +116,7 @@ def test_a_step_that_is_sampled_beside_a_validation_is_the_same_in_a_run_that_re
             for part in (values["actor_rollout_ref"]["rollout"], values["actor_rollout_ref"]["actor"]["fsdp_config"]):
                 part["dtype"] = "float32"
             values["trainer"] |= {"test_freq": 1, "val_before_train": True}
-            run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(reward=reward))
+            run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(reward=spread()))
         rollouts = tmp_path / folder / "rollouts"
         found = [read_jsonl(rollouts_file(rollouts, step, kind)) for step in (1, 2) for kind in ("train", "val")]
         return [[(each["uid"], each["response"], each["score"]) for each in records] for records in found]
@@ -133,7 +138,7 @@ def test_a_prompt_that_comes_twice_in_a_step_is_two_groups(runner: Runner, sourc
     roles = config.actor_rollout_ref.model_copy(update={"actor": actor})
     trainer = config.trainer.model_copy(update={"save_freq": -1})
     run_configured(
-        "ppo", config.model_copy(update={"actor_rollout_ref": roles, "trainer": trainer}), Given(reward=reward)
+        "ppo", config.model_copy(update={"actor_rollout_ref": roles, "trainer": trainer}), Given(reward=spread())
     )
     assert find_trained(str(tmp_path / "run")).name == str(tmp_path / "run" / "model")  # which no checkpoint holds
     records = list(read_jsonl(rollouts_file(tmp_path / "run" / "rollouts", 1, "train")))
