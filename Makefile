@@ -65,18 +65,20 @@ TOGETHER := $(MAKE) --no-print-directory -j3 -O
 PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
 FAST := -m "not engine and not gpu and not cluster and not site"
 WITHOUT_ENGINES := -m "not engine and not gpu"
-ONE_HALF := $(addprefix tests/,workers single_controller runs)
+ONE_HALF := $(addprefix tests/,workers single_controller runs reward cluster)
+# To collect all others takes half a minute. (tests/conftest.py holds that a file names the marks of its tests.)
+WITH_ENGINES = $(shell grep -rlE --include='test_*.py' 'pytest\.mark\.(engine|gpu)' tests | sort)
 
-test: lint type  ## everything CI runs
-	@echo 'tests run in three processes; each shows its output when it ends'
-	@$(TOGETHER) test-engines test-one-half test-other-half
+test: lint  ## everything CI runs
+	@echo 'types and tests are checked in three processes; each shows its output when it ends'
+	@$(TOGETHER) type test-other-half test-engines test-one-half
 
 test-fast: install-dev  ## the tests that need no real engine, no Ray, no second rank, no whole run and no built site
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(TOGETHER) test-fast-one-half test-fast-other-half
 
 test-engines:
-	$(PYTEST) -m "engine or gpu"
+	$(PYTEST) -m "engine or gpu" $(WITH_ENGINES)
 
 test-one-half:
 	$(PYTEST) $(WITHOUT_ENGINES) $(ONE_HALF)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-# Two test processes share the cores (`make test`), and each starts others: threads that wait for each other by spinning
+# Test processes share the cores (`make test`), and each starts others: threads that wait for each other by spinning
 # take the time of those that work, and models this small gain nothing from a second thread. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -61,10 +62,18 @@ def own_registries() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that need the session's cluster, and skips those marked `gpu` where there is no CUDA device."""
+    """Marks the tests that need the session's cluster, and skips those marked `gpu` where there is no CUDA device.
+
+    Raises:
+        UsageError: A file has a test marked `engine` or `gpu` and does not say so where the Makefile looks.
+    """
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
+    apart = {item.path for item in items if item.get_closest_marker("engine") or item.get_closest_marker("gpu")}
+    for path in sorted(apart):
+        if not re.search(r"pytest\.mark\.(engine|gpu)", path.read_text(encoding="utf-8")):
+            raise pytest.UsageError(f"{path}: `make test-engines` runs files that have `pytest.mark.engine` in them")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
