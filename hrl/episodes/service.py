@@ -260,8 +260,8 @@ class RayInbox:
         self.handle.answered.remote(answers)
 
 
-class _Actor(EpisodeService):
-    """The service in a process of its own."""
+class EpisodeProcess(EpisodeService):
+    """The service in a process of its own, which `ps` shows as `ray::EpisodeProcess`."""
 
     def __init__(self, setup: EpisodeSetup) -> None:
         die_with_parent()  # the parent is the raylet, which ends with the driver; the kernel is faster than Ray here
@@ -285,7 +285,7 @@ class EpisodeActor(NodeService):
     start_timeout_s = 300.0
 
     def __init__(self, setup: EpisodeSetup) -> None:
-        super().__init__(_Actor, setup, max_concurrency=_CONCURRENT_CALLS)
+        super().__init__(EpisodeProcess, setup, max_concurrency=_CONCURRENT_CALLS)
         self.begin_start()
 
     def inbox(self, batch: int) -> RayInbox:

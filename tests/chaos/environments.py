@@ -27,106 +27,7 @@ _TURNS = 4
 _MAX_ATTEMPTS = 2
 _MOST_REPLAYS = 20
 
-CODE = """
-import asyncio, ctypes, os, signal, subprocess, sys, time
-import hrl
-
-class World(hrl.ToolEnvironment):
-    def reset(self, row, seed):
-        self.total = seed
-        return row["prompt"]
-
-    @hrl.tool
-    def add(self, number: int) -> int:
-        self.total += number
-        return self.total
-
-    @hrl.tool
-    async def look(self) -> int:
-        await asyncio.sleep(0.01)
-        return self.total
-
-    @hrl.tool
-    def plainly(self, what: str) -> str:
-        return do(what)
-
-    @hrl.tool
-    async def asynchronously(self, what: str) -> str:
-        if what == "sleep":
-            await asyncio.sleep(1000)
-        return do(what)
-
-kept = []
-
-def do(what):
-    if what == "sleep":
-        time.sleep(1000)
-    elif what == "spin":
-        while True:
-            pass
-    elif what == "spin in C":
-        sum(range(10**13))
-    elif what == "sleep with Python's lock":
-        ctypes.PyDLL(None).sleep(1000)
-    elif what == "raise":
-        raise ZeroDivisionError("by the tool")
-    elif what == "exit":
-        sys.exit(3)
-    elif what == "end":
-        os._exit(3)
-    elif what == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "crash":
-        ctypes.string_at(0)
-    elif what == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1)
-    elif what == "megabyte":
-        return "x" * 1_000_000
-    elif what == "hundred megabytes":
-        return "x" * 100_000_000
-    elif what == "recursive":
-        found = []
-        found.append(found)
-        return found
-    elif what == "surrogate":
-        return "\\ud800" * 10
-    elif what == "leak":
-        while True:
-            kept.append(bytearray(16 << 20))
-    elif what == "fork":
-        for _ in range(20):
-            if os.fork() == 0:
-                time.sleep(1000)
-        subprocess.Popen(["setsid", "sleep", "1000.5"])
-        return "forked"
-    elif what == "fork and return":
-        os.fork()
-        return "returned"
-    elif what == "print":
-        for _ in range(100):
-            sys.stdout.write("x" * 10_000 + "\\n")
-            os.write(1, b'{"id": 1, "result": {}}\\n')
-    elif what == "write to the connection":
-        for number in range(3, 100):
-            try:
-                if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                    os.write(number, b'{"id": 3, "result": {"done": true}}\\n')
-            except OSError:
-                pass
-    elif what == "close all files":
-        os.closerange(3, 1000)
-    elif what == "stop the loop":
-        asyncio.get_running_loop().stop()
-    elif what == "cancel all tasks":
-        for task in asyncio.all_tasks():
-            task.cancel()
-    elif what == "kill all":
-        os.kill(-1, signal.SIGKILL)
-    elif what == "kill the parent":
-        os.kill(os.getppid(), signal.SIGKILL)
-    return "done"
-"""
+WORLDS = Path(__file__).with_name("worlds.py")
 
 Judge = Callable[[object], str | None]
 """Takes what came of the faulty call, the tool's answer or an error; returns why that is wrong, or None."""
@@ -203,12 +104,10 @@ async def _together(pool: EnvironmentPool, episodes: int, tool: str, what: str) 
 
 def beside(tool: str, what: str, judge: Judge, folder: Path, *, episodes: int = _EPISODES) -> Outcome:
     """Play episodes of which three are faulty, and judge these and all the others."""
-    file = folder / "world.py"
-    file.write_text(CODE)
     settings = EnvironmentConfig(
         num_workers=_PROCESSES, step_timeout_s=3.0, memory_limit_gib=1.0, max_observation_tokens=256
     )
-    spec = EnvironmentSpec.of(f"{file}:World", tool_timeout_s=1.0)
+    spec = EnvironmentSpec.of(f"{WORLDS}:World", tool_timeout_s=1.0)
 
     async def run() -> tuple[list[list[str]], list[object], str]:
         with (folder / "output").open("wb") as output:

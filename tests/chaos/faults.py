@@ -29,6 +29,7 @@ ROOMS: tuple[str, ...] = (
     "sync_faults",
     "refusals",
     "environments",
+    "episodes",
 )
 
 

@@ -30,11 +30,12 @@ import psutil
 
 from hrl.processes.child_environment import changed_environment
 from tests.chaos import small
+from tests.chaos.environments import WORLDS
 from tests.chaos.faults import Fault, Outcome
 from tests.runs.runner import ROOT, descendants
 
 KIND = "a long run, in which nothing may grow"
-REAL_STEPS, SCRIPTED_STEPS = 600, 3000
+REAL_STEPS, EPISODE_STEPS, SCRIPTED_STEPS = 600, 300, 3000
 #: glibc's own limits, which it moves by itself if nobody sets them.
 GIVEN_BACK_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
 #: vLLM takes its cache's blocks in turn, and the system counts a block once it was written: all are within 150 steps.
@@ -62,6 +63,8 @@ PARTS = {
     "hrl.reward": "rewards",
     "reward/process": "rewards",
     "ray::_Actor": "rewards",  # `hrl.reward.actor`
+    "ray::EpisodeProcess": "episodes",
+    "environment_process": "environments",
     "ray::IDLE": "idle",
     "ray::": "ranks",
 }
@@ -161,12 +164,13 @@ def rows_of_many_lengths(folder: Path) -> list[str]:
     """Write prompts of one to sixty words, and return the overrides for a run on them."""
     file = folder / "rows.jsonl"
     draw = random.Random(0)
-    lines = ({"prompt": " ".join(["and"] * draw.randint(1, 60)), "answer": ""} for _ in range(64))
+    whats = ["raise", "step: raise", *[""] * 14] * 4  # of tools and environments, where there are any
+    lines = ({"prompt": " ".join(["and"] * draw.randint(1, 60)), "answer": "", "what": what} for what in whats)
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return [f"data.train_files={file}", f"data.val_files={file}", "data.max_prompt_length=128"]
 
 
-def real(engine: str, *overrides: str, steps: int = REAL_STEPS) -> Fault:
+def real(engine: str, *overrides: str, steps: int = REAL_STEPS, what: str = "") -> Fault:
     """A run of the small model on a cluster, sampled after every step."""
 
     def inject(folder: Path) -> Outcome:
@@ -205,7 +209,7 @@ def real(engine: str, *overrides: str, steps: int = REAL_STEPS) -> Fault:
             one["object store", "KiB"] = kib
         return judged(series[:-2], began, f"{len(series)} of {steps} steps on {engine} sampled")  # it ends meanwhile
 
-    return Fault(KIND, f"{steps} steps of a small model on {engine}", inject)
+    return Fault(KIND, f"{steps} steps of a small model on {engine}{what}", inject)
 
 
 def scripted(steps: int) -> Fault:
@@ -257,7 +261,23 @@ def run_scripted(folder: Path, steps: int) -> Iterator[dict[str, float]]:
     yield from sampled
 
 
-FAULTS: list[Fault] = [scripted(SCRIPTED_STEPS), real("hf"), real("vllm")]
+#: Of three turns, each of which calls a tool. A row of each batch has a tool that raises, and one an environment.
+EPISODES = (
+    "data.shuffle=false",
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.rollout.n=2",
+    f"environment.path={WORLDS}:Varied",
+    "environment.tool_parser=hermes",
+    "environment.max_turn_tokens=3",
+    "data.max_response_length=120",
+)
+FAULTS: list[Fault] = [
+    scripted(SCRIPTED_STEPS),
+    real("hf"),
+    real("vllm"),
+    real("hf", *EPISODES, steps=EPISODE_STEPS, what=" that plays episodes"),
+]
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps([*run_scripted(Path(sys.argv[1]), int(sys.argv[2]))]))

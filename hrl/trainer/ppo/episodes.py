@@ -18,12 +18,13 @@ from hrl.episodes.metrics import episode_metrics, pool_metrics
 from hrl.episodes.play import EpisodeTask, Limits
 from hrl.episodes.pool import environment_of
 from hrl.episodes.rows import episode_batch, policy_version_of
-from hrl.episodes.service import EpisodeActor, EpisodeSetup
+from hrl.episodes.service import EpisodeActor, EpisodeServiceError, EpisodeSetup
 from hrl.metrics import Metric, StepMetrics
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardError
 from hrl.serve.agents import AgentDoor
+from hrl.single_controller.worker_errors import WorkerError
 from hrl.workers.rollout.base import sample_keys
 
 if TYPE_CHECKING:
@@ -98,13 +99,22 @@ class EpisodeDriver:
 
         Raises:
             EpisodeError: Episodes failed, and `environment.on_error` does not allow it.
+            EpisodeServiceError: The service is gone.
+            WorkerError: A rank failed.
         """
         self._num_batches += 1
         tasks, request = tasks_of(asked), asked.request
         num_engines = engines.world_size // self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
         timeout_s = BATCH_SHARE * self._config.trainer.timeouts.call_s
         self._service.begin(self._num_batches, tasks, num_engines, request.reward_round, timeout_s)
-        engines.serve_requests(self._service.inbox(self._num_batches))
+        try:
+            engines.serve_requests(self._service.inbox(self._num_batches))
+        except WorkerError as error:
+            if isinstance(
+                error.__cause__, EpisodeServiceError
+            ):  # a rank sees that it is gone, and here it is known why
+                self._service.collect(self._num_batches)
+            raise
         collected = self._service.collect(self._num_batches)
         episodes = collected.episodes
         # The greedy baselines of a training step say how the policy is at another temperature.

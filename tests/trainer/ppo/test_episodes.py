@@ -10,11 +10,15 @@ import torch
 from hrl.columns import object_column
 from hrl.config import PPOTrainerConfig
 from hrl.config.environment import EnvironmentConfig
+from hrl.episodes.service import EpisodeServiceError
+from hrl.errors import may_pass
 from hrl.metrics import StepMetrics
+from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardError
 from hrl.reward.combine import CombinedScores, RewardShaping
-from hrl.trainer.ppo.episodes import heads_of, score_episodes, values_behind_truncations
+from hrl.single_controller.worker_errors import WorkerError
+from hrl.trainer.ppo.episodes import EpisodeDriver, heads_of, score_episodes, values_behind_truncations
 from hrl.trainer.ppo.generation import count_troubles
 from hrl.trainer.ppo.rewards import RewardService
 
@@ -180,3 +184,36 @@ def test_rewards_of_episodes_that_do_not_count_are_in_no_statistic() -> None:
     )
     assert combined.kept.tolist() == [True, False] and combined.plain.tolist() == [1.0, 0.0]
     assert metrics["reward/environment/mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        (EpisodeServiceError("the process that plays the episodes is gone"), "SIGSTOP"),
+        (RuntimeError("out of blocks"), "rank 0: serve"),
+    ],
+)
+def test_the_end_of_the_service_is_told_as_the_driver_knows_it_and_what_fails_on_a_rank_as_the_rank_does(
+    seen: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        def collect(self, batch: int) -> None:
+            raise EpisodeServiceError("the episode service (process 7) died: SIGSTOP")
+
+        def begin(self, *_: object) -> None: ...
+
+        def inbox(self, batch: int) -> None: ...
+
+    def serve_requests(_: object) -> None:
+        raise WorkerError(0, "serve", "serve", str(seen)) from seen
+
+    monkeypatch.setattr("hrl.trainer.ppo.episodes.EpisodeActor", lambda _: Gone())
+    monkeypatch.setattr("hrl.trainer.ppo.episodes.tasks_of", lambda _: [])
+    config = PPOTrainerConfig.model_validate({"environment": {"path": "single_turn"}})
+    driver = EpisodeDriver(config, None, "", TokenIds(0, (0,), 1))
+    driver.begin_start(None)
+    asked = SimpleNamespace(request=SimpleNamespace(reward_round=None))
+    engines = SimpleNamespace(world_size=1, serve_requests=serve_requests)
+    with pytest.raises((EpisodeServiceError, WorkerError), match=told) as end:
+        driver.play(asked, engines, StepMetrics())  # type: ignore[arg-type]
+    assert may_pass(end.value) == isinstance(seen, EpisodeServiceError)
