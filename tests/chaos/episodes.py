@@ -120,7 +120,7 @@ def undisturbed() -> Mapping[str, Any]:
 
 def first_step(folder: Path) -> dict[str, Any]:
     """Return the episodes of the first step by their names, without what no two runs share."""
-    quiet = ("advantage", "ground_truth", *NOISE)
+    quiet = ("advantage", "ground_truth", "data_source", *NOISE)
     return {
         record["episode_id"]: {key: value for key, value in record.items() if not key.startswith(quiet)}
         for record in read_jsonl(folder / "rollouts" / "step_1.jsonl")
