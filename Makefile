@@ -65,13 +65,13 @@ TOGETHER := $(MAKE) --no-print-directory -j3 -O
 PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
 FAST := -m "not engine and not gpu and not cluster and not site"
 WITHOUT_ENGINES := -m "not engine and not gpu"
-ONE_HALF := $(addprefix tests/,workers single_controller runs reward cluster)
+ONE_HALF := $(addprefix tests/,workers single_controller runs reward cluster processes)
 # To collect all others takes half a minute. (tests/conftest.py holds that a file names the marks of its tests.)
 WITH_ENGINES = $(shell grep -rlE --include='test_*.py' 'pytest\.mark\.(engine|gpu)' tests | sort)
 
 test: lint  ## everything CI runs
 	@echo 'types and tests are checked in three processes; each shows its output when it ends'
-	@$(TOGETHER) type test-other-half test-engines test-one-half
+	@$(TOGETHER) type test-one-half test-other-half test-engines
 
 test-fast: install-dev  ## the tests that need no real engine, no Ray, no second rank, no whole run and no built site
 	@echo 'tests run in two processes; each shows its output when it ends'

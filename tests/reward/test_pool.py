@@ -17,6 +17,7 @@ from hrl.processes.isolation import isolation_limit
 from hrl.reward.function import BuiltIn, PickledFunction, RewardFunctionError, UserFile
 from hrl.reward.pool import RewardPool, RewardRow, _Task
 from hrl.reward.spec import RewardSpec
+from tests.reward.given import Judge, named
 from tests.reward.settings import reward
 
 FUNCTION = """
@@ -661,30 +662,12 @@ def test_a_function_can_neither_look_into_its_parent_or_any_other_process_nor_en
 # ---------------------------------------------------------------------- functions given as objects
 
 
-def named(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(len(solution_str)), "module": __name__}
-
-
-class Judge:
-    """Called as an async function is."""
-
-    def __init__(self, bonus):
-        self.bonus = bonus
-
-    async def __call__(self, solution_str, **_):
-        if solution_str == "sleep":
-            time.sleep(1000)
-        if solution_str == "raise":
-            raise ZeroDivisionError("by the user")
-        return len(solution_str) + self.bonus
-
-
 def test_a_function_of_a_module_travels_by_the_names_of_both():
     sent = PickledFunction.of(named)
     assert len(sent.pickled) < 200
     with RewardPool(RewardSpec(sent), reward(timeout_s=5.0)) as pool:
         outcome = score(pool, "four")
-    assert (outcome.score, outcome.parts) == (4.0, {"module": __name__})
+    assert (outcome.score, outcome.parts) == (4.0, {"module": "tests.reward.given"})
 
 
 def test_a_closure_and_an_object_travel_with_what_they_hold():
@@ -706,7 +689,7 @@ def test_a_function_given_as_an_object_is_under_the_same_limits_and_errors():
         assert score(pool, "sleep").status == "timeout"
         error = score(pool, "raise").error
     assert error.endswith("ZeroDivisionError: by the user")
-    assert "test_pool.py" in error and "hrl/reward" not in error
+    assert "given.py" in error and "hrl/reward" not in error
 
 
 def test_a_function_of_a_module_that_its_processes_do_not_find_is_told_at_start(monkeypatch):

@@ -12,15 +12,12 @@ from hrl.reward.function import PickledFunction, RewardFunctionError, is_async, 
 from hrl.reward.pool import RewardPool, RewardRow
 from hrl.reward.spec import RewardSpec
 from hrl.reward.weighted import entries_of, weighted_sum
-from tests.reward.test_pool import reward
+from tests.reward.given import correct
+from tests.reward.settings import reward
 
 
 def as_one(rewards):
     return weighted_sum({name: (function, weight) for name, function, weight in entries_of(rewards)})
-
-
-def correct(response, answer):
-    return float(response == answer)
 
 
 def brief(response, **sample):
