@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +22,7 @@ from hrl.config.compose import compose_kind
 from hrl.config.outline import outline_of
 from hrl.config.run_kind import PPO
 from hrl.plan.hardware import CPU, Hardware, cpu, hardware_named
+from hrl.plan.lengths import Lengths
 from hrl.plan.shapes import shapes_of
 from hrl.plan.step import CostModel
 from hrl.plan.workload import Workload
@@ -28,6 +30,15 @@ from hrl.preflight.memory_look import memory_here
 from hrl.report.run_folder import read_jsonl
 
 MEASURED = "timing_s/"
+KNOWN = {
+    "prompt": "prompt_length/mean",
+    "response": "response_length/mean",
+    "turns": "episode/turns/mean",
+    "environment_tokens": "episode/environment_tokens/mean",
+    "environment_s": "episode/environment_s/mean",
+    "shared": "actor/shared_tokens",
+}
+"""What is known of a step's rows → its metric."""
 HEAD = (
     "| run | phase | steps | run s | model s | off by | at most |",
     "| --- | --- | --- | --- | --- | --- | --- |",
@@ -45,9 +56,10 @@ def compared(run: Path, hardware: Hardware) -> list[str]:
         was_sampled_before, was_validated = was_validated, f"{MEASURED}testing" in step
         if step["step"] < 2 or was_sampled_before or f"{MEASURED}step" not in step:
             continue
-        lengths = [step[f"{part}_length/mean"] for part in ("prompt", "response")]
-        work = Workload.of(config, *lengths)
-        work = Workload.of(config, *lengths, step.get("actor/rows_run", work.sequences) / work.sequences)
+        lengths = {name: step[metric] for name, metric in KNOWN.items() if metric in step}
+        known = Lengths(**lengths)
+        rows = Workload.of(config, known).sequences
+        work = Workload.of(config, replace(known, teaching=step.get("actor/rows_run", rows) / rows))
         cost = CostModel(config, shapes, hardware, work).cost()
         for name, model in [(phase.name, phase.seconds) for phase in cost.phases] + [("step", cost.seconds)]:
             if MEASURED + name in step:

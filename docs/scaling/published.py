@@ -9,6 +9,7 @@ from hrl.cluster.precision import with_dtypes
 from hrl.config.outline import outline_of
 from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine
+from hrl.plan.lengths import Lengths
 from hrl.plan.shapes import shapes_of
 from hrl.plan.step import CostModel, StepCost
 from hrl.plan.workload import Workload
@@ -49,7 +50,7 @@ class Published:
         named = f"actor_rollout_ref.model.path={MODELS / self.model}"
         config = LaunchLine.of(["grpo", "data.train_files=rows.jsonl", named, *self.line]).config()
         config = with_dtypes(config, "cuda")
-        work = Workload.of(config, self.prompt, self.response)
+        work = Workload.of(config, Lengths(self.prompt, self.response))
         return CostModel(config, shapes_of(outline_of(config)), GPUS[self.gpu], work).cost()
 
 

@@ -19,12 +19,13 @@ from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine, PlanError
 from hrl.plan.layout import BUDGET, ENGINE_SHARE, OPTIMIZER_OFFLOAD, PARAM_OFFLOAD, RECOMPUTE, REQUESTS, SHARDS, SLEEPS
 from hrl.plan.layout import TENSOR_PARALLEL as ENGINE
-from hrl.plan.plan import Lengths, Plan, plan
+from hrl.plan.lengths import Lengths
+from hrl.plan.plan import Plan, plan
 from hrl.plan.step import driver_s
 from hrl.plan.sync import sync_s
 from hrl.preflight.memory_ledger import GIB
 from tests.plan.recorded import DECODING, HOP_TOKENS, HOPS, SMOL, STEPS, SYNC_S, TWO_CORES
-from tests.plan.test_recorded import model_of, of_a_token
+from tests.plan.test_recorded import model_of, of_a_token, off_with_episodes
 
 HERE = Path(__file__).parent
 PAGE = HERE.with_suffix(".md")
@@ -155,6 +156,21 @@ def measured() -> list[str]:
     return lines
 
 
+def of_episodes() -> list[str]:
+    """Return the table of phases of measured steps with episodes on two cores."""
+    lines = [
+        "| phase | steps | measured s, median | model s, median | off by, median | off by |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for phase, steps in off_with_episodes().items():
+        both = " | ".join(f"{median(side):.3g}" for side in zip(*steps, strict=True))
+        offs = [said / seconds - 1 for seconds, said in steps]
+        lines.append(
+            f"| `{phase}` | {len(steps)} | {both} | {median(offs):+.0%} | {min(offs):+.0%} to {max(offs):+.0%} |"
+        )
+    return lines
+
+
 def others() -> list[str]:
     """Return the table of what else was measured on two cores."""
     lines = ["| what | measured s | model s | off by | |", "| --- | --- | --- | --- | --- |"]
@@ -222,6 +238,7 @@ def main() -> None:
     write(
         {
             "measured": measured(),
+            "episodes": of_episodes(),
             "others": others(),
             "published": published,
             "hardware": hardware(),

@@ -37,6 +37,14 @@ def positive(text: str) -> float:
     return number
 
 
+def not_negative(text: str) -> float:
+    """Return a number that is 0 or more."""
+    number = _number(text)
+    if not number >= 0:
+        raise ArgumentTypeError(f"{text} is below 0")
+    return number
+
+
 def share(text: str) -> float:
     """Return a number from 0 to 1."""
     number = _number(text)

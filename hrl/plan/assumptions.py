@@ -21,6 +21,7 @@ class Assumptions:
         engine_row_s: The same for each running request.
         block_tokens: Tokens of a block of the cache; samples share whole blocks of their prompt.
         wave_s: Seconds of a batch beside its iterations: requests are handed over, answers taken apart.
+        turn_s: Processor seconds of the episode service for a turn: templates, parsing, routing.
         sampler_passes: How often the sampler reads or writes a request's float32 logits.
         expert_share: What products of experts reach of what dense ones reach.
         allreduce_s: Seconds of an all-reduce of a few bytes among the ranks of an engine.
@@ -47,6 +48,7 @@ class Assumptions:
     engine_row_s: float
     block_tokens: float
     wave_s: float
+    turn_s: float
     sampler_passes: float
     expert_share: float
     allreduce_s: float
@@ -70,6 +72,7 @@ class Assumptions:
 # 512 and 1,024 ranks in one run of `make bench`, and 24, 46, 202 and 311 in the next.
 _DRIVER_HOP_S, _DRIVER_TOKEN_S, _DRIVER_RANK_S, _ADVANTAGE_TOKEN_S = 5e-3, 15e-9, 0.42e-3, 15e-9
 _IMBALANCE = 1.02
+_TURN_S = 0.51e-3
 
 ON_GPU = Assumptions(
     prefill_share=0.50,  # a guess: less than training, whose batches are larger
@@ -79,6 +82,7 @@ ON_GPU = Assumptions(
     engine_row_s=10e-6,  # a guess; hrl's own share is 2.4 µs (docs/status.md)
     block_tokens=16,  # vLLM's default
     wave_s=0.5,  # a guess
+    turn_s=_TURN_S,  # 1,000 episodes of 6 turns with a scripted engine (docs/status.md)
     sampler_passes=5,  # counted in vLLM 0.32's second runner: one write of the logits, four reads
     expert_share=0.50,  # a guess
     allreduce_s=10e-6,  # a guess: vLLM's own kernel over NVLink
@@ -107,6 +111,7 @@ ON_CPU = Assumptions(
     engine_row_s=0.0,  # part of the sampler's
     block_tokens=32,  # hrl.workers.rollout.vllm_engine
     wave_s=0.6,  # sampling 64 responses of 12.3 tokens: 2.50 s
+    turn_s=_TURN_S,  # 1,000 episodes of 6 turns with a scripted engine (docs/status.md)
     sampler_passes=18,  # sampling 128 responses of 20.6 tokens: 4.99 s
     expert_share=0.50,  # as on a GPU
     allreduce_s=1e-3,  # a guess

@@ -10,27 +10,21 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.plan.hardware import CPU, Hardware
 from hrl.plan.launch_line import LaunchLine, PlanError
 from hrl.plan.layout import Changes, Layout, best_layout
+from hrl.plan.lengths import Lengths, response_of, turns_of
 from hrl.plan.shapes import shapes_of
 from hrl.plan.step import CostModel, StepCost
 from hrl.plan.workload import Workload
 
 _MOST_DEVICES = 4096
 _PER_MACHINE = "trainer.n_gpus_per_node"
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """What is known of the rows beforehand; None where it is not.
-
-    Attributes:
-        prompt: Mean tokens of a prompt.
-        response: Mean tokens of a response.
-        teaching: Share of the groups whose samples differ in reward.
-    """
-
-    prompt: float | None = None
-    response: float | None = None
-    teaching: float = 1.0
+OF_EPISODES = {
+    "turns": "--turns",
+    "turn_tokens": "--turn-tokens",
+    "environment_tokens": "--environment-tokens",
+    "environment_s": "--environment-seconds",
+    "shared": "--shared-tokens",
+}
+"""What is known of episodes → the option that says it."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +76,10 @@ def plan(line: LaunchLine, hardware: Hardware, devices: int | None, lengths: Len
     per_machine = config.trainer.n_gpus_per_node
     if not hardware.is_cpu and (config.trainer.nnodes > 1 or per_machine > hardware.per_machine):
         hardware = hardware.of_machines(per_machine)
+    _check_lengths(config, lengths)
+    _check_episodes(config, lengths)
     model = cost_model(config, hardware, lengths)
     _check_placement(model, devices)
-    _check_lengths(config, lengths)
     misfit, given = model.misfit(), Layout((), model, model.cost())
     together, apart = best_layout(model), _apart(line, model, hardware, lengths)
     found = [layout for layout in (None if misfit else given, together, apart) if layout is not None]
@@ -97,8 +92,7 @@ def plan(line: LaunchLine, hardware: Hardware, devices: int | None, lengths: Len
 def cost_model(config: PPOTrainerConfig, hardware: Hardware, lengths: Lengths) -> CostModel:
     """Return the model of cost of a configuration."""
     config = with_dtypes(config, "cpu" if hardware.is_cpu else "cuda")
-    work = Workload.of(config, lengths.prompt, lengths.response, lengths.teaching)
-    return CostModel(config, shapes_of(outline_of(config)), hardware, work)
+    return CostModel(config, shapes_of(outline_of(config)), hardware, Workload.of(config, lengths))
 
 
 def _devices(line: LaunchLine, hardware: Hardware, devices: int | None) -> Changes:
@@ -145,6 +139,41 @@ def _check_lengths(config: PPOTrainerConfig, lengths: Lengths) -> None:
             raise PlanError(
                 f"--{what}-tokens {mean:g} is above data.{key}={longest}: take a smaller mean, or raise the key"
             )
+
+
+def _check_episodes(config: PPOTrainerConfig, lengths: Lengths) -> None:
+    """Raise a PlanError if what is said of episodes does not go with the line, or one number with another."""
+    settings, longest = config.environment, config.data.max_response_length
+    given = {option: getattr(lengths, name) for name, option in OF_EPISODES.items()}
+    said = [f"{option} {value:g}" for option, value in given.items() if value is not None]
+    if not settings.is_used:
+        if said:
+            raise PlanError(
+                f"{said[0]} is of episodes, and environment.path is null: set it, or leave out {said[0].split()[0]}"
+            )
+        return
+    for option, mean, key, most in (
+        ("--turns", lengths.turns, "max_turns", settings.max_turns),
+        ("--turn-tokens", lengths.turn_tokens, "max_turn_tokens", settings.max_turn_tokens),
+    ):
+        if mean is not None and most is not None and mean > most:
+            raise PlanError(
+                f"{option} {mean:g} is above environment.{key}={most}: take a smaller mean, or raise the key"
+            )
+    turns, environment = turns_of(config, lengths), lengths.environment_tokens or 0.0
+    if None not in (lengths.response, lengths.turn_tokens, lengths.environment_tokens):
+        raise PlanError(
+            "--response-tokens follows from --turns, --turn-tokens and --environment-tokens: leave out one of them"
+        )
+    if lengths.shared == 1.0:
+        raise PlanError("--shared-tokens 1 leaves nothing to compute: take a smaller share")
+    room = min(response_of(config, lengths), longest)
+    if turns * (lengths.turn_tokens or 0.0) + environment > room or environment == room:
+        tokens = [one for one in said if "-tokens" in one and not one.startswith("--shared")]
+        raise PlanError(
+            f"episodes of {turns:g} turns with {' and '.join(tokens)} do not go into responses of {room:g} tokens: "
+            f"take smaller means, or raise --response-tokens or data.max_response_length={longest}"
+        )
 
 
 def _apart(line: LaunchLine, model: CostModel, hardware: Hardware, lengths: Lengths) -> Layout | None:

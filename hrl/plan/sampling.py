@@ -1,10 +1,15 @@
-"""Seconds in which engines sample a batch: prefills, full iterations, and the last ones with few requests left."""
+"""Seconds in which engines sample a batch: prefills, full iterations, and the last ones with few requests left.
+
+An episode waits for its environment behind each of its turns. The engine decodes the others meanwhile, so that of the
+episodes that are played at one time fewer are decoded, and each goes on by a token in an iteration and its share of
+the wait.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, log, sqrt
+from math import ceil, inf, log, sqrt
 
 from hrl.plan.assumptions import Assumptions
 from hrl.plan.cost import added
@@ -19,10 +24,13 @@ ATTENTION = "decoding: attention over the cache"
 LINKS = "decoding: all-reduces of tensor parallelism"
 ENGINE = "decoding: the engine's own work and the sampler"
 UNEVEN = "waiting for the engine with the most tokens"
+ENVIRONMENT = "waiting for environments"
+SERVICE = "templates, parsing and routing of turns"
 
 _WIDTH = 2
 """Bytes of a weight, an activation and an element of the cache: engines run in 16 bits."""
 _BINS = 128
+_ROUNDS, _NEAR = 30, 1e-3
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,8 @@ class Engines:
         ranks: Devices of each.
         cache_bytes: Memory of an engine's cache, of all its devices.
         max_requests: Requests that it runs at once, `rollout.max_num_seqs`.
-        shares_prompts: Whether the samples of a prompt share its cache.
+        shares_prompts: Whether the samples of a prompt share its cache, and the turns of an episode its history.
+        max_episodes: Episodes that are played at one time, of one engine.
     """
 
     shape: ModelShape
@@ -48,6 +57,7 @@ class Engines:
     cache_bytes: float
     max_requests: int
     shares_prompts: bool
+    max_episodes: float = inf
 
     @property
     def cache_share(self) -> float:
@@ -55,19 +65,32 @@ class Engines:
         return max(1.0 / self.ranks, 1.0 / self.shape.kv_heads)
 
     def working(self, work: Workload) -> int:
-        """Return how many engines have something to do: a group of samples is not divided."""
-        return min(self.count, ceil(work.prompts))
+        """Return how many engines have something to do: a group of samples is not divided, one of episodes is."""
+        return min(self.count, ceil(work.prompts if work.episodes is None else work.sequences))
 
     def waiting(self, work: Workload) -> int:
-        """Return the requests of the engine with the most groups."""
+        """Return the requests of the engine with the most groups, or its episodes."""
+        if work.episodes is not None:
+            return ceil(work.sequences / self.count)
         return ceil(work.prompts / self.count) * work.samples
 
-    def running(self, work: Workload) -> float:
-        """Return the requests that one engine runs at once: what it has, its limit, or what its cache holds."""
+    def width(self, work: Workload) -> float:
+        """Return the most requests that one engine runs at once: its limit, or what its cache holds."""
         of_prompt = work.prompt / (work.samples if self.shares_prompts else 1)
         of_request = self.shape.size.kv_bytes_per_token * self.cache_share * (of_prompt + work.running_response)
         fits = self.cache_bytes / self.ranks / of_request
-        return max(1.0, min(self.waiting(work), self.max_requests, fits))
+        return max(1.0, min(self.max_requests, fits))
+
+    def enough(self, work: Workload) -> float:
+        """Return how many episodes keep an engine at its width, though some of them wait for their environment."""
+        width = self.width(work)
+        if work.wait_s == 0.0:
+            return width
+        return width * (1.0 + work.wait_s / sum(self.iteration(width, work.prompt + work.running_response).values()))
+
+    def running(self, work: Workload) -> float:
+        """Return the requests or episodes that run at once on one engine: what it has, or what the limits allow."""
+        return max(1.0, min(self.waiting(work), self.max_episodes, self.enough(work)))
 
     def seconds(self, work: Workload) -> dict[str, float]:
         """Return what sampling the batch is spent on.
@@ -77,21 +100,45 @@ class Engines:
         """
         terms = dict(self._batch(work, 1.0))
         even, fullest = sum(terms.values()), sum(dict(self._batch(work, 1.0 + self._excess(work))).values())
-        return added([*terms.items(), (UNEVEN, fullest - even)])
+        return added([*terms.items(), (UNEVEN, fullest - even), (SERVICE, self._service_s(work) - fullest)])
 
     def _batch(self, work: Workload, fullness: float) -> dict[str, float]:
         """Return what an engine spends on its part of the batch that has `fullness` times the mean of tokens."""
         waiting, running = self.waiting(work), self.running(work)
-        replaced = max(0.0, waiting - running) * work.response / running * fullness
-        full = self.iteration(running, work.prompt + work.running_response).items()
+        context = work.prompt + work.running_response
+        if running == self.enough(work):  # the engine is never idle, whoever waits
+            rows = self.width(work)
+            full = self.iteration(rows, context)
+        else:
+            rows, full = running, self.token(running, context, work.wait_s)
+        replaced = max(0.0, waiting - running) * work.sampled / rows * fullness
         return added(
             [
                 (PREFILL, self._prefill_s(work, waiting)),
                 (ENGINE, self.assumed.wave_s),
-                *((label, replaced * seconds) for label, seconds in full),
+                *((label, replaced * seconds) for label, seconds in full.items()),
                 *self._wave(work, running * fullness),
             ]
         )
+
+    def token(self, playing: float, context: float, wait_s: float) -> dict[str, float]:
+        """Return what the time is spent on in which every episode goes on by a token.
+
+        Args:
+            playing: Episodes of one engine that run; those that do not wait for their environment are decoded.
+            context: Mean tokens before the new one.
+            wait_s: Seconds that an episode waits for each token.
+        """
+        if wait_s == 0.0:
+            return self.iteration(playing, context)
+        rows = playing
+        for _ in range(_ROUNDS):
+            terms = self.iteration(max(1.0, rows), context)
+            each_s = sum(terms.values())
+            before, rows = rows, playing * each_s / (each_s + wait_s)
+            if abs(rows - before) < _NEAR * before:
+                break
+        return added([*terms.items(), (ENVIRONMENT, wait_s)])
 
     def iteration(self, rows: float, context: float) -> dict[str, float]:
         """Return what one iteration is spent on that decodes a token of each of `rows` requests.
@@ -128,10 +175,20 @@ class Engines:
         return 2 * size.num_layers * (self.assumed.allreduce_s + moved / rate)
 
     def _prefill_s(self, work: Workload, waiting: int) -> float:
-        """Return the seconds of prefills: a prompt once for its samples, and for each other one its last block."""
+        """Return the seconds of prefills.
+
+        A prompt is computed once for its samples, and for each other one its last block. A further turn of an episode
+        computes what its environment said and the last block before that, or, without shared caches, its whole history.
+        """
         firsts = waiting / (work.samples if self.shares_prompts else 1)
         again = (waiting - firsts) * min(work.prompt, self.assumed.block_tokens / 2)
         tokens, pairs = firsts * work.prompt + again, (firsts * work.prompt / 2 + again) * work.prompt
+        history, further = work.prompt + work.response / 2, waiting * (work.turns - 1.0)
+        if self.shares_prompts:
+            said = waiting * work.environment_tokens + further * min(history, self.assumed.block_tokens / 2)
+            tokens, pairs = tokens + said, pairs + said * history
+        else:
+            tokens, pairs = tokens + further * history, pairs + further * history**2 / 2
         flops = self.shape.flops.per_token * tokens + self.shape.flops.per_pair * pairs
         share = self.assumed.prefill_share * (self.assumed.expert_share if self.shape.active_share < 0.5 else 1.0)
         return flops / self.ranks / (self.hardware.flops * share) + self._links_s(tokens)
@@ -144,8 +201,12 @@ class Engines:
             share = work.alive(position)
             if share * work.sequences < 0.5:  # nobody's response is as long
                 return
-            for label, seconds in self.iteration(max(1.0, share * running), work.prompt + position).items():
-                yield label, step * seconds
+            for label, seconds in self.token(max(1.0, share * running), work.prompt + position, work.wait_s).items():
+                yield label, step * seconds * work.sampled / work.response
+
+    def _service_s(self, work: Workload) -> float:
+        """Return the seconds that the one service of all episodes works; 0 for single answers."""
+        return 0.0 if work.episodes is None else self.assumed.turn_s * work.sequences * work.turns
 
     def _excess(self, work: Workload) -> float:
         """Return by how much the tokens of the fullest engine exceed the mean, expected of as many random sums."""

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from hrl.config.arithmetic import count
 from hrl.config.compose import TRAIN_FILES
+from hrl.plan.lengths import SINGLE_ANSWERS
 from hrl.plan.plan import Plan
 from hrl.plan.step import StepCost
 from hrl.preflight.memory_ledger import GIB, gib
@@ -40,6 +41,8 @@ def lines(plan: Plan) -> Iterator[Text]:
     memory = model.hardware.memory
     yield Text(f"{model.work.prompts:,} prompts × {model.work.samples} samples on {_devices(plan)}", style="bold")
     yield Text(f"  {_lengths(plan)}")
+    if model.work.episodes is not None:
+        yield Text(f"  {_episodes(plan)}")
     if not plan.line.names_rows:
         yield Text(f"  {TRAIN_FILES} is not given: a plan opens no rows, the run will want some")
     if plan.misfit is None:
@@ -63,14 +66,37 @@ def lines(plan: Plan) -> Iterator[Text]:
 def _lengths(plan: Plan) -> str:
     """Return the lengths, and which of them are assumed."""
     work, data = plan.model.work, plan.model.config.data
+    is_sum = None not in (plan.lengths.turn_tokens, plan.lengths.environment_tokens)
+    response = work.response if work.episodes is not None and is_sum else plan.lengths.response
     parts = (
         ("prompts", work.prompt, data.max_prompt_length, plan.lengths.prompt, "--prompt-tokens"),
-        ("responses", work.response, data.max_response_length, plan.lengths.response, "--response-tokens"),
+        ("responses", work.response, data.max_response_length, response, "--response-tokens"),
     )
     said = [f"{what} of {mean:,.0f} tokens, at most {most:,}" for what, mean, most, _, _ in parts]
     assumed = [option for *_, given, option in parts if given is None]
     hint = f" (means assumed, half of the most: {', '.join(assumed)})" if assumed else ""
     return f"{'; '.join(said)}{hint}"
+
+
+def _episodes(plan: Plan) -> str:
+    """Return how episodes are spent, and what of that is assumed."""
+    work, lengths = plan.model.work, plan.lengths
+    episodes = work.episodes or SINGLE_ANSWERS
+    shared = "prompts are shared" if work.shared is None else f"{work.shared:.0%} of the tokens are shared"
+    knows_split = lengths.turn_tokens is not None or lengths.environment_tokens is not None
+    assumed = [
+        option
+        for option, is_known in (
+            ("--turns", lengths.turns is not None),
+            ("--turn-tokens", knows_split),
+            ("--environment-seconds", lengths.environment_s is not None),
+            ("--shared-tokens", lengths.shared is not None),
+        )
+        if not is_known
+    ]
+    tokens = f"{work.sampled:,.0f} tokens of the policy's, {work.environment_tokens:,.0f} of the environment's"
+    hint = f" (assumed: {', '.join(assumed)})" if assumed else ""
+    return f"episodes of {work.turns:.3g} turns: {tokens}, {episodes.environment_s:.3g} s with it; {shared}{hint}"
 
 
 def _other(plan: Plan) -> Iterator[Text]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from hrl.config.arithmetic import step_sizes
@@ -222,6 +223,7 @@ class CostModel:
             cache_bytes=max(cache, 1.0),
             max_requests=rollout.max_num_seqs,
             shares_prompts=rollout.enable_prefix_caching,
+            max_episodes=self.config.environment.max_concurrent_episodes / count or inf,
         )
 
     def _learner(self, role: str, *, scores: bool = False) -> Learner:

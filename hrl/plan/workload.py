@@ -9,9 +9,8 @@ from math import inf
 from hrl.config.arithmetic import step_sizes
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.flops import ModelFlops
+from hrl.plan.lengths import MEAN_OVER_LONGEST, SINGLE_ANSWERS, Episodes, Lengths, episodes_of, response_of
 
-#: Mean length over the longest that the configuration allows, where the caller does not say.
-MEAN_OVER_LONGEST = 0.5
 #: Longest response over the mean at most: with a limit far above the mean nobody comes near it, see docs/scaling.md.
 LONGEST_OVER_MEAN = 8.0
 
@@ -27,9 +26,10 @@ class Workload:
         prompts: Prompts of a step; of a mini-batch or of those that teach something a mean, and so a fraction.
         samples: Samples of a prompt.
         prompt: Mean tokens of a prompt.
-        response: Mean tokens of a response.
+        response: Mean tokens of a response; of an episode, with what its environment says.
         longest_response: Tokens at which a response is cut.
         teaching: Share of the groups whose samples differ in reward; rows of the others are not run in an update.
+        episodes: How the episodes are spent; None if every sample is a single answer.
     """
 
     prompts: float
@@ -38,21 +38,46 @@ class Workload:
     response: float
     longest_response: int
     teaching: float = 1.0
+    episodes: Episodes | None = None
 
     @classmethod
-    def of(
-        cls, config: PPOTrainerConfig, prompt: float | None = None, response: float | None = None, teaching: float = 1.0
-    ) -> Workload:
+    def of(cls, config: PPOTrainerConfig, lengths: Lengths) -> Workload:
         """Return the workload of a run; lengths that are not given are a share of the longest allowed."""
         data, sizes = config.data, step_sizes(config)
         return cls(
             prompts=sizes.prompts,
             samples=sizes.samples,
-            prompt=min(prompt or MEAN_OVER_LONGEST * data.max_prompt_length, data.max_prompt_length),
-            response=min(response or MEAN_OVER_LONGEST * data.max_response_length, data.max_response_length),
+            prompt=min(lengths.prompt or MEAN_OVER_LONGEST * data.max_prompt_length, data.max_prompt_length),
+            response=min(response_of(config, lengths), data.max_response_length),
             longest_response=data.max_response_length,
-            teaching=teaching,
+            teaching=lengths.teaching,
+            episodes=episodes_of(config, lengths),
         )
+
+    @property
+    def turns(self) -> float:
+        """Turns of the policy in an episode; 1 of a single answer."""
+        return (self.episodes or SINGLE_ANSWERS).turns
+
+    @property
+    def sampled(self) -> float:
+        """Mean tokens of a response that the policy samples, in all its turns."""
+        return (self.episodes or SINGLE_ANSWERS).sampled * self.response
+
+    @property
+    def environment_tokens(self) -> float:
+        """Mean tokens of a response that its environment says."""
+        return self.response - self.sampled
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that an episode waits for its environment for each token that the policy samples."""
+        return (self.episodes or SINGLE_ANSWERS).environment_s / self.sampled
+
+    @property
+    def shared(self) -> float | None:
+        """Share of a pass's tokens that are not computed, where more than prompts is shared; None where it is not."""
+        return (self.episodes or SINGLE_ANSWERS).shared
 
     @property
     def sequences(self) -> float:
@@ -114,15 +139,23 @@ class Workload:
         return min(float(self.samples), max(1.0, ranks / self.prompts, self.samples * self.response / room))
 
     def packed_tokens(self, ranks: int, budget: float = inf) -> float:
-        """Return the tokens of a pass over all rows, see `copies`."""
+        """Return the tokens of a pass over all rows: less those that are shared, or else see `copies`."""
+        if self.shared is not None:
+            return (1.0 - self.shared) * self.tokens
         return self.prompts * self.copies(ranks, budget) * self.prompt + self.sequences * self.response
 
     def pairs(self, ranks: int, budget: float = inf) -> float:
-        """Return the query–key pairs of that pass: causal in the prompt, and of a response with all before it."""
+        """Return the query–key pairs of that pass: causal in the prompt, and of a response with all before it.
+
+        What is shared is the beginnings of rows, whose tokens have the fewest pairs: half of a row has a quarter.
+        """
+        of_responses = self.sequences * (self.prompt * self.response + self.squared_response / 2)
+        if self.shared is not None:
+            return (1.0 - self.shared**2) * (self.sequences * self.prompt**2 / 2 + of_responses)
         of_prompts = self.prompts * self.copies(ranks, budget) * self.prompt**2 / 2
-        return of_prompts + self.sequences * (self.prompt * self.response + self.squared_response / 2)
+        return of_prompts + of_responses
 
     def forward_flops(self, flops: ModelFlops, ranks: int, budget: float = inf) -> tuple[float, float]:
-        """Return the FLOPs of a forward over all rows: those of the layers, and those of the head on responses."""
+        """Return the FLOPs of a forward over all rows: of the layers, and of the head on what was sampled."""
         tokens, pairs = self.packed_tokens(ranks, budget), self.pairs(ranks, budget)
-        return flops.per_token * tokens + flops.per_pair * pairs, flops.per_head_token * self.sequences * self.response
+        return flops.per_token * tokens + flops.per_pair * pairs, flops.per_head_token * self.sequences * self.sampled

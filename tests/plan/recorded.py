@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hrl.models.flops import ModelFlops
 from hrl.models.footprint import Footprint
 from hrl.plan.hardware import cpu
+from hrl.plan.lengths import Lengths
 from hrl.plan.shapes import ModelShape
 
 #: Products and copies as measured there.
@@ -98,6 +99,30 @@ STEPS = [
     for run, overrides, rows, phases, steps in _RUNS
     for number, response, ran, *seconds in steps
 ]  # fmt: skip
+
+EPISODES_OVERRIDES = (
+    "recipe=grpo", "data.max_prompt_length=96", "data.max_response_length=128", "environment.path=tools",
+    "environment.max_turns=3", "environment.max_turn_tokens=48",
+)  # fmt: skip
+_EPISODES = (
+    (46.344, 1.438, 8.844, 0.061, 0.565, 7.69, 2.73, 10.07), (54.203, 1.453, 10.234, 0.028, 0.509, 8.83, 3.30, 12.82),
+    (36.828, 1.312, 6.250, 0.026, 0.584, 7.53, 2.54, 8.41), (45.266, 1.469, 10.031, 0.043, 0.574, 7.06, 2.59, 9.18),
+    (55.562, 1.594, 12.516, 0.026, 0.544, 7.94, 3.43, 11.89), (61.250, 1.766, 15.641, 0.034, 0.597, 8.62, 3.47, 10.95),
+    (52.297, 1.750, 12.328, 0.037, 0.668, 7.74, 2.38, 7.76), (52.844, 1.766, 13.016, 0.036, 0.665, 7.72, 2.43, 7.79),
+    (59.375, 1.938, 15.719, 0.033, 0.724, 8.70, 2.72, 7.89), (59.188, 2.000, 15.547, 0.069, 0.754, 8.52, 2.58, 8.25),
+    (63.391, 2.047, 16.938, 0.053, 0.743, 8.75, 2.70, 7.39), (59.391, 2.016, 16.797, 0.049, 0.774, 7.93, 2.08, 6.78),
+    (55.266, 2.000, 14.828, 0.069, 0.817, 8.24, 1.76, 5.62), (51.844, 1.984, 13.781, 0.069, 0.863, 5.69, 1.24, 4.22),
+    (54.562, 2.000, 14.438, 0.063, 0.839, 7.35, 1.61, 6.60), (54.438, 1.984, 14.750, 0.096, 0.819, 8.07, 2.33, 5.45),
+)  # fmt: skip
+EPISODES = [
+    (
+        Lengths(57, response, turns=turns, environment_tokens=environment, environment_s=wait_s, shared=shared),
+        dict(zip(("gen", "ref", "update_actor"), seconds, strict=True)),
+    )
+    for response, turns, environment, wait_s, shared, *seconds in _EPISODES
+]
+"""Steps of `examples/calculator.py`, 8 prompts × 8 episodes, but the first and those behind a validation: what was
+known of their rows, and seconds of phases. No constant comes from them; other jobs may have run beside some."""
 
 DECODING = {1: (0.033, True), 16: (0.046, False), 64: (0.102, False), 128: (0.179, True)}
 """Requests of 45 + 32 tokens, sampled by vLLM alone → seconds of the batch over its 32 tokens, and whether a constant

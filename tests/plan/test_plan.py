@@ -10,8 +10,10 @@ from hrl.errors import ConfigError
 from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine, PlanError
 from hrl.plan.layout import OPTIMIZER_OFFLOAD, SLEEPS, best_layout, with_changes
-from hrl.plan.plan import Lengths, cost_model, plan
+from hrl.plan.lengths import Lengths
+from hrl.plan.plan import cost_model, plan
 from hrl.plan.shapes import sizes_of
+from hrl.plan.show import lines
 from hrl.preflight.memory_ledger import ledgers_of
 from tests.plan.models import EXPERTS, SEVEN, SEVENTY, folder_of
 from tests.plan.recorded import TWO_CORES
@@ -77,6 +79,36 @@ def test_a_mean_above_the_longest_is_refused():
     ):
         with pytest.raises(PlanError, match=said):
             plan(LaunchLine.of([]), H100, 8, lengths)
+
+
+def test_what_is_said_of_episodes_goes_with_the_line_and_with_itself():
+    with pytest.raises(PlanError, match=r"--turns 3 is of episodes, and environment.path is null: set it, or leave"):
+        plan(LaunchLine.of([]), H100, 8, Lengths(turns=3))
+    line = LaunchLine.of(["environment.path=guess.py:Guess", "environment.max_turn_tokens=9"])
+    for lengths, said in (
+        (Lengths(turns=9), "--turns 9 is above environment.max_turns=8: take a smaller mean"),
+        (Lengths(turn_tokens=10), "--turn-tokens 10 is above environment.max_turn_tokens=9"),
+        (Lengths(turn_tokens=9), "episodes of 4 turns with --turn-tokens 9 do not go into responses of 32 tokens"),
+        (Lengths(environment_tokens=32), "with --environment-tokens 32 do not go into responses of 32 tokens"),
+        (Lengths(response=30, turn_tokens=2, environment_tokens=9), "leave out one of them"),
+        (Lengths(shared=1.0), "--shared-tokens 1 leaves nothing to compute"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            plan(line, H100, 8, lengths)
+
+
+def test_a_plan_of_episodes_says_what_it_takes_them_to_be_and_what_they_wait_for(folders):
+    line = LaunchLine.of(["grpo", *WORK, f"actor_rollout_ref.model.path={folders['seven']}",
+                          "environment.path=guess.py:Guess", "environment.max_concurrent_episodes=64"])  # fmt: skip
+    found = plan(line, H100, 8, Lengths(turns=4, turn_tokens=200, environment_s=300))
+    assert found.model.engines().max_episodes == 8
+    assert found.cost.bottleneck[:2] == ("gen", "waiting for environments")
+    text = "\n".join(map(str, lines(found)))
+    assert "responses of 1,600 tokens" in text
+    assert (
+        "episodes of 4 turns: 800 tokens of the policy's, 800 of the environment's, 300 s with it; prompts are shared "
+        "(assumed: --shared-tokens)"
+    ) in text
 
 
 def test_machines_are_as_large_as_the_line_says(folders):

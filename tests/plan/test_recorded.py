@@ -1,6 +1,7 @@
 """The model of cost against steps that were measured: nothing is timed here."""
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -8,19 +9,41 @@ from hrl.cluster.precision import with_dtypes
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import PPO
 from hrl.plan.assumptions import ON_CPU, ON_GPU
+from hrl.plan.lengths import Lengths
 from hrl.plan.step import CostModel, driver_s
 from hrl.plan.sync import sync_s
 from hrl.plan.training import PRODUCTS
 from hrl.plan.workload import Workload
-from tests.plan.recorded import DECODING, HOP_TOKENS, HOPS, SMOL, STEPS, SYNC_S, TWO_CORES
+from tests.plan.recorded import DECODING, EPISODES, EPISODES_OVERRIDES, HOP_TOKENS, HOPS, SMOL, STEPS, SYNC_S, TWO_CORES
 
 WITHIN = 0.20
 
 
 def model_of(step):
-    config = with_dtypes(compose_kind(PPO, ["actor_rollout_ref.rollout.dtype=bfloat16", *step.overrides]), "cpu")
-    work = Workload.of(config, step.prompt, step.response, step.rows_run)
-    return CostModel(config, {"actor": SMOL, "critic": SMOL}, TWO_CORES, work)
+    return model(config_of(step.overrides), Lengths(step.prompt, step.response, step.rows_run))
+
+
+def config_of(overrides):
+    return with_dtypes(compose_kind(PPO, ["actor_rollout_ref.rollout.dtype=bfloat16", *overrides]), "cpu")
+
+
+def model(config, lengths):
+    return CostModel(config, {"actor": SMOL, "critic": SMOL}, TWO_CORES, Workload.of(config, lengths))
+
+
+def off_with_episodes():
+    """Return phase → the model's seconds over the measured ones, of each step with episodes."""
+    config, off = config_of(EPISODES_OVERRIDES), {}
+    for lengths, seconds in EPISODES:
+        said = {each.name: each.seconds for each in model(config, lengths).cost().phases}
+        for phase, measured in seconds.items():
+            off.setdefault(phase, []).append((measured, said[phase]))
+    return off
+
+
+def test_phases_of_steps_with_episodes_take_what_the_model_says_in_the_median():
+    for phase, steps in off_with_episodes().items():
+        assert median(said / measured for measured, said in steps) == pytest.approx(1.0, abs=WITHIN), phase
 
 
 CASES = [(step, phase) for step in STEPS for phase in step.seconds]

@@ -7,7 +7,19 @@ import pytest
 
 from hrl.plan.assumptions import ON_GPU
 from hrl.plan.hardware import GPUS
-from hrl.plan.sampling import ATTENTION, ENGINE, LINKS, PREFILL, PRODUCTS, UNEVEN, WEIGHTS, Engines
+from hrl.plan.lengths import Episodes
+from hrl.plan.sampling import (
+    ATTENTION,
+    ENGINE,
+    ENVIRONMENT,
+    LINKS,
+    PREFILL,
+    PRODUCTS,
+    SERVICE,
+    UNEVEN,
+    WEIGHTS,
+    Engines,
+)  # fmt: skip
 from hrl.plan.workload import Workload
 from tests.plan.recorded import SEVEN, SMOL
 
@@ -116,6 +128,59 @@ def test_more_engines_are_never_slower(response):
     work = replace(EQUAL, prompts=512, response=response)
     seconds = [sum(replace(ONE, count=count).seconds(work).values()) for count in (1, 2, 4, 8, 16, 64, 256)]
     assert seconds == sorted(seconds, reverse=True)
+
+
+WAITING = replace(EQUAL, episodes=Episodes(turns=4, sampled=0.5, environment_s=1.28))
+
+
+def test_episodes_wait_for_their_environment_and_the_engine_decodes_the_others():
+    terms = ONE.token(128, 228, WAITING.wait_s)
+    assert terms[ENVIRONMENT] == 0.01  # of 128 tokens each
+    each = sum(terms.values()) - 0.01
+    rows = 128 * each / (each + 0.01)
+    assert each == pytest.approx(sum(ONE.iteration(rows, 228).values()), rel=1e-2)
+    seconds = ONE.seconds(WAITING)
+    assert seconds[ENVIRONMENT] == pytest.approx(1.28, rel=1e-3)
+    assert seconds[WEIGHTS] == pytest.approx(128 * ONE.iteration(rows, 228)[WEIGHTS], rel=1e-2)
+
+
+def test_an_environment_that_takes_no_time_leaves_an_iteration_for_each_sampled_token():
+    at_once = replace(WAITING, episodes=replace(WAITING.episodes, environment_s=0.0))
+    assert ONE.seconds(at_once)[WEIGHTS] == pytest.approx(ONE.seconds(EQUAL)[WEIGHTS] / 2)
+    assert ENVIRONMENT not in ONE.seconds(at_once)
+
+
+def test_an_engine_with_enough_episodes_does_not_wait():
+    narrow, many = replace(ONE, max_requests=8), replace(WAITING, prompts=1024)
+    width_s = sum(narrow.iteration(8, 228).values())
+    assert narrow.enough(many) == pytest.approx(8 * (1 + 0.01 / width_s))
+    assert sum(narrow.seconds(many).values()) == pytest.approx(8192 * 128 / 8 * width_s, rel=0.02)
+    few = replace(narrow, max_episodes=8)  # the limit keeps the engine waiting
+    assert few.seconds(many)[ENVIRONMENT] == pytest.approx(1024 * 1.28, rel=0.01)
+
+
+def test_a_further_turn_prefills_what_its_environment_said_and_its_history_without_shared_caches():
+    def seconds(tokens, pairs):
+        return (212336640 * tokens + 69120 * pairs) / (989e12 * ON_GPU.prefill_share)
+
+    prompts, said = ONE.seconds(EQUAL)[PREFILL], 128 * 128 + 128 * 3 * 8
+    assert ONE.seconds(WAITING)[PREFILL] - prompts == pytest.approx(seconds(said, said * 228))
+    apart, turns = replace(ONE, shares_prompts=False), 128 * 3
+    more = apart.seconds(WAITING)[PREFILL] - apart.seconds(EQUAL)[PREFILL]
+    assert more == pytest.approx(seconds(turns * 228, turns * 228**2 / 2))
+
+
+def test_episodes_of_a_group_are_divided_among_engines():
+    assert replace(ONE, count=64).waiting(WAITING) == 2
+    assert replace(ONE, count=64).working(WAITING) == 64
+
+
+def test_no_batch_is_sampled_before_the_service_has_handled_its_turns():
+    work = replace(WAITING, prompts=1024, response=8, longest_response=8)
+    terms = replace(ONE, count=1024).seconds(replace(work, episodes=Episodes(turns=4, sampled=0.5)))
+    assert sum(terms.values()) == pytest.approx(8192 * 4 * ON_GPU.turn_s)
+    assert terms[SERVICE] > 10
+    assert SERVICE not in replace(ONE, count=1024).seconds(replace(work, episodes=None))
 
 
 def test_the_longest_response_bounds_what_more_engines_save():

@@ -1,10 +1,13 @@
 """What a step has to compute, in numbers by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import PPO
 from hrl.models.flops import ModelFlops
+from hrl.plan.lengths import Episodes, Lengths
 from hrl.plan.workload import Workload
 
 FOUR = Workload(prompts=4, samples=8, prompt=100, response=50, longest_response=200)
@@ -74,7 +77,42 @@ def test_a_forward_counts_layers_on_all_tokens_and_the_head_on_responses():
     assert head == 3 * 32 * 200
 
 
+def test_of_an_episode_layers_see_all_tokens_and_the_head_what_was_sampled():
+    full = replace(Workload(4, 8, 100, 200, 200), episodes=Episodes(turns=3, sampled=0.25, environment_s=5))
+    assert (full.sampled, full.environment_tokens, full.wait_s) == (50, 150, 0.1)
+    answers = replace(full, episodes=None)
+    (layers, head), (same, whole) = (each.forward_flops(ModelFlops(10.0, 2.0, 3.0), 1) for each in (full, answers))
+    assert (layers, head) == (same, whole / 4)
+
+
+def test_shared_beginnings_are_computed_once_and_have_the_fewest_pairs():
+    half = replace(Workload(4, 8, 100, 200, 200), episodes=Episodes(shared=0.5))
+    assert half.packed_tokens(1) == half.packed_tokens(1024) == 32 * 300 / 2
+    assert half.pairs(1) == 32 * 300 * 300 / 2 * 0.75
+    none = replace(half, episodes=Episodes(shared=0.0))
+    assert none.pairs(1) == 32 * 300 * 300 / 2
+
+
+@pytest.mark.parametrize(
+    ("known", "turns", "sampled", "environment"),
+    [
+        ({}, 4, 128, 128),
+        ({"turns": 2, "turn_tokens": 60, "environment_tokens": 30}, 2, 120, 30),
+        ({"turns": 2, "turn_tokens": 60}, 2, 120, 120),
+        ({"turns": 2, "environment_tokens": 60}, 2, 60, 60),
+        ({"turns": 2, "environment_tokens": 0}, 2, 256, 0),
+        ({"response": 100, "turn_tokens": 20}, 4, 80, 20),
+        ({"response": 100, "environment_tokens": 20}, 4, 80, 20),
+        ({"turns": 1}, 1, 256, 0),
+    ],
+)
+def test_what_is_known_of_episodes_says_the_rest(known, turns, sampled, environment):
+    config = compose_kind(PPO, ["environment.path=guess.py:Guess", "data.max_response_length=512"])
+    work = Workload.of(config, Lengths(**known))
+    assert (work.turns, work.sampled, work.environment_tokens) == pytest.approx((turns, sampled, environment))
+
+
 def test_lengths_that_are_not_known_are_half_of_the_longest_and_never_above_it():
     config = compose_kind(PPO, [])  # 64 and 32
-    assert (Workload.of(config).prompt, Workload.of(config).response) == (32, 16)
-    assert Workload.of(config, 45, 500).response == 32
+    assert (Workload.of(config, Lengths()).prompt, Workload.of(config, Lengths()).response) == (32, 16)
+    assert Workload.of(config, Lengths(45, 500)).response == 32
