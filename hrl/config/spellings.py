@@ -4,6 +4,7 @@ The tables are beside this file, in `verl_keys.yaml` and `synonyms.yaml`; here s
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from hrl.config.alarms import ALARMS, SAMPLER_GAP
-from hrl.config.section import ACTOR, REF, RM, ROLLOUT
+from hrl.config.section import ACTOR, REF, RM, ROLLOUT, Get
 from hrl.errors import Reason
 
 
@@ -61,10 +62,6 @@ def _holds(values: Sequence[Any], value: object) -> bool:
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
 
-Given = Callable[[str], Any]
-"""Returns the value of a key, as written or the schema's default."""
-
-
 class Conversion(NamedTuple):
     """How a value is converted to values of other keys.
 
@@ -72,17 +69,19 @@ class Conversion(NamedTuple):
         convert: Takes the value and the other keys and returns key → value, or None if it can't be computed.
         says: Description for the documentation.
         instead: What to write if it can't be computed.
+        idle: Why a value sets no key.
     """
 
-    convert: Callable[[Any, Given], Mapping[str, Any] | None]
+    convert: Callable[[Any, Get], Mapping[str, Any] | None]
     says: str
     instead: str
+    idle: str = "is off"
 
 
 def _over_processes(target: str) -> Conversion:
     """Return the conversion of a micro-batch of all processes to that of one; as in verl, the remainder is dropped."""
 
-    def convert(rows: Any, given: Given) -> Mapping[str, Any] | None:
+    def convert(rows: Any, given: Get) -> Mapping[str, Any] | None:
         per_machine, machines = given("trainer.n_gpus_per_node"), given("trainer.nnodes")
         if not all(type(count) is int and count > 0 for count in (rows, per_machine, machines)):
             return None
@@ -94,7 +93,7 @@ def _over_processes(target: str) -> Conversion:
 def _switch(values: Mapping[str, Any]) -> Conversion:
     """Return the conversion of a switch that sets other keys to these values; switched off it sets none of them."""
 
-    def convert(value: Any, _: Given) -> Mapping[str, Any] | None:
+    def convert(value: Any, _: Get) -> Mapping[str, Any] | None:
         if not isinstance(value, bool):
             return None
         return values if value else {}
@@ -115,7 +114,7 @@ def _sampled_at_once() -> Conversion:
         "algorithm.filter_groups.max_num_gen_batches",
     )
 
-    def convert(prompts: Any, given: Given) -> Mapping[str, Any] | None:
+    def convert(prompts: Any, given: Get) -> Mapping[str, Any] | None:
         wanted, batches = given(train), given(bound)
         if prompts == wanted:
             return {}
@@ -134,7 +133,7 @@ def _one_weighted_function() -> Conversion:
     """Return the conversion of hrl's earlier `reward.function_weight` to a list of one function."""
     path, name, kwargs = (f"reward.custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs"))
 
-    def convert(weight: Any, given: Given) -> Mapping[str, Any] | None:
+    def convert(weight: Any, given: Get) -> Mapping[str, Any] | None:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or given("reward.functions") is not None:
             return None
         if weight == 0:
@@ -150,7 +149,7 @@ def _one_weighted_function() -> Conversion:
 def _engine_argument(name: str) -> Conversion:
     """Return the conversion of a key of its own to an argument of vLLM."""
 
-    def convert(value: Any, given: Given) -> Mapping[str, Any] | None:
+    def convert(value: Any, given: Get) -> Mapping[str, Any] | None:
         if not isinstance(value, bool) or not isinstance(arguments := given(f"{ROLLOUT}.engine_kwargs"), Mapping):
             return None
         of_vllm = arguments.get("vllm") or {}
@@ -165,7 +164,7 @@ def _engine_argument(name: str) -> Conversion:
 def _alarm(name: str) -> Conversion:
     """Return the conversion of a key of its own to a threshold of `trainer.alarms`."""
 
-    def convert(value: Any, given: Given) -> Mapping[str, Any] | None:
+    def convert(value: Any, given: Get) -> Mapping[str, Any] | None:
         alarms = given("trainer.alarms")
         if not isinstance(alarms, Mapping):
             return None
@@ -181,6 +180,7 @@ ENVIRONMENT = "environment.path"
 _NAMES_ONE = (
     "set environment.path=tools and environment.tools=[my_tools.py:function], or environment.path=my_env.py:Class"
 )
+_NO_TURNS = f"is of turns, and without {ENVIRONMENT} every prompt has one answer"
 _VERLS_PARSERS = {"gpt-oss": "openai", "glm": "glm45", "seed": "seed_oss", "minimax": "minimax_m2", "kimi": "kimi_k2"}
 """verl's names of tool parsers that vLLM has by another name."""
 
@@ -192,10 +192,11 @@ def _needs_environment(*without: Any) -> Conversion:
         without: Values that do not say so.
     """
 
-    def convert(value: Any, given: Given) -> Mapping[str, Any] | None:
+    def convert(value: Any, given: Get) -> Mapping[str, Any] | None:
         return {} if value in without or given(ENVIRONMENT) is not None else None
 
-    return Conversion(convert, f"nothing, beside `{ENVIRONMENT}`", _NAMES_ONE)
+    idle = f"{ENVIRONMENT} says whether there are turns, and what plays them"
+    return Conversion(convert, f"nothing, beside `{ENVIRONMENT}`", _NAMES_ONE, idle)
 
 
 def _of_environment(key: str, *kinds: type, names: Mapping[Any, Any] | None = None) -> Conversion:
@@ -207,29 +208,31 @@ def _of_environment(key: str, *kinds: type, names: Mapping[Any, Any] | None = No
         names: verl's values that have another name here.
     """
 
-    def convert(value: Any, given: Given) -> Mapping[str, Any] | None:
+    def convert(value: Any, given: Get) -> Mapping[str, Any] | None:
         if given(ENVIRONMENT) is None:
             return {}
         return {key: (names or {}).get(value, value)} if type(value) in kinds else None
 
-    return Conversion(convert, f"with `{ENVIRONMENT}`, `{key}`", f"set {key}")
+    return Conversion(convert, f"with `{ENVIRONMENT}`, `{key}`", f"set {key}", _NO_TURNS)
 
 
 def _limit_of_answers() -> Conversion:
     """Return the conversion of `max_user_turns`: after the last answer the policy has one more turn."""
     turns = "environment.max_turns"
 
-    def convert(answers: Any, given: Given) -> Mapping[str, Any] | None:
-        limit = given(turns)
-        if given(ENVIRONMENT) is None:
+    def convert(answers: Any, given: Get) -> Mapping[str, Any] | None:
+        if given(ENVIRONMENT) is None or answers == 0:  # verl reads 0 as no limit
             return {}
-        numbers = type(answers) is int and type(limit) is int
-        return {} if numbers and limit <= answers + 1 else None
+        limit = given.given.get(turns, math.inf)
+        if type(answers) is not int or not (type(limit) is int or limit == math.inf) or answers < 0:
+            return None
+        return {} if limit <= answers + 1 else {turns: answers + 1}
 
     return Conversion(
         convert,
-        f"nothing, where `{turns}` is at most one more: each turn but the last is answered",
+        f"with `{ENVIRONMENT}`, `{turns}`, which is one more, where that is lower: each turn but the last is answered",
         f"set {turns}, the policy's turns: one more than are answered",
+        f"limits nothing here: {turns} is no higher, or every prompt has one answer",
     )
 
 

@@ -28,6 +28,8 @@ _TRAINERS = {name.replace("Config", "Trainer"): program for name, program in _CO
 _REWARDS = "reward_funcs"
 _CHANGES = ("append", "extend", "insert", "remove", "pop", "clear", "update", "setdefault")
 """Methods that change a list or a dict in its place; rows have none of these names."""
+_FORMATS = ("json", "csv", "parquet")
+"""What `load_dataset` takes for the name of files in a format."""
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -164,26 +166,42 @@ def _value(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) ->
     if isinstance(node, ast.Name) and node.id in constants and depth < 8:
         return _value(constants[node.id], constants, depth + 1)
     if isinstance(node, ast.Call) and _called(node) == "load_dataset":
-        words = [_value(argument, constants, depth + 1) for argument in node.args]
-        options = {each.arg: _value(each.value, constants, depth + 1) for each in node.keywords}
-        name = options.get("path", words[0] if words else None)
-        part = options.get("name", words[1] if len(words) > 1 else None)
-        if all(isinstance(word, str | None) for word in (name, part, options.get("split"))) and name:
-            return _source(name, part, options.get("split"))
+        return _loaded(node, None, constants, depth) or Unknown(node)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        whole = node.value
+        while isinstance(whole, ast.Name) and whole.id in constants and depth < 8:
+            whole, depth = constants[whole.id], depth + 1
+        if isinstance(whole, ast.Call) and _called(whole) == "load_dataset":
+            return _loaded(whole, node.slice.value, constants, depth) or Unknown(node)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and depth < 8:
         found = _value(node.func.value, constants, depth + 1)  # rows after `.map(…)` are still those of the set
         if not isinstance(found, Rows):
             return Unknown(node)
         call = ast.unparse(ast.Call(ast.Name(node.func.attr), node.args, node.keywords))
-        return Rows(found, (*found.calls, f".{call}"))
+        return Rows(found, (*found.calls, f".{call}"), found.files)
     if isinstance(node, ast.BinOp):
         left, right = (_value(each, constants, depth + 1) for each in (node.left, node.right))
         if isinstance(left, int | float) and isinstance(right, int | float):
             return _arithmetic(node.op, left, right, node)
+    if isinstance(node, ast.List | ast.Tuple | ast.Dict) and depth < 8:
+        return _collected(node, constants, depth + 1)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError):
         return Unknown(node)
+
+
+def _collected(node: ast.List | ast.Tuple | ast.Dict, constants: Mapping[str, ast.expr], depth: int) -> Any:
+    """Return the value of a list, tuple or dict whose parts all have one."""
+    if isinstance(node, ast.Dict):
+        keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+        values = [_value(part, constants, depth) for part in node.values]
+        is_known = len(keys) == len(node.keys) and not any(isinstance(value, Unknown) for value in values)
+        return dict(zip(keys, values, strict=True)) if is_known else Unknown(node)
+    parts = [_value(part, constants, depth) for part in node.elts]
+    if any(isinstance(part, Unknown) for part in parts):
+        return Unknown(node)
+    return tuple(parts) if isinstance(node, ast.Tuple) else parts
 
 
 def _arithmetic(operator: ast.operator, left: float, right: float, node: ast.expr) -> Any:
@@ -199,14 +217,54 @@ def _arithmetic(operator: ast.operator, left: float, right: float, node: ast.exp
 
 
 class Rows(str):
-    """The name of a data set, with the calls that the file makes other rows of it by."""
+    """The name of a data set, or of its first file, with the calls that the file makes other rows of it by.
+
+    Attributes:
+        calls: These calls.
+        files: All files, where it is made of several.
+    """
 
     calls: tuple[str, ...]
+    files: tuple[str, ...]
 
-    def __new__(cls, name: str, calls: tuple[str, ...] = ()) -> Rows:
+    def __new__(cls, name: str, calls: tuple[str, ...] = (), files: tuple[str, ...] = ()) -> Rows:
         rows = super().__new__(cls, name)
-        rows.calls = calls
+        rows.calls, rows.files = calls, files
         return rows
+
+
+def _loaded(call: ast.Call, chosen: object, constants: Mapping[str, ast.expr], depth: int) -> Rows | None:
+    """Return the rows of `load_dataset(…)`; None where only a run could tell them.
+
+    Args:
+        call: The call.
+        chosen: What stands in brackets behind it, the split of a data set that was loaded whole.
+        constants: Names of the file and their values.
+        depth: How many names have been followed.
+    """
+    words = [_value(argument, constants, depth + 1) for argument in call.args]
+    options = {each.arg: _value(each.value, constants, depth + 1) for each in call.keywords}
+    name = options.get("path", words[0] if words else None)
+    part = options.get("name", words[1] if len(words) > 1 else None)
+    split = options.get("split", chosen)
+    if not name or not all(isinstance(word, str | None) for word in (name, part, split)):
+        return None
+    if name in _FORMATS:
+        return _of_files(options.get("data_files", options.get("data_dir")), split, options.get("field"))
+    return _source(name, part, split)
+
+
+def _of_files(named: Any, split: Any, field: Any) -> Rows | None:
+    """Return the rows of files of a format, which datasets takes by split."""
+    part, *cut = (split or "train").split("[", 1)
+    by_split = named if isinstance(named, Mapping) else {"train": named}
+    files = by_split.get(part)
+    files = [files] if isinstance(files, str) else files
+    if not isinstance(files, list | tuple) or not files or not all(isinstance(file, str) for file in files):
+        return None
+    calls = [f"split={split!r}"] if cut else []
+    calls += [] if field is None else [f"field={field!r}"]
+    return Rows(files[0], tuple(calls), tuple(files))
 
 
 def _source(name: str, part: str | None, split: str | None) -> Rows:
@@ -473,7 +531,8 @@ def _data(given: Given, into: Migrated) -> None:
         if isinstance(rows, str):
             is_test = split == "dataset_test_split"
             chosen = None if split is None else given.get(split, "test" if is_test else "train")
-            into.set({key: str(rows) if split is None else str(_source(rows, part, chosen))})
+            files = list(getattr(rows, "files", ()))
+            into.set({key: files if len(files) > 1 else str(rows if split is None else _source(rows, part, chosen))})
             if isinstance(rows, Rows) and rows.calls:
                 why = f"leaves out `{''.join(rows.calls)}`: write the rows so made to a file and set {key} to it"
                 into.lost.append(Remark(given.word(name), why))
@@ -516,20 +575,33 @@ def _trackers(given: Given, into: Migrated) -> None:
             into.lost.append(Remark(given.word("report_to"), f"there is no tracker {name}"))
 
 
+_ENVIRONMENTS = {
+    "rollout_func": "the loop of turns is hrl's own, and what answers the policy in it is an environment",
+    "environment_factory": (
+        "is a class whose public methods are tools: make it an hrl.ToolEnvironment with the mark @hrl.tool on each of "
+        "them, whose `reset` begins the episode"
+    ),
+}
+"""Arguments that stand for an environment → what it becomes."""
+
+
 def _tools(given: Given, into: Migrated) -> None:
     rounds = given.get("max_tool_calling_iterations")
     if isinstance(rounds, int):
         into.set({"environment.max_turns": rounds + 1})
         why = f"environment.max_turns={rounds + 1}: turns are the policy's, and the last one answers the last results"
         into.differs.append(Remark(given.word("max_tool_calling_iterations"), why))
+    for name, advice in _ENVIRONMENTS.items():
+        if given.get(name) is not None:
+            into.set({"environment.path": "YOUR_ENVIRONMENT.py:Class"})
+            into.lost.append(Remark(given.word(name), f"{advice}; put it in place of YOUR_ENVIRONMENT.py:Class"))
+            return
     functions = given.get("tools")
     if functions not in (None, []):
-        names = getattr(functions, "text", "function").strip("[]").split(",")
-        named = ", ".join(f"my_tools.py:{name.strip()}" for name in names if name.strip().isidentifier())
-        why = (
-            "the functions can stay as they are, in a file of their own: set environment.path=tools and "
-            f"environment.tools=[{named or 'my_tools.py:function'}]"
-        )
+        names = [name.strip() for name in getattr(functions, "text", "").strip("[]").split(",")]
+        named = [f"YOUR_TOOLS.py:{name if name.isidentifier() else 'YOUR_FUNCTION'}" for name in names]
+        into.set({"environment.path": "tools", "environment.tools": list(dict.fromkeys(named))})
+        why = "the functions can stay as they are, in a file of their own: put its name in place of YOUR_TOOLS.py"
         into.lost.append(Remark(given.word("tools"), why))
 
 

@@ -8,11 +8,13 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from hrl.config.compose import read_override
+from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS, RunKind
 from hrl.config.section import Get, WholeConfig, leaves, sections
 from hrl.config.spellings import lookup
 from hrl.errors import Problem
 from hrl.migrate.line import Migrated, MigrationError, Remark, key_of
+from hrl.migrate.verl_turns import take_turns
 
 PROGRAMS = {
     "verl.trainer.main_ppo": "ppo",
@@ -42,8 +44,12 @@ def migrate_verl(program: str, arguments: Sequence[str]) -> Migrated:
     options = [word for word in arguments if "=" not in word or word.startswith("-")]
     into.arguments = [word for word in arguments if word not in options]
     _options(options, kind, into)
+    if into.kind == "ppo":
+        take_turns(into, kind.spellings)
     into.drop_what_does_not_compose()
-    into.arguments = [text for word in into.arguments for text in _present(word, into, kind)]
+    converted: dict[str, str] = {}
+    present = [text for word in into.arguments for text in _present(word, into, kind, converted)]
+    into.arguments = [*(text for text in present if key_of(text) not in converted), *converted.values()]
     return into
 
 
@@ -59,8 +65,15 @@ def _options(words: Sequence[str], kind: RunKind[WholeConfig], into: Migrated) -
         into.lost.append(Remark(" ".join(words), "is not key=value"))
 
 
-def _present(word: str, into: Migrated, kind: RunKind[WholeConfig]) -> list[str]:
-    """Return the arguments with present names that mean the same as one that hrl takes."""
+def _present(word: str, into: Migrated, kind: RunKind[WholeConfig], converted: dict[str, str]) -> list[str]:
+    """Return the arguments with present names that mean the same as one that hrl takes.
+
+    Args:
+        word: The argument.
+        into: Gets remarks.
+        kind: The kind of run.
+        converted: Gets the arguments that a value is converted to, which hold before others of the same keys.
+    """
     override, spellings = read_override(word), kind.spellings
     if isinstance(override, Problem):
         raise RuntimeError(f"{word} composes and can't be read")
@@ -75,8 +88,13 @@ def _present(word: str, into: Migrated, kind: RunKind[WholeConfig]) -> list[str]
     conversion = spellings.converted.get(key)
     if conversion is not None:
         result = {} if value is None else conversion.convert(value, Get(_values(into, kind), kind.schema)) or {}
-        into.differs.append(Remark(word, f"is {', '.join(f'{name}={each}' for name, each in result.items()) or 'off'}"))
-        return [f"{name}={str(each).lower() if isinstance(each, bool) else each}" for name, each in result.items()]
+        converted |= {name: f"{name}={as_override(each)}" for name, each in result.items()}
+        if result:
+            read = ", ".join(f"{name}={each}" for name, each in result.items())
+            into.differs.append(Remark(word, f"is {read}"))
+        else:
+            into.needless.append(Remark(word, "is off" if value in (None, False) else conversion.idle))
+        return []
     entry = lookup(spellings.outside, key)
     if entry is not None:
         into.needless.append(Remark(word, entry[1].says))

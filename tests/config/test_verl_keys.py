@@ -586,9 +586,55 @@ def test_turns_without_an_environment_are_refused_with_the_keys_to_set(given):
 
 def test_verls_limit_of_answers_is_one_less_than_the_turns():
     limit = f"{TURNS}.max_user_turns"
-    assert validate({limit: 7, **OWN}).environment.max_turns == 8, "the default is no more than that"
-    assert "set environment.max_turns" in problem_of(limit, 6, **OWN).hint.lower()
-    assert validate({limit: 6, f"{TURNS}.max_assistant_turns": 7, **OWN}).environment.max_turns == 7
+    assert [validate({limit: most, **OWN}).environment.max_turns for most in (3, 20)] == [4, 21]
+    assert validate({limit: 0, **OWN}).environment.max_turns == validate(OWN).environment.max_turns, "0 is none there"
+    assert "set environment.max_turns" in problem_of(limit, "many", **OWN).hint.lower()
+
+
+@pytest.mark.parametrize("most", [3, 6, 9])
+def test_the_lower_of_verls_two_limits_of_turns_holds_whatever_their_order(most):
+    own, of_others = {f"{TURNS}.max_assistant_turns": 7}, {f"{TURNS}.max_user_turns": most}
+    for given in (own | of_others, of_others | own):
+        assert validate({**given, **OWN}).environment.max_turns == min(7, most + 1)
+
+
+#: The fields of verl 0.9.1's MultiTurnConfig, AgentLoopConfig and CustomAsyncServerConfig, and of its data section.
+OF_TURNS = {
+    f"{TURNS}.enable": (False, True),
+    f"{TURNS}.max_assistant_turns": (None, 5),
+    f"{TURNS}.tool_config_path": (None, "tools.yaml"),
+    f"{TURNS}.function_tool_path": (None, "tools.py"),
+    f"{TURNS}.max_user_turns": (None, 5),
+    f"{TURNS}.max_parallel_calls": (1, 2),
+    f"{TURNS}.max_tool_response_length": (256, 512),
+    f"{TURNS}.tool_response_truncate_side": ("middle", "left"),
+    f"{TURNS}.use_inference_chat_template": (False, True),
+    f"{TURNS}.tokenization_sanity_check_mode": ("strict", "disable"),
+    f"{TURNS}.format": ("hermes", "glm"),
+    f"{TURNS}.num_repeat_rollouts": (None, 4),
+    f"{ROLLOUT}.agent.num_workers": (8, 4),
+    f"{ROLLOUT}.agent.default_agent_loop": ("single_turn_agent", "tool_agent"),
+    f"{ROLLOUT}.agent.agent_loop_config_path": (None, "loops.yaml"),
+    f"{ROLLOUT}.agent.agent_loop_manager_class": (None, "mine.Manager"),
+    f"{ROLLOUT}.agent.custom_async_server.path": (None, "server.py"),
+    f"{ROLLOUT}.agent.custom_async_server.name": (None, "Server"),
+    "data.need_tools_kwargs": (False, True),
+    "data.tool_config_path": (None, "tools.yaml"),
+    "data.function_tool_path": (None, "tools.py"),
+}
+
+
+@pytest.mark.parametrize("key", OF_TURNS)
+def test_every_key_of_verls_turns_is_read_or_says_what_to_write(key):
+    default, other = OF_TURNS[key]
+    assert validate({**OWN, key: None}).environment == validate(OWN).environment
+    if not key.endswith("max_tool_response_length"):  # characters there, tokens here
+        validate({**OWN, key: default})
+    try:
+        validate({**OWN, key: other})
+    except ConfigError as error:
+        generic = OUTSIDE[f"{TURNS}.*"].instead
+        assert all(problem.key == key and problem.hint and generic not in problem.hint for problem in error.problems)
 
 
 @pytest.mark.parametrize(
@@ -598,6 +644,7 @@ def test_verls_limit_of_answers_is_one_less_than_the_turns():
         (f"{TURNS}.tool_response_truncate_side", "left", "loses its middle"),
         (f"{TURNS}.tool_config_path", "tools.yaml", "environment.tools"),
         ("data.tool_config_path", "tools.yaml", "environment.tools"),
+        (f"{TURNS}.function_tool_path", "tools.py", "names each of them"),
         (f"{TURNS}.interaction_config_path", "partner.yaml", "environment.path=my_env.py:Class"),
         (f"{ROLLOUT}.agent.agent_loop_config_path", "loop.yaml", "environment.path=my_env.py:Class"),
         (f"{TURNS}.num_repeat_rollouts", 4, "rollout.n"),

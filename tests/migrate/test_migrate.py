@@ -460,6 +460,34 @@ def test_a_value_that_yaml_fails_on_is_a_text(text):
     assert value_of(text) == text
 
 
+@pytest.mark.parametrize(
+    ("written", "files", "left_out"),
+    [
+        ('load_dataset("json", data_files="a.jsonl", split="train")', ["a.jsonl"], ""),
+        ('load_dataset("json", data_files=FILE, split="train").shuffle(seed=1)', ["rows/a.jsonl"], ".shuffle(seed=1)"),
+        ('load_dataset("parquet", data_files=["a.parquet", "b.parquet"])["train"]', ["a.parquet", "b.parquet"], ""),
+        ('load_dataset(path="csv", data_files={"train": "a.csv", "test": "b.csv"}, split="test")', ["b.csv"], ""),
+        ('WHOLE["test"]', ["t.jsonl"], ""),
+        ('load_dataset("json", data_files="a.json", split="train[:90%]")', ["a.json"], "split='train[:90%]'"),
+        ('load_dataset("json", data_files="a.json", field="rows")["train"]', ["a.json"], "field='rows'"),
+        ('load_dataset("a/b")["validation"]', ["a/b::validation"], ""),
+    ],
+)
+def test_files_that_a_script_of_trl_loads_are_the_rows(written: str, files: list[str], left_out: str) -> None:
+    constants = 'FILE = "rows/a.jsonl"\nWHOLE = load_dataset("json", data_files={"train": FILE, "test": "t.jsonl"})\n'
+    found = one(f'{constants}trainer = SFTTrainer("m", train_dataset={written})', "train.py")
+    assert list(config_of(found).data.train_files) == files
+    said = [why for name, why in lost(found).items() if name.startswith("train_dataset")]
+    assert said == ([] if not left_out else [said[0]]) and all(left_out in why for why in said)
+
+
+def test_files_that_only_a_run_could_tell_are_asked_for() -> None:
+    found = one('SFTTrainer("m", train_dataset=load_dataset("json", data_files=sys.argv[1]))', "train.py")
+    assert config_of(found).data.train_files == ["YOUR_ROWS.jsonl"] and any(
+        "train_dataset" in name for name in lost(found)
+    )
+
+
 # ------------------------------------------------------------------------------------------------- episodes
 
 TOOLS_OF_TRL = """
@@ -478,21 +506,69 @@ GRPOTrainer(
 
 def test_tools_of_trl_are_named_and_its_rounds_are_one_turn_less() -> None:
     found = one(TOOLS_OF_TRL, "train.py")
-    assert config_of(found).environment.max_turns == 4
-    assert "environment.path=tools and environment.tools=[my_tools.py:multiply]" in lost(found)["tools=[multiply]"]
+    environment = config_of(found).environment
+    assert (environment.path, environment.tools) == ("tools", ["YOUR_TOOLS.py:multiply"])
+    assert environment.max_turns == 4 and "in place of YOUR_TOOLS.py" in lost(found)["tools=[multiply]"]
     assert any("max_turns=4" in remark.why for remark in found.differs)
 
 
 def test_environments_and_agents_of_others_say_which_methods_are_theirs_here() -> None:
-    found = one(TOOLS_OF_TRL.replace("tools=[multiply]", "environment_factory=Game, rollout_func=play"), "train.py")
+    found = one(TOOLS_OF_TRL.replace("tools=[multiply]", "environment_factory=Game"), "train.py")
     assert "hrl.ToolEnvironment" in lost(found)["environment_factory=Game"]
-    assert "environment.path=my_env.py:Class" in lost(found)["rollout_func=play"]
+    found = one(TOOLS_OF_TRL.replace("tools=[multiply]", "rollout_func=play"), "train.py")
+    assert "hrl's own" in lost(found)["rollout_func=play"]
+    assert config_of(found).environment.path == "YOUR_ENVIRONMENT.py:Class"
     line = "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --train.agent_func_path agent.py"
     ((_, why),) = [(k, v) for k, v in lost(one(line)).items() if "agent_func" in k]
     assert "environment_feedback" in why and "environment.path=my_env.py:Class" in why
 
 
-def test_turns_of_verl_say_what_to_set() -> None:
-    line = VERL.replace("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.rollout.multi_turn.enable=True")
-    (why,) = [why for written, why in lost(one(line)).items() if "multi_turn" in written]
-    assert "environment.tools=[my_tools.py:function]" in why
+TURNS, AGENT = (f"actor_rollout_ref.rollout.{section}" for section in ("multi_turn", "agent"))
+
+
+def of_turns(*words: str) -> Migrated:
+    return one(" ".join(["python3 -m verl.trainer.main_ppo data.train_files=a.parquet", *words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "tools"),
+    [
+        ([f"{TURNS}.enable=True"], "tools", ["YOUR_TOOLS.py:YOUR_FUNCTION"]),
+        ([f"{TURNS}.tool_config_path=tools.yaml"], "tools", ["YOUR_TOOLS.py:YOUR_FUNCTION"]),
+        ([f"{TURNS}.function_tool_path=my/tools.py"], "tools", ["my/tools.py:YOUR_FUNCTION"]),
+        (["data.function_tool_path=tools.py"], "tools", ["tools.py:YOUR_FUNCTION"]),
+        ([f"{AGENT}.default_agent_loop=tool_agent"], "tools", ["YOUR_TOOLS.py:YOUR_FUNCTION"]),
+        ([f"{AGENT}.default_agent_loop=mine"], "YOUR_ENVIRONMENT.py:Class", []),
+        ([f"{TURNS}.enable=True", f"{TURNS}.interaction_config_path=i.yaml"], "YOUR_ENVIRONMENT.py:Class", []),
+        ([f"{AGENT}.agent_loop_config_path=a.yaml"], "YOUR_ENVIRONMENT.py:Class", []),
+    ],
+)
+def test_a_line_of_verl_with_turns_has_the_place_of_its_environment_and_keeps_its_limits(
+    words: list[str], path: str, tools: list[str]
+) -> None:
+    found = of_turns(*words, f"{TURNS}.format=gpt-oss", f"{AGENT}.num_workers=4", f"{TURNS}.max_user_turns=5")
+    environment = config_of(found).environment
+    assert (environment.path, environment.tools) == (path, tools)
+    assert (environment.tool_parser, environment.num_workers, environment.max_turns) == ("openai", 4, 6)
+    assert any("in place of YOUR_" in why or f"in place of {''.join(tools)}" in why for why in lost(found).values())
+    assert any("extra_info.tools_kwargs" in remark.written for remark in found.differs)
+
+
+def test_an_environment_of_the_line_stays_and_the_lower_limit_of_turns_holds() -> None:
+    limits = [f"{TURNS}.max_user_turns=2", f"{TURNS}.max_assistant_turns=5", f"{TURNS}.max_tool_response_length=500"]
+    found = of_turns("environment.path=mine.py:Game", *limits, f"{AGENT}.default_agent_loop=tool_agent")
+    environment = config_of(found).environment
+    assert (environment.path, environment.max_turns, environment.max_observation_tokens) == ("mine.py:Game", 3, 125)
+    assert lost(found) == {} and all(remark.why != "is off" for remark in found.differs)
+
+
+def test_turns_of_a_line_without_any_are_not_taken_along() -> None:
+    idle = [
+        f"{TURNS}.enable=False",
+        f"{TURNS}.max_assistant_turns=5",
+        f"{TURNS}.format=hermes",
+        f"{AGENT}.num_workers=8",
+    ]
+    found = of_turns(*idle, f"{AGENT}.default_agent_loop=single_turn_agent", f"{TURNS}.max_user_turns=5")
+    assert found.arguments == ["data.train_files=a.parquet"] and lost(found) == {} and found.differs == []
+    assert {remark.written for remark in found.needless} >= set(idle)
