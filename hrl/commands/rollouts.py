@@ -13,6 +13,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the run folder")
     parser.add_argument("--step", type=whole_number, help="the step; the last one by default")
     parser.add_argument("--sort", choices=("score", "length", "advantage"), help="the largest first")
+    parser.add_argument(
+        "--end",
+        action="append",
+        metavar="WHY",
+        help="only those that ended so: done, truncated, max_turns, max_tokens, deadline or failed; stop or length",
+    )
     parser.add_argument("--limit", type=at_least_one, default=10, help="how many to show; 10 by default")
     parser.add_argument("--val", action="store_true", help="samples of the validation after the step")
     parser.add_argument(
@@ -33,6 +39,7 @@ def run(options: Namespace) -> int:
         Console(highlight=False),
         step=options.step,
         sort=options.sort,
+        ends=options.end or (),
         limit=options.limit,
         validation=options.val,
         tokens=options.tokens,

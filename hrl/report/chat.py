@@ -11,6 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hrl.config.arithmetic import count
+from hrl.masking import masked_text
 from hrl.report.conversation import Line, Run, conversation, is_episode, runs_of
 from hrl.report.samples import Sample, on_one_line, printable, sample_facts, samples_table
 
@@ -22,6 +24,7 @@ _LINES = 12
 _STYLES = {"assistant": "bold green", "user": "cyan", "tool": "yellow", "system": "bright_black"}
 _RUN_STYLES = {"prompt": "bright_black", "environment": "cyan", "policy": "bold green"}
 _UNTRAINED = "yellow"
+_ERROR = "error"
 
 
 def samples_shown(samples: Sequence[tuple[str, Sample]], title: str) -> RenderableType:
@@ -38,8 +41,19 @@ def tokens_shown(samples: Sequence[tuple[str, Sample]], title: str) -> Renderabl
 
 
 def _head(label: str, record: Sample) -> Text:
-    facts = " · ".join(on_one_line(f"{name}: {value}", 200) for name, value in sample_facts(record))
-    return Text.assemble("\n", (f"{label}  ", "bold"), (facts, "bright_black"))
+    facts = [on_one_line(f"{name}: {value}", 200) for name, value in sample_facts(record) if name != _ERROR]
+    return Text.assemble("\n", (f"{label}  ", "bold"), (" · ".join(facts), "bright_black"))
+
+
+def _error(record: Sample) -> Iterator[RenderableType]:
+    """Yield why an episode failed, if it did."""
+    error = dict(sample_facts(record)).get(_ERROR)
+    if error is not None:
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1, overflow="fold")
+        table.add_row(Text("  error    ", style="red"), folded(masked_text(error), OBSERVATION_LIMIT))
+        yield table
 
 
 def _conversation(label: str, record: Sample) -> Iterator[RenderableType]:
@@ -47,6 +61,7 @@ def _conversation(label: str, record: Sample) -> Iterator[RenderableType]:
     if not is_episode(record):
         record = {"messages": [], "turns": [{"text": record["response"]}], **record}
     yield chat_table(conversation(record))
+    yield from _error(record)
 
 
 def chat_table(lines: Sequence[Line]) -> Table:
@@ -90,6 +105,7 @@ def _tokens(label: str, record: Sample) -> Iterator[RenderableType]:
         if len(branches) > 1:
             yield Text(f"  branch {number}", style="bold")
         yield runs_table(branch)
+    yield from _error(record)
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
@@ -102,8 +118,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
         is_untrained = run.origin == "policy" and not run.trained
         style = _UNTRAINED if is_untrained else _RUN_STYLES.get(run.origin, "magenta")
         name = on_one_line(run.origin, 12) + (", not trained" if is_untrained else "")
-        count = f"{run.tokens} tokens" if run.tokens else ""
+        tokens = count(run.tokens, "token") if run.tokens else ""
         text = folded(run.text, TURN_LIMIT if run.origin == "policy" else OBSERVATION_LIMIT)
         text.stylize(style)
-        table.add_row(Text(f"  {name}", style=style), Text(count, style="bright_black"), text)
+        table.add_row(Text(f"  {name}", style=style), Text(tokens, style="bright_black"), text)
     return table

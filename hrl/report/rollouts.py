@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from rich.console import Console
 
 from hrl.errors import RefusedError
 from hrl.report.chat import samples_shown, tokens_shown
+from hrl.report.conversation import is_episode
 from hrl.report.run_folder import CONFIG, RolloutKind, existing_folder, read_config, rollouts_steps
-from hrl.report.samples import Sample, read_samples
+from hrl.report.samples import Sample, on_one_line, read_samples
 
 SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advantage"}
 """Sort key → name of the record's field."""
@@ -26,6 +28,7 @@ def show_rollouts(
     *,
     step: int | None = None,
     sort: str | None = None,
+    ends: Sequence[str] = (),
     limit: int = 10,
     validation: bool = False,
     tokens: bool = False,
@@ -38,23 +41,40 @@ def show_rollouts(
         step: The step; the last one by default.
         sort: A name in `SORT_KEYS`, largest first; by default the order of the batch, which keeps samples of a prompt
             together.
+        ends: Why the samples ended that are shown, as `end` of an episode or `finish_reason` of a response; empty shows
+            all.
         limit: Number of samples to show.
         validation: Show samples of the validation after the step instead of its training samples.
         tokens: Show the tokens of each, those that are trained on told apart, instead of what was said.
 
     Raises:
         NoRunError: There is no such folder.
-        NoSamplesError: The folder has no samples, none of this step, or none with the sort key.
+        NoSamplesError: The folder has no samples, none of this step, none that ended so, or none with the sort key.
     """
     kind: RolloutKind = "val" if validation else "train"
     folder = existing_folder(folder)
     step = _existing_step(folder, step, kind)
     records = read_samples(folder / "rollouts", step, kind)
-    shown = _sorted(records, sort)[:limit]
+    found = [record for record in records if not ends or _end(record) in ends]
+    if not found:
+        raise NoSamplesError(f"none of these samples ended by {' or '.join(ends)}; they ended by {_counted(records)}")
+    shown = _sorted(found, sort)[:limit]
     title = f"{'validation after step' if validation else 'step'} {step}: {len(shown)} of {len(records)} samples"
+    title += f", by {sort}" if sort else ""
+    if any(map(is_episode, records)):
+        title += f"; they ended by {_counted(records)}"
     labelled = [(str(number), record) for number, record in enumerate(shown, start=1)]
     show = tokens_shown if tokens else samples_shown
-    console.print(show(labelled, f"{title}, by {sort}" if sort else title))
+    console.print(show(labelled, title))
+
+
+def _end(record: Sample) -> str:
+    return str(record.get("end") if is_episode(record) else record.get("finish_reason"))
+
+
+def _counted(records: Sequence[Sample]) -> str:
+    """Return how the samples ended, with how many each way, the most frequent first."""
+    return ", ".join(f"{on_one_line(end, 20)} ({number})" for end, number in Counter(map(_end, records)).most_common())
 
 
 def _existing_step(folder: Path, step: int | None, kind: RolloutKind) -> int:

@@ -219,7 +219,7 @@ def sample_facts(record: Sample) -> list[tuple[str, str]]:
         "advantage": _fact(record.get("advantage"), "+.3f"),
         **(_episode_facts(record) if is_episode(record) else _response_facts(record)),
         **{name: _fact(part, ".4g") for name, part in (record.get("reward_parts") or {}).items()},
-        **{f"env/{name}": _fact(value, ".4g") for name, value in (record.get("env_metrics") or {}).items()},
+        **{f"env/{name}": _fact(value, ".4g") for name, value in _env_metrics(record).items()},
         "truth": expected(record),
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact is not None]
@@ -236,13 +236,39 @@ def _episode_facts(record: Sample) -> dict[str, Any]:
     versions = {turn["version"] for turn in record["turns"] if turn.get("version") is not None}
     return {
         "turns": len(record["turns"]),
-        "tool calls": record.get("tool_calls"),
+        "tool calls": _tool_calls(record),
         "tokens": record.get("response_length") if both is None else both,
         "branches": branches if branches > 1 else None,
         "versions": ", ".join(map(str, sorted(versions))) if len(versions) > 1 else None,
         "ended by": record.get("end"),
         "error": record.get("error"),
     }
+
+
+_TOOL_CALLS, _TOOL_ERRORS = "tool_calls", "tool_errors"
+
+
+def _tool_calls(record: Sample) -> Any:
+    """Return how many tools were called, how many of these calls failed, and which where there are several."""
+    told = record.get("env_metrics") or {}
+    calls, errors = record.get(_TOOL_CALLS), record.get(_TOOL_ERRORS, told.get(_TOOL_ERRORS))
+    of_tools = {name.partition("/")[2]: value for name, value in told.items() if name.startswith(f"{_TOOL_CALLS}/")}
+    failed = {name: told.get(f"{_TOOL_ERRORS}/{name}") for name in of_tools}
+    each = [f"{name} {_with_failed(number, failed[name])}" for name, number in of_tools.items()]
+    text = _with_failed(calls, errors)
+    return f"{text} ({', '.join(each)})" if len(each) > 1 else text
+
+
+def _with_failed(calls: Any, errors: Any) -> Any:
+    return (
+        f"{_fact(calls, '.4g')}, {_fact(errors, '.4g')} failed" if errors and calls is not None else _fact(calls, ".4g")
+    )
+
+
+def _env_metrics(record: Sample) -> dict[str, Any]:
+    """Return the numbers of an environment, without those that `tool calls` has said."""
+    told = record.get("env_metrics") or {}
+    return {name: value for name, value in told.items() if name.partition("/")[0] not in (_TOOL_CALLS, _TOOL_ERRORS)}
 
 
 def _fact(value: Any, spec: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hrl import cli
 from hrl.environments.interface import Action, ToolCall
 from hrl.environments.replies import read_step
-from tests.docs.command_lines import command_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-verl.md"
 BLOCKS = {
@@ -92,13 +89,3 @@ def test_before_and_after_answer_and_pay_alike(of_verl: Any) -> None:
     assert result.reward == sum(reward for _, reward in said)
     answer = read_step(asyncio.run(environment.step(Action("It is 42."))))
     assert (answer.reward, answer.done) == (1.0, True)
-
-
-def test_what_the_page_tries_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "check_answer.py").write_text(BLOCKS["check_answer.py"])
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-    monkeypatch.chdir(tmp_path)
-    (words,) = [words for words in command_lines(PAGE) if words[1] == "env-test"]
-    assert cli.main(words[1:]) == 0, capsys.readouterr().out

@@ -65,9 +65,17 @@ def test_the_spelling_game_reads_its_row_and_its_arguments() -> None:
 @pytest.mark.parametrize(
     "words", [words for words in command_lines(PAGE) if words[1] == "env-test" and "--engine" not in words]
 )
-def test_what_the_page_tries_fits(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_page_tries_fits(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(words[1:]) == 0
     out = capsys.readouterr().out
+    if "--say" not in words:
+        is_written = [line.rstrip() for line in out.replace(f"{Path.cwd()}/", "").splitlines()]
+        (shown,) = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+        its_own = [line for line in shown.splitlines() if line != "…" and "the slowest call" not in line]
+        assert [line for line in its_own if line not in is_written] == []
     for check in ("replies", "masks", "rewards", "repeats", "close"):
         assert f"✓  {check}" in out
     assert "--say" in words or "the episodes' sums are 0.9, 0.5, 0.5" in out, "as on the page"

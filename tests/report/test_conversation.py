@@ -133,8 +133,33 @@ def test_tokens_are_told_apart_without_colour(records):
     lines = [line.split() for line in shown(tokens_shown, records).splitlines()]
     assert ["policy", "2", "tokens", "w10", "w11"] in lines
     assert ["environment", "2", "tokens", "w20", "w21"] in lines
-    assert ["policy,", "not", "trained", "1", "tokens", "w40"] in lines
+    assert ["policy,", "not", "trained", "1", "token", "w40"] in lines
     assert ["branch", "1"] in lines
+
+
+def test_tool_calls_are_counted_once_with_those_that_failed_and_by_tool_where_there_are_several(records):
+    one = {
+        "tool_calls": 3.0,
+        "tool_errors": 1.0,
+        "tool_calls/multiply": 3.0,
+        "tool_errors/multiply": 1.0,
+        "solved": 1.0,
+    }
+    two = {**one, "tool_calls/multiply": 2.0, "tool_calls/add": 1.0}
+    facts = [dict(sample_facts({**records[0], "tool_calls": 3, "env_metrics": told})) for told in ({}, one, two)]
+    assert [fact["tool calls"] for fact in facts] == ["3", "3, 1 failed", "3, 1 failed (multiply 2, 1 failed, add 1)"]
+    assert all(not any(name.startswith("env/tool_") for name in fact) for fact in facts)
+    assert facts[1]["env/solved"] == "1"
+
+
+@pytest.mark.parametrize("show", [samples_shown, tokens_shown])
+def test_an_episode_fits_eighty_columns_and_its_error_stands_below_it(show, records):
+    failed = {**records[1], "error": "ValueError: the secret is " + SECRET + ", in line 3 of reset" * 5}
+    lines = shown(show, [records[0], failed], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    (below,) = [number for number, line in enumerate(lines) if line.startswith("  error ")]
+    head = next(number for number, line in enumerate(lines) if line.startswith("2  "))
+    assert head < below and "ValueError" not in lines[head] and SECRET not in "".join(lines)
 
 
 def test_tokens_are_told_apart_by_colour(records):
@@ -211,6 +236,17 @@ def test_the_command_shows_conversations_and_their_tokens(run, capsys, monkeypat
     assert "→ multiply(a=12, b=34)" in capsys.readouterr().out
     assert cli.main(["rollouts", str(run), "--tokens", "--sort", "score"]) == 0
     assert "branch 1" in capsys.readouterr().out
+
+
+def test_episodes_are_picked_by_how_they_ended(run, capsys):
+    assert cli.main(["rollouts", str(run), "--end", "failed"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "step 1: 1 of 2 samples; they ended by done (1), failed (1)" in out
+    assert "And 5 * 6?" in out and "multiply" not in out
+    assert cli.main(["rollouts", str(run), "--end", "failed", "--end", "done"]) == 0
+    assert "multiply" in capsys.readouterr().out
+    assert cli.main(["rollouts", str(run), "--end", "max_turns"]) == 2
+    assert "none of these samples ended by max_turns; they ended by done (1), failed (1)" in capsys.readouterr().err
 
 
 def test_tokens_of_a_single_response_are_its_prompt_and_its_response(tmp_path, capsys):
