@@ -43,6 +43,7 @@ TAKEN_NAMES = {
     "score": "as their sum is",
     "acc": "as the part by which validation counts right responses",
     "pred": "as the part by which validation counts votes",
+    "turn_scores": "as what turns are worth one by one",
 }
 """Names that none of several functions can have → what has them."""
 
@@ -163,7 +164,8 @@ class OverlongBufferConfig(Section):
     """`reward.overlong_buffer`: DAPO's soft penalty for long responses."""
 
     enable: bool = False
-    """Lower the reward of a response linearly over the last `len` tokens before `data.max_response_length`."""
+    """Lower the reward of a response linearly over the last `len` tokens before `data.max_response_length`. Of an
+    episode the longest row counts, with what its environment said, since that is what the limit cuts off."""
     len: Annotated[NonNegativeInt, Unit("tokens")] = follows(_overlong_zone)
     """Width of that zone in tokens. Default: a fifth of `data.max_response_length`."""
     penalty_factor: NonNegativeFloat = 1.0

@@ -44,6 +44,7 @@ class Episode:
         rows: One, or one for each time that the chat template rewrote what was before. The first is branch 0.
         messages: The conversation as the policy and the environment had it, for people and for reward functions.
         turn_rewards: Of each turn; None where the environment gave none.
+        texts: What the policy wrote in each turn, for reward functions; empty if a program asked for the turns.
         end: Why it ended.
         error: What failed, if something did.
         num_tool_calls, num_tool_errors: Over all turns; a call that could not be read is one that failed.
@@ -69,6 +70,7 @@ class Episode:
     engine_s: float = 0.0
     environment_s: float = 0.0
     attempts: int = 1
+    texts: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property

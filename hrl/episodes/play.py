@@ -165,6 +165,7 @@ class _Play:
     num_turns: int = 0
     rewards: list[float | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     num_unread_calls: int = 0
@@ -209,6 +210,7 @@ class _Play:
             engine_s=self.engine_s,
             environment_s=self.environment_s,
             attempts=attempts,
+            texts=self.texts,
             metrics=self.metrics,
         )
 
@@ -334,6 +336,7 @@ class Player:
             parsed = parser.parse(output.token_ids, turn=turn)
             script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
             play.num_turns += 1
+            play.texts.append(parsed.text)
             play.num_tool_calls += len(parsed.tool_calls) + (parsed.error is not None)
             play.num_unread_calls += parsed.error is not None
             play.is_cut_short = output.finish_reason == "length"

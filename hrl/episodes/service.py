@@ -202,7 +202,8 @@ class EpisodeService:
                 episode = await self._player.play(task, ends_at)
             self.router.forget(task.key)
             if reward_round is not None:
-                self._setup.rewards.submit.remote(reward_round, task.key, last_answer(episode))
+                texts = turn_texts(episode)
+                self._setup.rewards.submit.remote(reward_round, task.key, last_answer(episode), texts)
             return episode
 
         try:
@@ -224,6 +225,18 @@ def last_answer(episode: Episode) -> str:
     """Return what the policy wrote in its last turn, for a reward function; empty if it never had a turn."""
     texts = [message.get("content") for message in episode.messages if message.get("role") == "assistant"]
     return str(texts[-1] or "") if texts else ""
+
+
+def turn_texts(episode: Episode) -> list[str]:
+    """Return what the policy wrote in each turn, for a reward function.
+
+    Of a program's turns only the last ones of its longest conversation are known; the others are empty.
+    """
+    if len(episode.texts) == episode.num_turns:
+        return list(episode.texts)
+    said = [str(one.get("content") or "") for one in episode.messages if one.get("role") == "assistant"]
+    known = said[len(said) - min(len(said), episode.num_turns) :]
+    return [""] * (episode.num_turns - len(known)) + known
 
 
 # ---------------------------------------------------------------------- as a Ray actor

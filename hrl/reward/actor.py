@@ -115,8 +115,8 @@ class RewardLoop:
                 self._give_up(next(iter(self._steps)))
             self._steps[step] = _Step(title, by_key)
 
-    def submit(self, step: int, key: Hashable, solution_str: str) -> None:
-        """Queue a finished sample for scoring.
+    def submit(self, step: int, key: Hashable, solution_str: str, turns: Sequence[str] | None = None) -> None:
+        """Queue a finished sample for scoring; `turns` is what the policy wrote in each turn of an episode.
 
         The sender doesn't wait for an answer. A sample that is refused (it was not announced, was submitted before, or
         isn't plain data) is therefore reported by the next `collect`.
@@ -134,7 +134,7 @@ class RewardLoop:
                 row = state.rows[key]
                 name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
                 try:
-                    future = state.submitted[key] = self._pool.submit(row, solution_str, name)
+                    future = state.submitted[key] = self._pool.submit(row, solution_str, name, turns)
                 except (ValueError, RuntimeError) as error:  # not plain data; or the processes have ended
                     self._refuse(state.title, key, str(error))
                 else:

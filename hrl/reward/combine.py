@@ -24,12 +24,15 @@ class CombinedScores:
         overlong: float32 (B,), the penalty inside `scores`, not positive.
         plain: float32 (B,), for validation: the functions' score, or the model's if no function has a weight; 0 where
             not kept.
+        turn_scores: Of episodes, what functions gave to the turns of each; None for those of which nobody said
+            anything of turns.
     """
 
     scores: Tensor
     kept: Tensor
     overlong: Tensor
     plain: Tensor
+    turn_scores: Sequence[Sequence[float] | None] = ()
 
 
 class RewardShaping:

@@ -18,9 +18,11 @@ from hrl.user_file import UserFileError, load_user_file
 
 RESPONSE = ("response", "solution_str")
 """What the response's text is called: plainly, and as in verl."""
-HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info")
+HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info", "turns")
 """What a reward function may take of every sample, beside the columns of its row. Without a column `answer` that is the
-ground truth."""
+ground truth, and without a column `turns` what the policy wrote in each turn."""
+TURN_SCORES = "turn_scores"
+"""What turns are worth one by one: an entry of the dict that a reward function returns."""
 
 _NAMES_OF_TRL = {
     "completions": "one `response` at a time",
@@ -335,7 +337,8 @@ def read_reward(value: object) -> tuple[float | None, dict[str, Any]]:
     """Read the return value of a reward function as (score, parts).
 
     `None` leaves the sample out. A number is the score. A dict has the score under `"score"`; its other entries are
-    parts: numbers become metrics, and text is kept in the saved samples.
+    parts: numbers become metrics, and text is kept in the saved samples. `"turn_scores"` is a list of a number for each
+    turn, beside which a score may be missing.
 
     Raises:
         RewardFunctionError: Any other value, or a number that isn't finite in float32, in which rewards are computed.
@@ -348,10 +351,12 @@ def read_reward(value: object) -> tuple[float | None, dict[str, Any]]:
         raise RewardFunctionError(
             f"returned a dict of {len(value):,} entries, and each would be a metric: return at most {_MOST_PARTS}"
         )
-    if "score" not in value:
+    if "score" not in value and TURN_SCORES not in value:
         raise RewardFunctionError(f"returned a dict without the key 'score'; it has {sorted(map(_name, value))}")
-    score = None if value["score"] is None else _finite(value["score"], "returned as 'score'")
-    return score, {_name(name): _part(name, part) for name, part in value.items() if name != "score"}
+    given = value.get("score", 0.0)
+    score = None if given is None else _finite(given, "returned as 'score'")
+    parts = {_name(name): _part(name, part) for name, part in value.items() if name not in ("score", TURN_SCORES)}
+    return score, parts if value.get(TURN_SCORES) is None else parts | {TURN_SCORES: _steps(value[TURN_SCORES])}
 
 
 def _name(name: object) -> str:
@@ -374,6 +379,34 @@ def _part(name: object, value: object) -> float | str | None:
     if value is None or isinstance(value, str):
         return value
     return _finite(value, f"returned as {str(name)!r}")
+
+
+def _steps(value: Any) -> list[float]:
+    """Return the scores of turns.
+
+    Raises:
+        RewardFunctionError: They are no list of finite numbers.
+    """
+    listed = value.tolist() if len(getattr(value, "shape", ())) == 1 else value  # an array of numpy or torch
+    if not isinstance(listed, list | tuple):
+        raise RewardFunctionError(
+            f"returned as {TURN_SCORES!r} {_short(value)}, a {type(value).__name__}, where a list of a number for each "
+            "turn is expected"
+        )
+    return [_finite(one, f"returned for turn {turn} of {TURN_SCORES!r}") for turn, one in enumerate(listed)]
+
+
+def check_turn_scores(scores: Sequence[float], num_turns: int) -> None:
+    """Refuse another number of scores than there are turns.
+
+    Raises:
+        RewardFunctionError: There are more or fewer.
+    """
+    if len(scores) != num_turns:
+        raise RewardFunctionError(
+            f"returned {len(scores)} {TURN_SCORES} where the sample has {num_turns} of the policy's turns: return one "
+            "for each of `turns`, 0 where a turn is worth nothing"
+        )
 
 
 def _finite(value: object, how: str) -> float:

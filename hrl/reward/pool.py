@@ -20,7 +20,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -94,6 +94,8 @@ class RewardOutcome:
             `timeout`, it was killed at its deadline; `crash`, its process died twice.
         score: The reward, if `ok` or `unscorable`; `None` leaves the sample out.
         parts: Other values that the function returned; with `unscorable`, the reason has that name.
+        turn_scores: Of an episode, what each of its turns is worth beside the score; `None` if the function said
+            nothing of turns.
         error: A message or traceback if `error`, `timeout` or `crash`.
         duration_s: Duration of the last attempt.
         attempts: Number of attempts, 2 after a crash.
@@ -102,6 +104,7 @@ class RewardOutcome:
     status: Status
     score: float | None = None
     parts: Mapping[str, Any] = field(default_factory=dict)
+    turn_scores: Sequence[float] | None = None
     error: str | None = None
     duration_s: float = 0.0
     attempts: int = 1
@@ -208,13 +211,16 @@ class RewardPool:
             self.shutdown()
             raise RewardFunctionError(f"{self._spec.source.title} can't be loaded: {self._broken}")
 
-    def submit(self, row: RewardRow, solution_str: str, name: str) -> Future[RewardOutcome]:
+    def submit(
+        self, row: RewardRow, solution_str: str, name: str, turns: Sequence[str] | None = None
+    ) -> Future[RewardOutcome]:
         """Queue a sample; the future always gets an outcome, even if the process dies or the pool is shut down.
 
         Args:
             row: The sample's row.
             solution_str: The response's text.
             name: Name of the sample in messages.
+            turns: What the policy wrote in each turn of an episode; None of a single response.
 
         Raises:
             ValueError: Ground truth or extra info is not plain data.
@@ -226,6 +232,7 @@ class RewardPool:
                 "id": number,
                 "data_source": row.data_source,
                 "solution_str": solution_str,
+                "turns": None if turns is None else list(turns),
                 "ground_truth": to_plain(row.ground_truth, f"ground truth of {name}"),
                 "extra_info": to_plain(row.extra_info, f"extra_info of {name}"),
                 # One by one, as the data set has checked them: together they would be nested a level deeper.
@@ -388,7 +395,9 @@ class RewardPool:
             status: Status = "skip" if message["score"] is None else "ok"
             if self._spec.source.is_ours and any(part.rpartition("/")[2] == UNSCORABLE for part in message["parts"]):
                 status = "unscorable"  # said so by a function of hrl
-            self._finish(task, status, score=message["score"], parts=message["parts"])
+            self._finish(
+                task, status, score=message["score"], parts=message["parts"], turn_scores=message.get("turn_scores")
+            )
 
     def _with_hint(self, error: str) -> str:
         """Add a hint to an error that names an environment variable withheld from the process."""

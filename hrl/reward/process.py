@@ -27,9 +27,20 @@ from hrl.processes.messages import encode, open_stream, receive
 from hrl.processes.plain_data import from_plain
 from hrl.processes.shared_state import SharedState
 from hrl.reward import function as function_file
-from hrl.reward.function import RESPONSE, RewardFunctionError, is_async, names_taken, read_reward
+from hrl.reward.function import (
+    RESPONSE,
+    TURN_SCORES,
+    RewardFunctionError,
+    check_turn_scores,
+    is_async,
+    names_taken,
+    read_reward,
+)
 from hrl.reward.spec import RewardSpec
 from hrl.reward.weighted import BLAME
+
+_Turns = list[str] | None
+"""What the policy wrote in each turn of an episode; None of a single response."""
 
 _LONGEST_TEXT = 4000
 _OURS = (__file__, function_file.__file__, user_file.__file__)
@@ -67,17 +78,19 @@ def main(socket_number: int, state_number: int) -> None:
                 sample = json.loads(line)
                 arguments = _arguments(spec, sample, taken, state)
                 state.hold(sample["id"])
-                answer, error = _attempt(functools.partial(_score, function, arguments, runner))
+                answer, error = _attempt(functools.partial(_score, function, arguments, runner, sample["turns"]))
                 state.hold(0)
                 connection.sendall(encode({"id": sample["id"]} | (answer if error is None else {"error": error})))
 
 
-def _score(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+def _score(
+    function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner, turns: _Turns = None
+) -> dict[str, Any]:
     value = function(**arguments)
     if inspect.iscoroutine(value):
         warnings.warn(_ONE_AT_A_TIME.format(name=getattr(function, "__name__", "the reward function")), stacklevel=1)
         value = runner.run(value)
-    return _reward(value)
+    return _reward(value, turns)
 
 
 class _Judges:
@@ -111,7 +124,7 @@ class _Judges:
     async def _answer(self, sample: dict[str, Any]) -> None:
         number = sample["id"]
         arguments = _arguments(self._spec, sample, self._taken, self._state)
-        call = self._loop.create_attributed(number, self._judge(arguments))
+        call = self._loop.create_attributed(number, self._judge(arguments, sample["turns"]))
         if await self._loop.finishes_within(call, number, self._timeout_s):
             answer = _result_of(call)
         else:
@@ -121,9 +134,9 @@ class _Judges:
         self._loop.forget(number)
         self._writer.write(encode({"id": number} | answer))
 
-    async def _judge(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def _judge(self, arguments: dict[str, Any], turns: _Turns) -> dict[str, Any]:
         try:
-            return _reward(await self._function(**arguments))
+            return _reward(await self._function(**arguments), turns)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop, and every other call with it
             return {"error": _describe(error)}
 
@@ -139,8 +152,9 @@ def _arguments(
     spec: RewardSpec, sample: dict[str, Any], taken: frozenset[str] | None, state: SharedState
 ) -> dict[str, Any]:
     """Return what the function takes of a sample; a column that other rows have and this one lacks is None."""
-    truth = from_plain(sample["ground_truth"])
+    truth, turns = from_plain(sample["ground_truth"]), sample["turns"]
     offered = {
+        "turns": [sample["solution_str"]] if turns is None else turns,
         **dict.fromkeys(spec.columns),
         "answer": truth,
         **{name: from_plain(value) for name, value in sample["columns"].items()},
@@ -167,10 +181,19 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, _describe(error)
 
 
-def _reward(value: object) -> dict[str, Any]:
+def _reward(value: object, turns: _Turns) -> dict[str, Any]:
+    """Return what the parent is told of a reward; the one turn of a single response is all that it is worth."""
     score, parts = read_reward(value)
-    short = {name: part[:_LONGEST_TEXT] if isinstance(part, str) else part for name, part in parts.items()}
-    return {"score": score, "parts": short}
+    short: dict[str, Any] = {
+        name: part[:_LONGEST_TEXT] if isinstance(part, str) else part for name, part in parts.items()
+    }
+    if (steps := short.pop(TURN_SCORES, None)) is None:
+        return {"score": score, "parts": short}
+    check_turn_scores(steps, 1 if turns is None else len(turns))
+    short[TURN_SCORES] = sum(steps)
+    if turns is None or score is None:
+        return {"score": None if score is None else score + sum(steps), "parts": short}
+    return {"score": score, "parts": short, TURN_SCORES: steps}
 
 
 def _describe(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hrl.errors import ConfigError
-from hrl.reward.function import RewardFunctionError, is_async, names_taken, read_reward, unwrapped
+from hrl.reward.function import TURN_SCORES, RewardFunctionError, is_async, names_taken, read_reward, unwrapped
 from hrl.reward.library.base import FAILURE
 
 if TYPE_CHECKING:
@@ -185,14 +185,18 @@ def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[st
     Where no function says `acc`, it is whether the one that gave `pred` scored 1 or more: it has judged the answer, and
     the sum, to which format and penalties add, has not. A lone function's score is the sum, and says it itself.
 
+    Scores of turns are added up turn by turn, with the same weights.
+
     Args:
         returned: What each function returned.
         weights: Weight of each.
 
     Raises:
-        RewardFunctionError: One of them returned something that is no reward.
+        RewardFunctionError: One of them returned something that is no reward, or two have scores for another number of
+            turns.
     """
     parts: dict[str, Any] = {}
+    steps: dict[str, list[float]] = {}
     score: float | None = None
     of_answer = None
     has_failed = False
@@ -201,6 +205,10 @@ def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[st
             parts[name], own = read_reward(value)
         except RewardFunctionError as error:
             raise RewardFunctionError(f"{name} {error}") from error
+        if (of_turns := own.pop(TURN_SCORES, None)) is not None:
+            own[TURN_SCORES] = sum(of_turns)
+            if parts[name] is not None:
+                steps[name] = of_turns
         if "pred" in own and "pred" not in parts:
             of_answer = parts[name]
         for part, number in own.items():
@@ -210,7 +218,18 @@ def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[st
         has_failed = has_failed or (parts[name] is None and FAILURE in own)
     if "acc" not in parts and of_answer is not None and list(weights.values()) != [1.0]:
         parts["acc"] = float(of_answer >= _RIGHT)
-    return {**parts, "score": None if has_failed else score}
+    total = {TURN_SCORES: _steps_summed(steps, weights)} if steps else {}
+    return {**parts, **total, "score": None if has_failed else score}
+
+
+def _steps_summed(steps: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
+    (first, scores), *others = steps.items()
+    for name, of_turns in others:
+        if len(of_turns) != len(scores):
+            raise RewardFunctionError(
+                f"{first} returned {len(scores)} {TURN_SCORES} and {name} {len(of_turns)}, of the same turns"
+            )
+    return [sum(weights[name] * of_turns[turn] for name, of_turns in steps.items()) for turn in range(len(scores))]
 
 
 def _joint_signature(functions: Sequence[Function]) -> inspect.Signature:

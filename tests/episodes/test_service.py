@@ -30,7 +30,7 @@ from hrl.episodes.parsing import ParsedTurn
 from hrl.episodes.play import AgentPlay, EpisodeError, EpisodeTask, Limits, Player
 from hrl.episodes.pool import EnvironmentLostError, PoolCounts, environment_of
 from hrl.episodes.rows import episode_batch
-from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed
+from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed, turn_texts
 from hrl.errors import may_pass
 from hrl.protocol import DataProto
 from hrl.workers.requests import SamplingParams
@@ -415,11 +415,20 @@ def test_a_first_prompt_that_is_too_long_names_the_key() -> None:
         play("Game", tasks(1), limits=Limits(5, 300))
 
 
-def test_last_answers_go_to_the_rewards_as_episodes_end() -> None:
+def test_last_answers_and_turns_go_to_the_rewards_as_episodes_end() -> None:
     sent: list[Any] = []
     rewards = SimpleNamespace(submit=SimpleNamespace(remote=lambda *args: sent.append(args)))
     episodes = play("Game", tasks(5), rewards=rewards)
-    assert sorted(sent) == sorted((7, one.key, one.messages[-1]["content"]) for one in episodes)
+    said = {one.key: [each["content"] for each in one.messages if each["role"] == "assistant"] for one in episodes}
+    assert sorted(sent) == sorted((7, key, texts[-1], texts) for key, texts in said.items())
+    assert {len(texts) for texts in said.values()} == {3}
+
+
+def test_of_a_programs_turns_the_last_of_its_longest_conversation_are_known() -> None:
+    said = [{"role": "assistant", "content": text} for text in ("shown", "one", "two")]
+    assert turn_texts(Episode(("u", 0), [], said, [None, 1.0], "done")) == ["one", "two"]
+    assert turn_texts(Episode(("u", 0), [], said[:1], [None, 1.0], "done")) == ["", "shown"]
+    assert turn_texts(Episode(("u", 0), [], [], [], "failed")) == []
 
 
 def test_an_engine_that_fails_ends_the_batch_with_its_own_error() -> None:

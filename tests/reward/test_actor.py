@@ -12,7 +12,7 @@ from tests.reward.settings import reward
 FUNCTION = """
 import time
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     if solution_str == "raise":
         raise ZeroDivisionError("by the user")
     if solution_str == "nan":
@@ -21,6 +21,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return None
     if solution_str == "stuck":
         time.sleep(1000)
+    if solution_str == "turns":
+        return {"score": 1.0, "turn_scores": [float(len(turn)) for turn in kwargs["turns"]]}
+    if solution_str == "a score too many":
+        return {"turn_scores": [0.0, *map(len, kwargs["turns"])]}
     time.sleep(float(extra_info.get("sleep_s", 0.0)))
     return {"score": float(solution_str), "right": solution_str == ground_truth, "pred": solution_str}
 """
@@ -194,3 +198,20 @@ def test_responses_that_break_a_built_in_function_do_not_stop_a_strict_run_and_a
         loop.submit(2, 0, right)
         with pytest.raises(RewardError, match=r"on_error=raise(?s:.*)ground truth '' of data source 'math_verify'"):
             loop.collect(2, deadline_s=30)
+
+
+def test_a_function_sees_the_turns_of_an_episode_and_says_what_each_is_worth(strict):
+    strict.begin(50, rows(2))
+    strict.submit(50, ("g", 0), "turns", ["one", "three"])
+    strict.submit(50, ("g", 1), "turns")
+    episode, single = strict.collect(50, deadline_s=20)
+    assert (episode.score, episode.turn_scores, episode.parts) == (1.0, [3.0, 5.0], {"turn_scores": 8.0})
+    assert (single.score, single.turn_scores) == (6.0, None), "a response is one turn, and its score that of the whole"
+
+
+def test_another_number_of_scores_than_of_turns_names_function_and_sample(strict):
+    strict.begin(51, rows(1))
+    strict.submit(51, ("g", 0), "a score too many", ["one", "three"])
+    what = r"reward function compute_score in .*mine.py failed on 1 of 1 .* sample g/0 .* returned 3 turn_scores where "
+    with pytest.raises(RewardError, match=f"{what}the sample has 2 of the policy's turns"):
+        strict.collect(51, deadline_s=20)

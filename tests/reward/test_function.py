@@ -34,6 +34,13 @@ def test_a_dict_holds_the_score_and_its_parts():
     assert read_reward(value) == (1.0, {"format": 1.0, "pred": "12", "note": None})
 
 
+@pytest.mark.parametrize("steps", [[1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1.0, 0.5])])
+def test_turns_have_scores_of_their_own_beside_which_that_of_the_whole_may_be_missing(steps):
+    assert read_reward({"turn_scores": steps, "note": "x"}) == (0.0, {"turn_scores": [1.0, 0.5], "note": "x"})
+    assert read_reward({"score": 2, "turn_scores": steps}) == (2.0, {"turn_scores": [1.0, 0.5]})
+    assert read_reward({"score": 2, "turn_scores": None}) == (2.0, {})
+
+
 def test_none_leaves_the_sample_out():
     assert read_reward(None) == (None, {})
     assert read_reward({"score": None, "why": "no gold"}) == (None, {"why": "no gold"})
@@ -60,6 +67,10 @@ def test_none_leaves_the_sample_out():
         ({"value": 1}, "without the key 'score'; it has \\['value'\\]"),
         ({"score": 1, "part": float("nan")}, "returned as 'part' nan"),
         ({"score": "1"}, "returned as 'score' '1', a str"),
+        ({"turn_scores": 1.0}, "returned as 'turn_scores' 1.0, a float, where a list of a number for each turn"),
+        ({"turn_scores": {"a": 1.0}}, "where a list of a number for each turn is expected"),
+        ({"turn_scores": [1.0, None]}, "returned for turn 1 of 'turn_scores' None, a NoneType"),
+        ({"turn_scores": [float("nan")]}, "returned for turn 0 of 'turn_scores' nan"),
     ],
 )
 def test_what_is_no_reward_is_refused(value, message):
@@ -188,8 +199,8 @@ def test_a_wrapper_that_hides_what_its_function_takes_is_told_before_it_is_calle
 def test_a_function_may_take_any_column_of_its_rows():
     assert signature_problem(lambda response, level: 1.0, {}, ["level", "prompt"]) is None
     assert signature_problem(lambda response, levle: 1.0, {}, ["level"]).endswith(
-        "may take any of data_source, response, solution_str, answer, ground_truth, extra_info, level by name, or "
-        "**kwargs"
+        "may take any of data_source, response, solution_str, answer, ground_truth, extra_info, turns, level by name, "
+        "or **kwargs"
     )
     assert "gets level with every sample" in signature_problem(verls, {"level": 3}, ["level"])
 

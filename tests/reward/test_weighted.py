@@ -40,6 +40,35 @@ def test_the_sum_is_weighted_and_every_score_is_a_part():
     }
 
 
+def test_scores_of_turns_are_added_up_turn_by_turn():
+    def steps(response):
+        return {"score": 1.0, "turn_scores": [1.0, 2.0]}
+
+    def form(response):
+        return {"turn_scores": [4.0, 0.0]}
+
+    def silent(response):
+        return {"score": None, "turn_scores": [9.0, 9.0]}
+
+    assert as_one([(steps, 1.0), (form, 0.5), (silent, 1.0)])(response="x") == {
+        "score": 1.0,
+        "turn_scores": [3.0, 2.0],
+        "steps": 1.0,
+        "steps/turn_scores": 3.0,
+        "form": 0.0,
+        "form/turn_scores": 4.0,
+        "silent": None,
+        "silent/turn_scores": 18.0,
+    }
+    with pytest.raises(RewardFunctionError, match="steps returned 2 turn_scores and short 1, of the same turns"):
+        as_one([steps, named("short", lambda response: {"turn_scores": [1.0]})])(response="x")
+
+
+def named(name, function):
+    function.__name__ = name
+    return function
+
+
 def test_a_named_function_may_have_no_weight_as_in_yaml():
     numeric, alone = entries_of(["numeric", {"name": "length", "most": 3, "weight": 0}]), entries_of([("numeric", 0)])
     assert [entry.weight for entry in (*numeric, *alone)] == [1.0, 0.0, 0.0]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 
-from hrl.algos.episodes import FoldedEpisodes, episode_sums
+from hrl.algos.episodes import FoldedEpisodes
 from hrl.algos.reward_placement import place_scores, place_turn_rewards
 from hrl.batching.episodes import episode_numbers
+from hrl.columns import object_column
 from hrl.config.trainer import BATCH_SHARE
 from hrl.episodes.episode import TRUNCATIONS
 from hrl.episodes.metrics import episode_metrics, pool_metrics
@@ -171,8 +172,8 @@ class EpisodeScores:
     """What the episodes of a batch are worth, row by row.
 
     Attributes:
-        tokens: `(B, R)`, an environment's rewards on the last trained token of their turns, what reward functions and
-            models gave on the last one of the episode.
+        tokens: `(B, R)`, rewards of turns on the last trained token of each (an environment's, and `turn_scores` of
+            reward functions), what functions and models gave to the whole on the last one of the episode.
         scores: `(B,)`, all of it, of the row's episode.
         plain: `(B,)`, the same without weights and penalties of `reward`.
         kept: `(B,)` bool, whether the row's episode counts.
@@ -202,10 +203,9 @@ def score_episodes(
     numbers, heads = episode_numbers(batch), heads_of(batch)
     codes = np.arange(len(batch)) if numbers is None else numbers
     turn_rewards = batch.non_tensor_batch["turn_rewards"]
-    totals = torch.tensor([sum(one for one in turns if one is not None) for turns in turn_rewards])
+    totals = _totals(turn_rewards)
     last = batch.select_idxs(heads)
     of_row = torch.from_numpy(codes)
-    lengths = episode_sums(batch.batch["response_mask"].sum(-1), of_row)[heads]
     ends = last.non_tensor_batch["end"]
     counts = torch.tensor([end != "failed" for end in ends])
     is_paid = rewards.gives_scores or any(one is not None for turns in turn_rewards for one in turns)
@@ -218,8 +218,18 @@ def score_episodes(
     if settings.on_truncation == "mask" and not validate:
         counts &= torch.tensor([end == "done" for end in ends])
     combined = rewards.collect(
-        last, metrics, validate=validate, of_environment=totals[heads], lengths=lengths.long(), counts=counts
+        last,
+        metrics,
+        validate=validate,
+        of_environment=totals[heads],
+        lengths=_lengths(batch, of_row, ends),
+        counts=counts,
     )
+    if any(of_turns is not None for of_turns in combined.turn_scores):
+        of_functions = [combined.turn_scores[episode] for episode in codes.tolist()]
+        turn_rewards = object_column(list(map(_added, turn_rewards, of_functions)))
+        batch.non_tensor_batch["turn_rewards"] = turn_rewards
+        totals = _totals(turn_rewards)
     kept = combined.kept[of_row]
     batch.batch["response_mask"] = batch.batch["response_mask"] * kept[:, None]
     batch.non_tensor_batch["reward_parts"] = last.non_tensor_batch["reward_parts"][codes]
@@ -235,6 +245,30 @@ def score_episodes(
     tokens = placed.scores + fold.unfold(place_scores(combined.scores, fold.mask()))
     scores = combined.scores[of_row] + totals
     return EpisodeScores(tokens, torch.where(kept, scores, 0.0), combined.plain[of_row], kept)
+
+
+def _lengths(batch: DataProto, of_row: Tensor, ends: Sequence[str]) -> Tensor:
+    """Return how near each episode came to `data.max_response_length`, which limits its rows: `(E,)` int64, in tokens.
+
+    It is the length of its longest row, with what the environment said; all of the limit where the limit ended it, for
+    what did not fit any more is not in the row.
+    """
+    turn_index = batch.batch["turn_index"]
+    longest = torch.zeros(len(ends), dtype=torch.int64).scatter_reduce_(0, of_row, (turn_index >= 0).sum(-1), "amax")
+    return longest.masked_fill(torch.tensor([end == "max_tokens" for end in ends]), turn_index.shape[1])
+
+
+def _totals(turn_rewards: Iterable[Sequence[float | None]]) -> Tensor:
+    """Return what the turns of each row's episode are worth together, `(B,)` float32."""
+    sums = [sum(one for one in turns if one is not None) for turns in turn_rewards]
+    return torch.tensor(sums, dtype=torch.float32)
+
+
+def _added(of_environment: Sequence[float | None], of_functions: Sequence[float] | None) -> list[float | None]:
+    """Return what turns are worth by their environment and by reward functions, which have one score for each."""
+    if of_functions is None or not of_environment:  # a failed episode may have none
+        return list(of_environment)
+    return [(given or 0.0) + score for given, score in zip(of_environment, of_functions, strict=True)]
 
 
 def values_behind_truncations(batch: DataProto, last_values: Callable[[DataProto], Tensor]) -> Tensor:

@@ -6,9 +6,12 @@ still generated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+import torch
 
 from hrl.batching.planner import lengths_of
 from hrl.metrics import StepMetrics
@@ -155,6 +158,7 @@ class RewardService:
         """
         number, title = self._rounds[validate]
         function_scores: list[float | None] | None = None
+        turn_scores: list[Sequence[float] | None] = [None] * len(batch)
         counted_rows = [True] * len(batch) if counts is None else counts.tolist()
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]
         if self._loop is not None:
@@ -163,6 +167,7 @@ class RewardService:
                 reward_metrics([one for one, counted in zip(outcomes, counted_rows, strict=True) if counted])
             )
             function_scores = [outcome.score for outcome in outcomes]
+            turn_scores = [outcome.turn_scores for outcome in outcomes]
             parts = [dict(outcome.parts) for outcome in outcomes]
         model_scores = batch.batch["rm_scores"] if self._has_model else None
         try:
@@ -190,4 +195,11 @@ class RewardService:
         metrics.observe(part_metrics(parts))
         batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
         batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
-        return combined
+        return combined if of_environment is None else _with_turn_scores(combined, turn_scores)
+
+
+def _with_turn_scores(combined: CombinedScores, turn_scores: Sequence[Sequence[float] | None]) -> CombinedScores:
+    """Return the scores of episodes with those of their turns, which count in validation as all that functions say."""
+    sums = torch.tensor([sum(of_turns or ()) for of_turns in turn_scores], dtype=torch.float32)
+    plain = torch.where(combined.kept, combined.plain + sums, 0.0)
+    return replace(combined, plain=plain, turn_scores=turn_scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,9 @@ from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardError
 from hrl.reward.combine import CombinedScores, RewardShaping
+from hrl.reward.pool import RewardOutcome
 from hrl.single_controller.worker_errors import WorkerError
+from hrl.trainer.ppo.advantage import compute_advantage
 from hrl.trainer.ppo.episodes import EpisodeDriver, heads_of, score_episodes, values_behind_truncations
 from hrl.trainer.ppo.generation import count_troubles
 from hrl.trainer.ppo.rewards import RewardService
@@ -28,8 +31,8 @@ class Rewards:
 
     gives_scores = True
 
-    def __init__(self, *scores: float | None) -> None:
-        self._scores = scores
+    def __init__(self, *scores: float | None, turn_scores: Sequence[Sequence[float] | None] = ()) -> None:
+        self._scores, self._turn_scores = scores, turn_scores
         self.lengths: list[int] = []
 
     def collect(
@@ -40,7 +43,7 @@ class Rewards:
         kept = counts & torch.tensor([score is not None for score in self._scores])
         scores = torch.tensor([score or 0.0 for score in self._scores])
         batch.non_tensor_batch["reward_parts"] = object_column([{"n": place} for place in range(len(batch))])
-        return CombinedScores(scores, kept, torch.zeros(len(batch)), scores + of_environment)
+        return CombinedScores(scores, kept, torch.zeros(len(batch)), scores + of_environment, self._turn_scores)
 
 
 def batch_of(ends: tuple[str, str] = ("done", "done")) -> DataProto:
@@ -73,6 +76,21 @@ def test_rewards_of_turns_stand_on_their_turns_and_the_functions_on_the_episodes
     assert found.scores.tolist() == [3.25, 3.25, 3.0] == found.plain.tolist()
     assert batch.non_tensor_batch["reward_parts"].tolist() == [{"n": 0}, {"n": 0}, {"n": 1}]
     assert heads_of(batch).tolist() == [1, 2]
+
+
+def test_scores_that_functions_give_to_turns_stand_on_these_beside_the_environments() -> None:
+    batch = batch_of()
+    found = scored(batch, Rewards(2.0, 3.0, turn_scores=[[0.5, -0.5], None]))
+    assert found.tokens.tolist() == [[0, 0.75, 0, 0], [0, 0, 0, 2.5], [3.0, 0, 0, 0]]
+    assert found.scores.tolist() == [3.25, 3.25, 3.0]
+    assert batch.non_tensor_batch["turn_rewards"].tolist() == [[0.75, 0.5], [0.75, 0.5], [None]]
+    batch.batch["token_level_rewards"] = found.tokens
+    batch.non_tensor_batch |= {"uid": object_column(["a"] * 3), "sample_index": object_column([0, 0, 1])}
+    advantages = compute_advantage(batch, "grpo_turns", norm_adv_by_std_in_grpo=False).batch["advantages"]
+    # The turns of the group have 0.75, 2.5 and 3: a mean of 6.25 / 3. A token has what is ahead in its episode.
+    first, second, alone = (reward - 6.25 / 3 for reward in (0.75, 2.5, 3.0))
+    expected = [[first + second, first + second, 0, 0], [0, 0, 0, second], [alone, 0, 0, 0]]
+    torch.testing.assert_close(advantages, torch.tensor(expected))
 
 
 def test_an_episode_that_is_left_out_trains_nothing_in_any_of_its_rows() -> None:
@@ -108,10 +126,15 @@ def test_a_group_whose_rows_are_episodes_of_one_row_is_as_it_was() -> None:
     assert found.tokens.tolist() == [[3.0, 0, 0, 0]] and SimpleNamespace(scores=found.scores.tolist()).scores == [3.0]
 
 
-def test_a_length_penalty_counts_what_the_policy_wrote_in_all_rows_of_an_episode() -> None:
+def test_a_length_penalty_counts_the_longest_row_of_an_episode_as_the_limit_does() -> None:
+    """Rows of 3 and 4 tokens, of which 2 and 1 are the policy's; the limit is of 4 tokens for a row, and cut one."""
     rewards = Rewards(2.0, 3.0)
     scored(batch_of(), rewards)
-    assert rewards.lengths == [3, 1]
+    assert rewards.lengths == [4, 1]
+    scored(batch_of(ends=("done", "max_tokens")), rewards)
+    assert rewards.lengths == [4, 4]
+    scored(batch_of(ends=("done", "max_turns")), rewards)
+    assert rewards.lengths == [4, 1]
 
 
 def test_a_score_of_an_episode_whose_last_row_trains_nothing_stands_on_its_last_trained_token() -> None:
@@ -169,6 +192,26 @@ def test_what_an_episode_without_a_token_was_paid_is_counted_as_lost() -> None:
     config = EnvironmentConfig(path="x")
     score_episodes(batch, Rewards(0.0, 0.0), config, metrics, validate=False)
     assert metrics["episode/rewards_lost"] == 1.0
+
+
+def test_scores_of_turns_reach_the_batch_from_the_functions_and_count_in_validation() -> None:
+    service = RewardService.__new__(RewardService)
+    config = PPOTrainerConfig.model_validate({"environment": {"path": "x.py:X"}})
+    outcomes = [
+        RewardOutcome("ok", 1.0, {"turn_scores": 0.75}, turn_scores=[0.5, 0.25]),
+        RewardOutcome("ok", 2.0),
+    ]
+    service._reward, service._has_model, service._deadline_s = config.reward, False, 1.0
+    service._loop = SimpleNamespace(collect=lambda *_: outcomes)  # type: ignore[assignment]
+    service._max_response_tokens, service._rounds = 4, {False: (1, "step 1"), True: (0, "")}
+    service.shaping = RewardShaping({})
+    metrics = StepMetrics()
+    combined = service.collect(
+        batch_of().select_idxs([1, 2]), metrics, of_environment=torch.tensor([1.0, 0.0]), lengths=torch.tensor([2, 1])
+    )
+    assert combined.scores.tolist() == [1.0, 2.0] and combined.turn_scores == [[0.5, 0.25], None]
+    assert combined.plain.tolist() == [2.75, 2.0]
+    assert metrics["reward/turn_scores/mean"] == 0.75
 
 
 def test_rewards_of_episodes_that_do_not_count_are_in_no_statistic() -> None:
