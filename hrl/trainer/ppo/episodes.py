@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hrl.algos.episodes import FoldedEpisodes
 from hrl.algos.reward_placement import place_scores, place_turn_rewards
@@ -247,7 +248,7 @@ def score_episodes(
     return EpisodeScores(tokens, torch.where(kept, scores, 0.0), combined.plain[of_row], kept)
 
 
-def _lengths(batch: DataProto, of_row: Tensor, ends: Sequence[str]) -> Tensor:
+def _lengths(batch: DataProto, of_row: Tensor, ends: NDArray[np.object_]) -> Tensor:
     """Return how near each episode came to `data.max_response_length`, which limits its rows: `(E,)` int64, in tokens.
 
     It is the length of its longest row, with what the environment said; all of the limit where the limit ended it, for
