@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,10 +147,20 @@ def test_a_wrong_token_and_none_are_refused_in_one_line(
     assert token is None or token not in said
 
 
+@pytest.fixture(scope="module")
+def refused(cluster: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What who has the certificate of another authority is told, and who has none; both wait for Ray, side by side."""
+    homes = {whose: tmp_path_factory.mktemp("home") for whose in ("another's", "none")}
+    certificates = {"another's": new_certificate(homes["another's"] / TLS), "none": None}
+    with ThreadPoolExecutor() as both:
+        said = {whose: both.submit(join, cluster, TOKEN, homes[whose], certificates[whose]) for whose in homes}
+    return {whose: future.result() for whose, future in said.items()}
+
+
 @pytest.mark.parametrize("whose", ["another's", "none"])
 def test_a_certificate_of_another_authority_and_none_are_refused_in_one_line(
-    cluster: tuple[str, Path], whose: str, tmp_path: Path
+    cluster: tuple[str, Path], refused: dict[str, str], whose: str
 ) -> None:
-    said = join(cluster, TOKEN, tmp_path, new_certificate(tmp_path / TLS) if whose == "another's" else None)
+    said = refused[whose]
     assert said.startswith(f"PlacementError: cannot reach the Ray cluster at {cluster[0]}: ")
     assert "RAY_USE_TLS" in said and "\n" not in said
