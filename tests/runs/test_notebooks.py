@@ -25,14 +25,16 @@ def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
             assert cell.outputs == [] and cell.execution_count is None
 
 
-def executed(path: Path, folder: Path, edits: dict[str, str]) -> Any:
-    """Run a notebook with a few words replaced, each of which it must have."""
+def executed(path: Path, folder: Path, edits: dict[str, str], before: str = "") -> Any:
+    """Run a notebook with a few words replaced, each of which it must have, and a cell of the test's before its own."""
     book = nbformat.read(path, as_version=4)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     for old, new in edits.items():
         assert any(old in cell.source for cell in code), old
         for cell in code:
             cell.source = cell.source.replace(old, new)
+    if before:
+        book.cells.insert(0, nbformat.v4.new_code_cell(before))
     client = NotebookClient(book, timeout=500, resources={"metadata": {"path": str(folder)}})
     client.execute(env=environment())
     return code
@@ -120,19 +122,33 @@ def test_the_first_hour_runs_in_a_kernel(runner: Runner, tmp_path: Path) -> None
     assert (tmp_path / "outputs/notebook/first_hour/model/model.safetensors").exists()
 
 
+IN_ONE_PROCESS = """
+from hrl.trainer.offline.dpo import DPOTrainer
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
+from tests.runs.in_process import in_process, in_this_process
+
+inside = in_process()
+inside.__enter__()
+"""
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_the_notebook_of_dpo_runs_in_a_kernel(runner: Runner, tmp_path: Path) -> None:
+    """Without a Ray of its own for each of its runs: that a notebook starts one is said above."""
+    policy = f"config={{{SMALL}}}, trainer_cls=in_this_process(RayPPOTrainer)"
     code = executed(
         FOLDER / "dpo_and_evaluate.ipynb",
         tmp_path,
         {
-            "hrl.DPO(": f"hrl.DPO({str(runner.model)!r}, config={{'trainer.device': 'cpu'}}, max_length=64,",
+            "hrl.DPO(": f"hrl.DPO({str(runner.model)!r}, config={{'trainer.device': 'cpu'}}, max_length=64, "
+            "trainer_cls=in_this_process(DPOTrainer),",
             "steps=10,": "steps=1,",
-            "reward=correct,": f"config={{{SMALL}}}, max_prompt_length=64, reward=correct,",
+            "reward=correct,": f"{policy}, max_prompt_length=64, reward=correct,",
             "sums[::5]]": "sums[::50]]",
             "batch_size=4, max_response_length=32": "batch_size=2, max_response_length=4",
             "evaluated(None,": f"evaluated({str(runner.model)!r},",
         },
+        before=IN_ONE_PROCESS,
     )
     assert "mean@1" in outputs_of(code, "before, first, after, last")[-1]["data"]["text/plain"]
