@@ -7,7 +7,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from hrl.config.reward import FROM_PYTHON
 from hrl.config.section import Section, Unit
 
-UNPAID = ("single_turn", "tools", "python", "mcp")
+WITH_TOOLS = ("tools", "python", "mcp")
+"""Environments of hrl in which the policy calls tools."""
+UNPAID = ("single_turn", *WITH_TOOLS)
 """Environments of hrl that give no rewards, so that reward functions decide."""
 
 
@@ -65,6 +67,12 @@ class EnvironmentConfig(Section):
     def is_object(self) -> bool:
         """Whether it stands for an environment that a run was given as an object."""
         return (self.path or "").startswith(FROM_PYTHON)
+
+    @property
+    def will_be_parsed(self) -> bool:
+        """Whether it is known beforehand that turns are read by the engine's parsers; other environments show tools."""
+        named = self.tool_parser or self.reasoning_parser or self.tools
+        return bool(named) or self.path in WITH_TOOLS
 
     @property
     def pays(self) -> bool:

@@ -5,10 +5,12 @@ vLLM is imported only for an episode with tools or a reasoning parser.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ _PROBE_NAME = "hrl_probe"
 _PROBE = {_PROBE_NAME: 7}
 _NINE_ALPHANUMERICS = re.compile(r"\|\s*length\s*(!=|==)\s*9\b")
 """How Mistral's templates test the ids of calls."""
+_MOST_PARSERS = 64
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 _complaint: ContextVar[str | None] = ContextVar("complaint", default=None)
@@ -170,6 +173,60 @@ class TurnParser:
                 for call in calls
             ]
         return message
+
+
+class TurnParsers:
+    """Readers of turns, made once for each set of tools; from any thread.
+
+    Making the first one with tools or reasoning imports vLLM, which takes seconds.
+
+    Args:
+        tokenizer, tool_parser, reasoning_parser, stop_ids: As `TurnParser` takes them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        *,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._made: OrderedDict[str, TurnParser] = OrderedDict()
+        self._making = threading.Lock()
+
+    def of(self, tools: Sequence[Mapping[str, Any]] | None, *, with_reasoning: bool = True) -> TurnParser:
+        """Return the reader of turns in which these tools may be called.
+
+        Args:
+            tools: Schemas of the tools.
+            with_reasoning: Whether reasoning is told apart, where a parser of it is named.
+
+        Raises:
+            ParserChoiceError: See `TurnParser`.
+        """
+        reasoning = self._reasoning_parser if with_reasoning else None
+        key = _key_of(tools, reasoning)
+        with self._making:
+            made = self._made.get(key)
+            if made is None:
+                made = TurnParser(self._tokenizer, self._tool_parser, reasoning, tools, stop_ids=self._stop_ids)
+                self._made[key] = made
+            self._made.move_to_end(key)
+            while len(self._made) > _MOST_PARSERS:
+                self._made.popitem(last=False)
+        return made
+
+    async def ready(self, tools: Sequence[Mapping[str, Any]] | None) -> TurnParser:
+        """Return the same as `of`; a new one is made on a thread, so that nothing else on this loop waits for it."""
+        made = self._made.get(_key_of(tools, self._reasoning_parser))
+        return made if made is not None else await asyncio.to_thread(self.of, tools)
+
+
+def _key_of(tools: Sequence[Mapping[str, Any]] | None, reasoning: str | None) -> str:
+    return json.dumps([list(tools or ()), reasoning], default=str)
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:

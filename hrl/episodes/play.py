@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hrl.data.chat import ChatTemplateError
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
 from hrl.episodes.episode import EndReason, Episode, EpisodeRow
-from hrl.episodes.parsing import TurnParser
+from hrl.episodes.parser_choice import known_parsers
+from hrl.episodes.parsing import TurnParsers
 from hrl.episodes.pool import EnvironmentFailedError, EnvironmentFaultError, EnvironmentLostError
 from hrl.episodes.tokens import Transcript
 from hrl.errors import HrlError
@@ -108,6 +109,30 @@ class Limits:
     def room_of(self, task: EpisodeTask) -> int:
         """Return how many tokens an episode may have after its first prompt: what it asks for may be less."""
         return min(self.response, task.sampling.max_tokens)
+
+
+@dataclass(frozen=True)
+class PlaySetup:
+    """What episodes are played by.
+
+    Attributes:
+        tokenizer: The policy's.
+        stop_ids: Tokens that end a turn.
+        template_kwargs: `data.apply_chat_template_kwargs`.
+        settings: The section `environment`.
+        limits: What an episode's tokens have to fit into.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    template_kwargs: Mapping[str, Any]
+    settings: EnvironmentConfig
+    limits: Limits
+
+    def parsers(self) -> TurnParsers:
+        """Return what reads the policy's turns."""
+        settings = self.settings
+        return TurnParsers(self.tokenizer, settings.tool_parser, settings.reasoning_parser, stop_ids=self.stop_ids)
 
 
 @dataclass(frozen=True)
@@ -219,11 +244,7 @@ class Player:
     """Plays episodes.
 
     Args:
-        tokenizer: The policy's.
-        stop_ids: Tokens that end a turn.
-        template_kwargs: `data.apply_chat_template_kwargs`.
-        settings: The section `environment`.
-        limits: What an episode's tokens have to fit into.
+        setup: What they are played by.
         pool: Where environments live.
         generate: Has a turn sampled.
         agents: Lets environments that are programs ask the policy themselves; None where none can.
@@ -231,18 +252,23 @@ class Player:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: tuple[int, ...],
-        template_kwargs: Mapping[str, Any],
-        settings: EnvironmentConfig,
-        limits: Limits,
+        setup: PlaySetup,
         pool: Worlds,
         generate: Generate,
         agents: AgentDoor | None = None,
     ) -> None:
-        self._agents = agents
-        self._tokenizer, self._stop_ids, self._template_kwargs = tokenizer, stop_ids, template_kwargs
-        self._settings, self._limits, self._pool, self._generate = settings, limits, pool, generate
+        self._setup, self._settings, self._limits = setup, setup.settings, setup.limits
+        self._pool, self._generate, self._agents = pool, generate, agents
+        self._parsers = setup.parsers()
+
+    async def prepare(self) -> None:
+        """Import the engine's parsers if it is known that they will be needed, so that no episode waits for them.
+
+        Raises:
+            ParserChoiceError: There is no vLLM, which has them.
+        """
+        if self._settings.will_be_parsed:
+            await asyncio.to_thread(known_parsers)
 
     async def play(self, task: EpisodeTask, batch_ends_at: float = math.inf) -> Episode:
         """Play an episode to its end. What fails in its environment ends it as failed; it is not raised.
@@ -307,9 +333,9 @@ class Player:
         if first.is_agent:
             return await self._let_agent_play(play, live)
         script = Transcript(
-            self._tokenizer,
-            self._stop_ids,
-            self._template_kwargs,
+            self._setup.tokenizer,
+            self._setup.stop_ids,
+            self._setup.template_kwargs,
             first=first,
             max_observation_tokens=settings.max_observation_tokens,
         )
@@ -319,9 +345,7 @@ class Player:
                 f"{self._limits.prompt}; tools and what `reset` returns count"
             )
         play.transcript = script
-        parser = TurnParser(
-            self._tokenizer, settings.tool_parser, settings.reasoning_parser, first.tools, stop_ids=self._stop_ids
-        )
+        parser = await self._parsers.ready(first.tools)
         room = self._limits.room_of(task)
         for turn in range(settings.max_turns):
             left = room - script.num_response_tokens

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ray.exceptions import RayActorError
 
 from hrl.episodes.episode import Episode
-from hrl.episodes.play import AgentDoor, EpisodeError, EpisodeTask, Limits, Player
+from hrl.episodes.play import (
+    AgentDoor,
+    EpisodeError,
+    EpisodeTask,
+    Generate,
+    Limits,
+    Player,
+    PlaySetup,
+)
 from hrl.episodes.pool import EnvironmentPool, PoolCounts
 from hrl.episodes.router import Router
 from hrl.models.tokenizer import load_tokenizer
@@ -63,8 +71,8 @@ class EpisodeSetup:
         stop_ids: Tokens that end a turn.
         template_kwargs: `data.apply_chat_template_kwargs`.
         rewards: The Ray actor that scores what was answered last; None where environments alone decide.
-        agents: Makes what lets environments ask the policy themselves, of the arguments of `Player` from the tokenizer
-            to the limits, and of `generate`; None where none can.
+        agents: Makes what lets environments ask the policy themselves, of what episodes are played by and of what has
+            a turn sampled; None where none can.
     """
 
     environment: EnvironmentSpec
@@ -75,7 +83,7 @@ class EpisodeSetup:
     stop_ids: tuple[int, ...]
     template_kwargs: Mapping[str, Any]
     rewards: Any = None
-    agents: Callable[..., OpenAgentDoor] | None = None
+    agents: Callable[[PlaySetup, Generate], OpenAgentDoor] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,11 +127,11 @@ class EpisodeService:
         tokenizer = await asyncio.to_thread(
             load_tokenizer, setup.tokenizer_path, trust_remote_code=setup.trust_remote_code
         )
-        await starting
-        words = (tokenizer, setup.stop_ids, setup.template_kwargs, setup.settings, setup.limits)
+        playing = PlaySetup(tokenizer, setup.stop_ids, setup.template_kwargs, setup.settings, setup.limits)
         if setup.agents is not None:
-            self._agents = setup.agents(*words, self.router.generate)
-        self._player = Player(*words, self._pool, self.router.generate, self._agents)
+            self._agents = setup.agents(playing, self.router.generate)
+        self._player = Player(playing, self._pool, self.router.generate, self._agents)
+        await asyncio.gather(starting, self._player.prepare())
 
     async def begin(
         self,

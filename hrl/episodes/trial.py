@@ -20,7 +20,7 @@ from hrl.environments.loading import EnvironmentSpec
 from hrl.environments.replies import observation_to_plain, step_to_plain
 from hrl.episodes.episode import Episode
 from hrl.episodes.parser_choice import ParserChoiceError, tool_parser_for
-from hrl.episodes.play import EpisodeTask, Limits, Player
+from hrl.episodes.play import EpisodeTask, Limits, Player, PlaySetup
 from hrl.episodes.pool import EnvironmentFaultError, EnvironmentPool
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput
@@ -144,9 +144,9 @@ async def run_trial(setup: TrialSetup, tasks: Sequence[EpisodeTask], policy: Pol
             return output
 
         watched = _Watched(pool, records, {task.key: task for task in tasks})
-        player = Player(
-            setup.tokenizer, setup.stop_ids, setup.template_kwargs, settings, setup.limits, watched, generate
-        )
+        playing = PlaySetup(setup.tokenizer, setup.stop_ids, setup.template_kwargs, settings, setup.limits)
+        player = Player(playing, watched, generate)
+        await player.prepare()
         episodes = [await player.play(task) for task in tasks]
         played = [
             (number, records[episode.key])

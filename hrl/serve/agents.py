@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
-from hrl.episodes.play import AgentPlay, EpisodeTask, Generate, Limits
+from hrl.episodes.play import AgentPlay, EpisodeTask, Generate, PlaySetup
 from hrl.serve.door import Door, Served
 from hrl.serve.policy import PolicyWords, Reading
 from hrl.serve.rows import rows_of
@@ -16,11 +14,6 @@ from hrl.serve.sessions import Limits as SessionLimits
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hrl.config.environment import EnvironmentConfig
-
 MODEL = "policy"
 """What programs call the policy."""
 
@@ -29,27 +22,21 @@ class AgentDoor:
     """The door of a run's episodes, on a loopback address, open from the first program on.
 
     Args:
-        tokenizer: The policy's.
-        stop_ids: Tokens that end a turn.
-        template_kwargs: `data.apply_chat_template_kwargs`.
-        settings: The section `environment`.
-        limits: What an episode's tokens have to fit into.
+        setup: What episodes are played by.
         generate: Has a turn sampled.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: tuple[int, ...],
-        template_kwargs: Mapping[str, Any],
-        settings: EnvironmentConfig,
-        limits: Limits,
+        setup: PlaySetup,
         generate: Generate,
     ) -> None:
-        self._settings, self._limits, self._generate = settings, limits, generate
-        reading = Reading(stop_ids, template_kwargs, settings.tool_parser, settings.reasoning_parser)
-        longest = limits.prompt + limits.response
-        self._words = PolicyWords(tokenizer, reading, longest)
+        self._settings, self._limits, self._generate = setup.settings, setup.limits, generate
+        longest = setup.limits.prompt + setup.limits.response
+        reading = Reading(
+            setup.stop_ids, setup.template_kwargs, setup.settings.tool_parser, setup.settings.reasoning_parser
+        )
+        self._words = PolicyWords(setup.tokenizer, reading, longest)
         self._sessions = Sessions(None, SessionLimits())
 
         async def nobody(ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from hrl.data.chat import ChatTemplateError
 from hrl.environments.interface import EnvironmentReplyError, Observation
 from hrl.episodes.parser_choice import ParserChoiceError
-from hrl.episodes.parsing import ParsedTurn, TurnParser
+from hrl.episodes.parsing import ParsedTurn, TurnParser, TurnParsers
 from hrl.episodes.tokens import Transcript
 from hrl.serve.answers import Choice, FinishReason
 from hrl.serve.asked import ChatAsked, plain_message
@@ -97,7 +96,7 @@ class PolicyWords:
         self._tokenizer, self._reading, self._max_model_len = tokenizer, reading, max_model_len
         self._thread = ThreadPoolExecutor(1, "words")
         self._longest_token = max([_LONGEST_TOKEN_AT_LEAST, *map(len, tokenizer.get_vocab())])
-        self._parsers: dict[str, TurnParser] = {}
+        self._parsers = TurnParsers(tokenizer, reading.tool_parser, reading.reasoning_parser, stop_ids=reading.stop_ids)
 
     def close(self) -> None:
         """End the thread."""
@@ -233,28 +232,15 @@ class PolicyWords:
         """Return what reads answers to a request; a continued text is read as it is."""
         is_chat = isinstance(asked, ChatAsked)
         tools = asked.tools if isinstance(asked, ChatAsked) and asked.wants_tool_calls else None
-        reasoning = self._reading.reasoning_parser if is_chat else None
-        key = json.dumps([tools, reasoning])
-        parser = self._parsers.get(key)
-        if parser is None:
-            try:
-                parser = TurnParser(
-                    self._tokenizer, self._reading.tool_parser, reasoning, tools, stop_ids=self._reading.stop_ids
-                )
-            except ParserChoiceError as error:
-                raise bad_request(str(error), "tools") from None
-            if len(self._parsers) >= _MOST_PARSERS:
-                self._parsers.clear()
-            self._parsers[key] = parser
-        return parser
+        try:
+            return self._parsers.of(tools, with_reasoning=is_chat)
+        except ParserChoiceError as error:
+            raise bad_request(str(error), "tools") from None
 
     def _require_short(self, characters: int, param: str) -> None:
         most = self._max_model_len * self._longest_token
         if characters > most:
             raise too_long(f"{param} has {characters:,} characters", self._max_model_len, param)
-
-
-_MOST_PARSERS = 64
 
 
 def too_long(what: str, max_model_len: int, param: str) -> RequestRefusedError:

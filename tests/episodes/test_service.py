@@ -6,6 +6,7 @@ import asyncio
 import functools
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,8 +27,8 @@ from hrl.environments.single_turn import SingleTurn
 from hrl.environments.tools import ToolEnvironment
 from hrl.episodes.episode import Episode, EpisodeRow
 from hrl.episodes.metrics import episode_metrics
-from hrl.episodes.parsing import ParsedTurn
-from hrl.episodes.play import AgentPlay, EpisodeError, EpisodeTask, Limits, Player
+from hrl.episodes.parsing import ParsedTurn, TurnParser
+from hrl.episodes.play import AgentPlay, EpisodeError, EpisodeTask, Limits, Player, PlaySetup
 from hrl.episodes.pool import EnvironmentLostError, PoolCounts, environment_of
 from hrl.episodes.rows import episode_batch
 from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed, turn_texts
@@ -239,7 +240,7 @@ class Lost:
 
 def test_all_attempts_have_one_deadline() -> None:
     settings = EnvironmentConfig(episode_timeout_s=0.3)
-    player = Player(TOKENIZER, (STOP,), {}, settings, Limits(9, 9), Lost(), Engine().generate)  # type: ignore[arg-type]
+    player = Player(PlaySetup(TOKENIZER, (STOP,), {}, settings, Limits(9, 9)), Lost(), Engine().generate)  # type: ignore[arg-type]
     episode = asyncio.run(player.play(*tasks(1)))
     assert (episode.end, episode.attempts) == ("deadline", 2)
 
@@ -272,7 +273,7 @@ class Program:
 @pytest.mark.parametrize(("prompt", "response", "end"), [(5, 7, "done"), (6, 7, "failed"), (5, 8, "failed")])
 def test_a_row_for_which_a_batch_has_no_place_fails_its_episode(prompt: int, response: int, end: str) -> None:
     one: Any = Program(prompt, response)
-    player = Player(TOKENIZER, (STOP,), {}, EnvironmentConfig(), Limits(5, 7), one, one, one)
+    player = Player(PlaySetup(TOKENIZER, (STOP,), {}, EnvironmentConfig(), Limits(5, 7)), one, one, one)
     episode = asyncio.run(player.play(*tasks(1)))
     assert episode.end == end
     if end == "failed":
@@ -300,7 +301,7 @@ def test_what_was_asked_for_limits_an_episode_too() -> None:
 def test_a_call_that_can_not_be_read_and_a_text_that_was_cut_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Action] = []
     parsed = ParsedTurn("a", "a", None, (), {"role": "assistant", "content": "a"}, "half a call")
-    monkeypatch.setattr("hrl.episodes.play.TurnParser.parse", lambda *_, **__: parsed)
+    monkeypatch.setattr("hrl.episodes.parsing.TurnParser.parse", lambda *_, **__: parsed)
 
     class Long(Lost):
         async def reset(self) -> Observation:
@@ -314,7 +315,7 @@ def test_a_call_that_can_not_be_read_and_a_text_that_was_cut_are_counted(monkeyp
         return SampleOutput([5, STOP], [-0.5, -0.5], "stop", VERSION)
 
     settings = EnvironmentConfig(max_observation_tokens=10)
-    player = Player(TOKENIZER, (STOP,), {}, settings, Limits(99, 999), Long(), generate)  # type: ignore[arg-type]
+    player = Player(PlaySetup(TOKENIZER, (STOP,), {}, settings, Limits(99, 999)), Long(), generate)  # type: ignore[arg-type]
     episode = asyncio.run(player.play(*tasks(1)))
     assert (episode.end, episode.num_unread_calls, episode.num_cut_observations) == ("done", 3, 2)
     assert (episode.num_tool_calls, episode.num_tool_errors) == (3, 3), "a call that can't be read has failed"
@@ -352,7 +353,7 @@ def test_what_the_environment_calls_done_is_done_also_of_a_turn_that_was_cut_off
         return SampleOutput(ids, [-0.5] * len(ids), "stop" if STOP in ids else "length", VERSION)
 
     world: Any = Says(result)
-    player = Player(TOKENIZER, (STOP,), {}, EnvironmentConfig(), Limits(99, limit), world, generate)
+    player = Player(PlaySetup(TOKENIZER, (STOP,), {}, EnvironmentConfig(), Limits(99, limit)), world, generate)
     (task,) = tasks(1)
     episode = asyncio.run(player.play(task))
     assert episode.end == end and episode.is_truncated is (end != "done")
@@ -374,6 +375,59 @@ def test_an_answer_that_was_cut_off_is_truncated_where_any_text_is_an_answer(
     returned = environment.step(Action("It is", finish_reason=finish))
     result = asyncio.run(returned) if asyncio.iscoroutine(returned) else returned
     assert result.done and result.truncated is is_cut
+
+
+def test_no_turn_waits_while_a_parser_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes with tools come to a parser that takes long; others are played to their end meanwhile."""
+    others_are_over, made = threading.Event(), []
+
+    class Slow(TurnParser):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            _, _, _, tools = args
+            if tools:
+                made.append(others_are_over.wait(30.0))
+            super().__init__(*args[:3], None, **kwargs)
+
+    monkeypatch.setattr("hrl.episodes.parsing.TurnParser", Slow)
+
+    class Shown(Lost):
+        def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+            self.tools = tools
+
+        def open(self, *_: Any) -> Any:
+            return self
+
+        async def reset(self) -> Observation:
+            return Observation(messages=[{"role": "user", "content": "?"}], tools=self.tools)
+
+        async def step(self, action: Action) -> StepResult:
+            return StepResult(done=True)
+
+    async def generate(*_: Any) -> SampleOutput:
+        return SampleOutput([5, STOP], [-0.5, -0.5], "stop", VERSION)
+
+    async def run() -> list[str]:
+        playing = PlaySetup(TOKENIZER, (STOP,), {}, EnvironmentConfig(), Limits(99, 999))
+        plain = Player(playing, Shown(None), generate)  # type: ignore[arg-type]
+        tooled = Player(playing, Shown([{"type": "function"}]), generate)  # type: ignore[arg-type]
+        waiting = [asyncio.ensure_future(tooled.play(task)) for task in tasks(2)]
+        ends = [(await plain.play(task)).end for task in tasks(3)]
+        others_are_over.set()
+        return [*ends, *[(await one).end for one in waiting]]
+
+    assert asyncio.run(run()) == ["done"] * 5 and made == [True], "one parser serves both episodes"
+
+
+def test_parsers_are_imported_when_the_service_starts_where_tools_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    monkeypatch.setattr(
+        "hrl.episodes.play.known_parsers",
+        lambda: threads.append(threading.current_thread() is threading.main_thread()),
+    )
+    play("Game", tasks(1))
+    assert threads == []
+    play("Game", tasks(1), tools=["python"])
+    assert threads == [False]
 
 
 def test_what_happened_to_the_processes_comes_with_each_batch() -> None:

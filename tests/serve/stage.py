@@ -7,7 +7,7 @@ from typing import Any
 
 from hrl.config.environment import EnvironmentConfig
 from hrl.episodes.episode import Episode
-from hrl.episodes.play import EpisodeTask, Limits, Player
+from hrl.episodes.play import EpisodeTask, Limits, Player, PlaySetup
 from hrl.episodes.pool import EnvironmentPool, environment_of
 from hrl.serve.agents import AgentDoor
 from hrl.workers.requests import SamplingParams
@@ -48,7 +48,7 @@ class Stage:
         tokenizer = tokenizer_with_merges()
         engine = Engine(tokenizer, say, delay_s=0.005)
         settings = self._settings.model_copy(update=changes)
-        words = (tokenizer, (tokenizer.eos_token_id,), {}, settings, Limits(*limits))
+        playing = PlaySetup(tokenizer, (tokenizer.eos_token_id,), {}, settings, Limits(*limits))
         row: dict[str, Any] = {"prompt": [{"role": "user", "content": question}], "answer": answer}
         if kind is not None:  # an argument of the function that makes it
             row["env_kwargs"] = {"kind": kind}
@@ -58,8 +58,8 @@ class Stage:
             return await engine.generate(ids, sampling, what)
 
         async def run() -> list[Episode]:
-            agents = AgentDoor(*words, generate)
-            player = Player(*words, self.pool, generate, agents)
+            agents = AgentDoor(playing, generate)
+            player = Player(playing, self.pool, generate, agents)
             sampling = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=max_tokens)
             tasks = [EpisodeTask(("uid", i), row, sampling, run_seed=1, step=2) for i in range(num_episodes)]
             try:
