@@ -22,7 +22,7 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> Path:
+def write_whole(path: Path, content: str | bytes, *, durable: bool = False, mode: int = 0o666) -> Path:
     """Write a file so that whoever reads it sees the old one or all of the new one.
 
     A link of this name is replaced, and what it leads to stays as it is.
@@ -31,6 +31,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> P
         path: Of the file.
         content: Of the file.
         durable: Whether the content outlives a crash of the machine; its name does when the folder is made durable.
+        mode: Who may do what with it, before the process's umask.
 
     Raises:
         OSError: The disk refuses; names the file. The old one is still there, and no part of the new one.
@@ -38,7 +39,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> P
     # A name that nobody can guess, and a file that is new: a link that waits under it is not written through.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     data = content.encode() if isinstance(content, str) else content
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         with open(handle, "wb") as file:
             file.write(data)

@@ -102,5 +102,8 @@ class RolloutConfig(LogProbConfig):
     can't sleep, e.g. on a CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
+    serve: bool = False
+    """Let programs on this machine ask the policy while it is trained, over OpenAI's protocol; needs
+    `environment.path`. Address and key are in the run folder's `serving.env`."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)

@@ -333,6 +333,14 @@ def a_tool_ends_before_its_turn(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem("environment.tool_timeout_s", what, involves=("environment.step_timeout_s",))
 
 
+def episodes_are_played_where_the_policy_is_served(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Requests from outside are sampled beside those of episodes."""
+    if config.actor_rollout_ref.rollout.serve and not config.environment.is_used:
+        hint = "Set environment.path=single_turn, which trains on the same responses as a run without it."
+        what = "answers beside episodes, and environment.path is not set."
+        yield Problem(f"{ROLLOUT}.serve", what, hint, ("environment.path",))
+
+
 def an_episode_ends_before_its_phase(config: PPOTrainerConfig) -> Iterator[Problem]:
     """A step ends before its episode, which is then cut off before the phase is, so that no deadline ends the run."""
     settings, call_s = config.environment, config.trainer.timeouts.call_s
@@ -638,6 +646,7 @@ PPO_RULES: tuple[Rule, ...] = (
     environments_name_their_secrets,
     a_tool_ends_before_its_turn,
     an_episode_ends_before_its_phase,
+    episodes_are_played_where_the_policy_is_served,
 )
 
 

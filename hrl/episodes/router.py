@@ -17,6 +17,10 @@ _LONGEST_SILENCE_S = 5.0
 """After which an engine that asks for work is answered with none, so that it knows that somebody is there."""
 
 
+class RoundOverError(Exception):
+    """No engine asks for work any longer, and a request has no answer."""
+
+
 @dataclass(eq=False)
 class _Engine:
     queue: list[EngineRequest] = field(default_factory=list)
@@ -38,6 +42,9 @@ class Router:
     An episode stays with its engine, which has the keys and values of its earlier turns. A new one goes to the engine
     with the fewest outstanding tokens: those of contexts and of the longest answers that are still to come. What an
     engine samples depends on the request's seed and not on the choice.
+
+    Attributes:
+        is_open: Set while engines ask for work.
     """
 
     def __init__(self) -> None:
@@ -45,21 +52,22 @@ class Router:
         self._waiting: dict[int, _Waiting] = {}
         self._engine_of: dict[object, int] = {}
         self._numbers = itertools.count()
-        self._is_open = False
+        self.is_open = asyncio.Event()
 
     def open(self, num_engines: int) -> None:
         """Begin a round, in which so many engines ask for work."""
         self._engines = [_Engine() for _ in range(num_engines)]
         self._engine_of = {}
-        self._is_open = True
+        self.is_open.set()
 
     def close(self) -> None:
-        """End the round: engines hear that there is no more to come."""
-        self._is_open = False
+        """End the round: engines hear that there is no more to come, and whoever waits that there is no answer."""
+        self.is_open.clear()
         for engine in self._engines:
             engine.has_work.set()
         for waiting in self._waiting.values():
-            waiting.answer.cancel()
+            if not waiting.answer.done():
+                waiting.answer.set_exception(RoundOverError())
         self._waiting = {}
 
     @property
@@ -68,7 +76,13 @@ class Router:
         return [engine.outstanding_tokens for engine in self._engines]
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: SamplingParams, episode: object, name: str
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        episode: object,
+        name: str,
+        *,
+        may_fail: bool = False,
     ) -> SampleOutput:
         """Have a response sampled; whoever is cancelled while waiting withdraws the request.
 
@@ -77,7 +91,13 @@ class Router:
             sampling: How it is sampled.
             episode: Requests of the same episode go to the same engine.
             name: What errors call the request.
+            may_fail: See `EngineRequest`.
+
+        Raises:
+            RoundOverError: The round ended before there was an answer, or none has begun.
         """
+        if not self.is_open.is_set():
+            raise RoundOverError
         number = next(self._numbers)
         place = self._engine_of.get(episode)
         if place is None:
@@ -87,7 +107,7 @@ class Router:
         waiting = _Waiting(place, tokens, asyncio.get_running_loop().create_future())
         self._waiting[number] = waiting
         engine.outstanding_tokens += tokens
-        engine.queue.append(EngineRequest(number, name, np.array(token_ids, np.int32), sampling))
+        engine.queue.append(EngineRequest(number, name, np.array(token_ids, np.int32), sampling, may_fail))
         engine.has_work.set()
         try:
             return await waiting.answer
@@ -106,13 +126,13 @@ class Router:
     async def next_work(self, place: int) -> EngineWork | None:
         """Wait until there is work for an engine; None once there is no more to come."""
         engine = self._engines[place]
-        if self._is_open and not engine.has_work.is_set():
+        if self.is_open.is_set() and not engine.has_work.is_set():
             try:
                 async with asyncio.timeout(_LONGEST_SILENCE_S):
                     await engine.has_work.wait()
             except TimeoutError:
                 return EngineWork()
-        if not self._is_open:
+        if not self.is_open.is_set():
             return None
         engine.has_work.clear()
         work = EngineWork(engine.queue, engine.withdrawn)

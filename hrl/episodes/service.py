@@ -22,7 +22,6 @@ from hrl.episodes.play import (
     AgentDoor,
     EpisodeError,
     EpisodeTask,
-    Generate,
     Limits,
     Player,
     PlaySetup,
@@ -54,6 +53,9 @@ class EpisodeServiceError(EpisodeError):
 class OpenAgentDoor(AgentDoor, Protocol):
     """One that has to be closed."""
 
+    async def listen(self) -> str:
+        """Return the address at which programs ask; it stays until the end."""
+
     async def close(self) -> None:
         """End what it listens with."""
 
@@ -71,8 +73,8 @@ class EpisodeSetup:
         stop_ids: Tokens that end a turn.
         template_kwargs: `data.apply_chat_template_kwargs`.
         rewards: The Ray actor that scores what was answered last; None where environments alone decide.
-        agents: Makes what lets environments ask the policy themselves, of what episodes are played by and of what has
-            a turn sampled; None where none can.
+        agents: Makes what lets environments ask the policy themselves, of what episodes are played by and of what
+            has turns sampled; None where none can.
     """
 
     environment: EnvironmentSpec
@@ -83,7 +85,7 @@ class EpisodeSetup:
     stop_ids: tuple[int, ...]
     template_kwargs: Mapping[str, Any]
     rewards: Any = None
-    agents: Callable[[PlaySetup, Generate], OpenAgentDoor] | None = None
+    agents: Callable[[PlaySetup, Router], OpenAgentDoor] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,14 @@ class EpisodeService:
         )
         playing = PlaySetup(tokenizer, setup.stop_ids, setup.template_kwargs, setup.settings, setup.limits)
         if setup.agents is not None:
-            self._agents = setup.agents(playing, self.router.generate)
+            self._agents = setup.agents(playing, self.router)
         self._player = Player(playing, self._pool, self.router.generate, self._agents)
         await asyncio.gather(starting, self._player.prepare())
+
+    async def listen(self) -> str:
+        """Return the address at which the policy is asked from outside of its episodes."""
+        assert self._agents is not None
+        return await self._agents.listen()
 
     async def begin(
         self,
@@ -312,6 +319,10 @@ class EpisodeActor(NodeService):
     def inbox(self, batch: int) -> RayInbox:
         """Return what ranks reach the service by."""
         return RayInbox(self.handle, batch)
+
+    def listen(self) -> str:
+        """Return the address at which the policy is asked; see `EpisodeService.listen`."""
+        return str(self._call("listen"))
 
     def begin(
         self, batch: int, tasks: Sequence[EpisodeTask], num_engines: int, reward_round: int | None, timeout_s: float

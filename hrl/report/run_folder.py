@@ -38,6 +38,8 @@ PROFILE = "profile"
 """The folder of the profiles of steps, in the folder of a run."""
 NONFINITE = "nonfinite"
 """The folder of batches with numbers that are not finite, in the folder of a run."""
+SERVING = "serving.env"
+"""The file with address and key of a run that is served, in the folder of a run; it goes with the run."""
 RolloutKind = Literal["train", "val"]
 
 _ROLLOUTS = re.compile(r"(?:val_)?step_([0-9]+)\.jsonl")
@@ -67,8 +69,8 @@ _OUTPUTS = (
 
 #: Folders of a run that files are written into as a whole, see `hrl.files.write_whole`.
 _WRITTEN_INTO = ("rollouts", NONFINITE, PROFILE)
-#: Folders that a run removes itself unless it is killed: of a look whether ranks see the disk, of what a store sends.
-_LEFTOVERS = (f".probe.{'[0-9a-f]' * 32}", "tmp.run", "fetched/*/tmp.step_*", unfinished(MODEL))
+#: What a run removes itself unless it is killed: of a look whether ranks see the disk, of what a store sends, its key.
+_LEFTOVERS = (f".probe.{'[0-9a-f]' * 32}", "tmp.run", "fetched/*/tmp.step_*", unfinished(MODEL), SERVING)
 
 
 class RunFolderError(HrlError, RuntimeError):

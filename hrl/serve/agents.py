@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
-from hrl.episodes.play import AgentPlay, EpisodeTask, Generate, PlaySetup
+from hrl.episodes.play import AgentPlay, EpisodeTask, PlaySetup
+from hrl.episodes.router import Router
 from hrl.serve.door import Door, Served
+from hrl.serve.outside import OutsideCalls
 from hrl.serve.policy import PolicyWords, Reading
 from hrl.serve.rows import rows_of
 from hrl.serve.server import DoorServer
@@ -18,40 +21,50 @@ MODEL = "policy"
 """What programs call the policy."""
 
 
+@dataclass(frozen=True)
+class Outside:
+    """How a run is reached by others than its own programs.
+
+    Attributes:
+        key: With which a client names its session, as with the key of `hrl serve`.
+        sampling: Where a client names no temperature, top-p or top-k.
+    """
+
+    key: str
+    sampling: SamplingParams
+
+
 class AgentDoor:
-    """The door of a run's episodes, on a loopback address, open from the first program on.
+    """The door of a run, on a loopback address: each episode that is a program has a key of its own.
 
     Args:
         setup: What episodes are played by.
-        generate: Has a turn sampled.
+        router: Has turns sampled.
+        outside: Lets others in, too, of whom nothing is kept; None lets in nobody else.
     """
 
-    def __init__(
-        self,
-        setup: PlaySetup,
-        generate: Generate,
-    ) -> None:
-        self._settings, self._limits, self._generate = setup.settings, setup.limits, generate
-        longest = setup.limits.prompt + setup.limits.response
-        reading = Reading(
-            setup.stop_ids, setup.template_kwargs, setup.settings.tool_parser, setup.settings.reasoning_parser
-        )
+    def __init__(self, setup: PlaySetup, router: Router, outside: Outside | None = None) -> None:
+        settings, limits = setup.settings, setup.limits
+        self._settings, self._limits, self._router = settings, limits, router
+        longest = limits.prompt + limits.response
+        reading = Reading(setup.stop_ids, setup.template_kwargs, settings.tool_parser, settings.reasoning_parser)
         self._words = PolicyWords(setup.tokenizer, reading, longest)
-        self._sessions = Sessions(None, SessionLimits())
-
-        async def nobody(ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:
-            raise AssertionError(f"{name} belongs to no episode")
-
-        self._door = Door(Served(MODEL, SamplingParams(), longest), self._words, nobody, self._sessions)
+        sessions = Sessions(None if outside is None else outside.key, SessionLimits(), keep_calls=False)
+        served = Served(MODEL, SamplingParams() if outside is None else outside.sampling, longest)
+        self._door = Door(served, self._words, OutsideCalls(router).generate, sessions)
         self._server: DoorServer | None = None
         self._opening = asyncio.Lock()
 
-    async def open(self, task: EpisodeTask) -> AgentSession:
-        """Return the session of an episode; whoever opens it closes it."""
+    async def listen(self) -> str:
+        """Return the address, at which the door is open from now on."""
         async with self._opening:
             if self._server is None:
                 self._server = await DoorServer(self._door).__aenter__()
-        return AgentSession(self._door, self._server.base_url, self._session(task), self._limits.room_of(task))
+        return self._server.base_url
+
+    async def open(self, task: EpisodeTask) -> AgentSession:
+        """Return the session of an episode; whoever opens it closes it."""
+        return AgentSession(self._door, await self.listen(), self._session(task), self._limits.room_of(task))
 
     async def close(self) -> None:
         """End the server."""
@@ -64,7 +77,7 @@ class AgentDoor:
         settings, limits = self._settings, self._limits
 
         async def generate(ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:
-            return await self._generate(ids, sampling, task.key, f"{name} of {task.name}")
+            return await self._router.generate(ids, sampling, task.key, f"{name} of {task.name}")
 
         fixed = FixedSampling(
             task.sampling,

@@ -29,6 +29,7 @@ class Choice:
         log_probs: Of each token.
         tokens: Each token as text and as bytes, where log-probs are shown; else empty.
         finish_reason: Why it ended.
+        version: Of the policy that sampled it.
     """
 
     text: str
@@ -39,6 +40,7 @@ class Choice:
     log_probs: Sequence[float]
     tokens: Sequence[tuple[str, list[int] | None]]
     finish_reason: FinishReason
+    version: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Form:
         model: Name of the model.
         is_chat: Whether it answers a chat, or continues a text.
         log_probs: Those of the sampled tokens are shown.
-        token_ids: Those of the prompt, and what was sampled, are shown.
+        token_ids: Those of the prompt, what was sampled, and the policy's version are shown.
         usage: A stream ends with an event that counts the tokens.
     """
 
@@ -94,7 +96,7 @@ class Form:
         if self.log_probs:
             shown["logprobs"] = self._log_probs(choice, 0, len(choice.token_ids))
         if self.token_ids:
-            shown["token_ids"] = list(choice.token_ids)
+            shown |= {"token_ids": list(choice.token_ids), "policy_version": choice.version}
             if not self.is_chat:
                 shown["prompt_token_ids"] = list(choice.prompt_ids)
         return shown

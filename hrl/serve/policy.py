@@ -225,6 +225,7 @@ class PolicyWords:
             log_probs=output.log_probs[:count],
             tokens=[shown_token(self._tokenizer, token) for token in ids] if log_probs else (),
             finish_reason=finish,
+            version=output.policy_version,
         )
         return Read(choice, parsed, count if stopped is None else stopped.num_text_tokens)
 

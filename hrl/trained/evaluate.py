@@ -39,6 +39,7 @@ _NOT_OF_THE_RUN = (
     "data.val_batch_size",
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.serve",
     "actor_rollout_ref.rollout.val_kwargs.",
 )
 _INSTEAD_OF = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
-from hrl.episodes.router import Router
+from hrl.episodes.router import RoundOverError, Router
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.single_requests import EngineAnswer, EngineRequest
 
@@ -45,6 +46,25 @@ def test_a_new_episode_goes_where_the_fewest_tokens_are_outstanding_and_stays_th
         assert router.outstanding_tokens == [63, 0], "an episode stays, however busy its engine is"
         router.close()
         assert await asyncio.gather(busy, again, return_exceptions=True)
+
+    asyncio.run(play())
+
+
+def test_what_a_round_leaves_open_is_told_so_and_nothing_is_asked_between_rounds() -> None:
+    async def play() -> None:
+        router = Router()
+        with pytest.raises(RoundOverError):
+            await ask(router, "early")
+        router.open(1)
+        waiting, taken = ask(router, "waiting"), ask(router, "taken")
+        await asyncio.sleep(0)
+        await begun(router, 0)
+        router.close()
+        for one in (waiting, taken):
+            with pytest.raises(RoundOverError):
+                await one
+        with pytest.raises(RoundOverError):
+            await ask(router, "late")
 
     asyncio.run(play())
 

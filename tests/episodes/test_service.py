@@ -426,7 +426,7 @@ def test_parsers_are_imported_when_the_service_starts_where_tools_are_certain(mo
     )
     play("Game", tasks(1))
     assert threads == []
-    play("Game", tasks(1), tools=["python"])
+    play("Game", tasks(1), tool_parser="hermes")
     assert threads == [False]
 
 

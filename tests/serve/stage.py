@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from hrl.config.environment import EnvironmentConfig
@@ -58,7 +59,7 @@ class Stage:
             return await engine.generate(ids, sampling, what)
 
         async def run() -> list[Episode]:
-            agents = AgentDoor(playing, generate)
+            agents = AgentDoor(playing, SimpleNamespace(generate=generate))
             player = Player(playing, self.pool, generate, agents)
             sampling = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=max_tokens)
             tasks = [EpisodeTask(("uid", i), row, sampling, run_seed=1, step=2) for i in range(num_episodes)]

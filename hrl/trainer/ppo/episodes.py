@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -21,12 +23,16 @@ from hrl.episodes.play import EpisodeTask, Limits
 from hrl.episodes.pool import environment_of
 from hrl.episodes.rows import episode_batch, policy_version_of
 from hrl.episodes.service import EpisodeActor, EpisodeServiceError, EpisodeSetup
+from hrl.masking import remember
 from hrl.metrics import Metric, StepMetrics
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardError
-from hrl.serve.agents import AgentDoor
+from hrl.serve.agents import AgentDoor, Outside
+from hrl.serve.outside import write_address
+from hrl.serve.sessions import new_key
 from hrl.single_controller.worker_errors import WorkerError
+from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import sample_keys
 
 if TYPE_CHECKING:
@@ -55,6 +61,12 @@ class EpisodeDriver:
     def __init__(self, config: PPOTrainerConfig, environment: Any, tokenizer_path: str, tokens: TokenIds) -> None:
         self._config, self._tokens = config, tokens
         self._num_batches = 0
+        rollout = config.actor_rollout_ref.rollout
+        self._outside: Outside | None = None
+        self._address: Path | None = None
+        if rollout.serve:
+            self._outside = Outside(new_key(), SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k))
+            remember(self._outside.key)
         self._setup = EpisodeSetup(
             environment=environment_of(config.environment, environment),
             settings=config.environment,
@@ -63,7 +75,7 @@ class EpisodeDriver:
             trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
             stop_ids=tokens.stop,
             template_kwargs=dict(config.data.apply_chat_template_kwargs),
-            agents=AgentDoor,
+            agents=partial(AgentDoor, outside=self._outside),
         )
         self._actor: EpisodeActor | None = None
 
@@ -73,6 +85,8 @@ class EpisodeDriver:
     def __exit__(self, *_: object) -> None:
         if self._actor is not None:
             self._actor.shutdown()
+        if self._address is not None:
+            self._address.unlink(missing_ok=True)
 
     def begin_start(self, rewards: Any) -> None:
         """Begin to start the processes.
@@ -90,6 +104,19 @@ class EpisodeDriver:
             EpisodeServiceError: The service did not start.
         """
         self._service.start()
+
+    def open_to_others(self, folder: Path) -> Path | None:
+        """Let others than the run's own programs ask the policy, with `rollout.serve`.
+
+        Args:
+            folder: Of the run.
+
+        Returns:
+            The file with address and key.
+        """
+        if self._outside is not None:
+            self._address = write_address(folder, self._service.listen(), self._outside.key)
+        return self._address
 
     def play(self, asked: Asked, engines: Any, metrics: StepMetrics) -> DataProto:
         """Play the episodes that a batch asks for; returns their rows, see `episode_batch`.

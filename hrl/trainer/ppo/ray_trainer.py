@@ -137,6 +137,8 @@ class RayPPOTrainer(TrainingLoop):
         self.rewards.start()  # whose processes have been starting beside the workers
         if self.episodes is not None:
             self.episodes.start()
+            if (address := self.episodes.open_to_others(self.reporter.folder.path)) is not None:
+                self.reporter.console.note(f"the policy can be asked while it is trained: source {address}")
         elif self.rewards.sink is not None:
             self.workers.rollout.set_reward_sink(self.rewards.sink)
 

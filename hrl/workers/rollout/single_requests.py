@@ -7,6 +7,7 @@ to come. So it needs no methods that run beside each other, and whoever waits fo
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -14,10 +15,18 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import FinishReason, RolloutError, SampleOutput
+from hrl.workers.rollout.base import (
+    EngineDeadError,
+    EngineUnusableError,
+    FinishReason,
+    RolloutError,
+    SampleOutput,
+)
 
 if TYPE_CHECKING:
     from hrl.workers.rollout.base import RolloutEngine
+
+logger = logging.getLogger(__name__)
 
 LOG_PROB_TOLERANCE = 1e-3
 """How far above 0 rounding may lift a log-prob."""
@@ -32,12 +41,14 @@ class EngineRequest:
         name: What errors call it.
         token_ids: `(N,)` int32, the context.
         sampling: How it is sampled, with its own seed.
+        may_fail: If the engine can't answer it, it is given up with an empty answer, and all others go on.
     """
 
     number: int
     name: str
     token_ids: np.ndarray
     sampling: SamplingParams
+    may_fail: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,11 @@ async def serve_requests(
         nonlocal num_answered
         try:
             output = await engine.generate(request.token_ids.tolist(), request.sampling, f"request-{request.number}")
+        except RolloutError as error:
+            if not request.may_fail or isinstance(error, EngineDeadError | EngineUnusableError):
+                raise
+            logger.warning("%s was given up: %s", request.name, error)
+            output = SampleOutput([], [], "abort", engine.policy_version)
         finally:
             running.pop(request.number, None)
         answer = _checked(request, output, engine.policy_version, vocab_size)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineDeadError, RolloutError, SampleOutput
+from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SampleOutput
 from hrl.workers.rollout.single_requests import EngineRequest, EngineWork, serve_requests
 
 VOCAB = 10
@@ -82,6 +83,22 @@ def test_an_answer_that_cannot_be_is_refused_with_the_name_of_its_request(output
 
     with pytest.raises(RolloutError, match=f"the engine answered turn 0 of episode 7 with {wrong}"):
         serve([EngineWork([request(7)]), EngineWork(), EngineWork()], answer)
+
+
+@pytest.mark.parametrize("error", [RolloutError("no"), EngineDeadError("dead"), EngineUnusableError("sync")])
+def test_a_request_from_outside_that_fails_ends_nothing_but_itself_unless_the_engine_is_gone(error: Exception) -> None:
+    async def failing(prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        if prompt[0] == 2:
+            raise error
+        return await echo(prompt, sampling, request_id)
+
+    work = [EngineWork([request(1), replace(request(2), may_fail=True)]), EngineWork(), EngineWork()]
+    if type(error) is not RolloutError:
+        with pytest.raises(type(error)):
+            serve(work, failing)
+    else:
+        count, given = serve(work, failing)
+        assert count == 2 and sorted(sum(given, [])) == [1, 2]
 
 
 def test_an_engine_that_dies_ends_it_with_its_own_error_while_others_wait() -> None:
