@@ -15,7 +15,7 @@ from hrl.serve.server import DoorServer
 from hrl.serve.sessions import FixedSampling, Session, Sessions
 from hrl.serve.sessions import Limits as SessionLimits
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import SampleOutput
+from hrl.workers.rollout.base import OnTokens, SampleOutput
 
 MODEL = "policy"
 """What programs call the policy."""
@@ -76,7 +76,9 @@ class AgentDoor:
     def _session(self, task: EpisodeTask) -> Session:
         settings, limits = self._settings, self._limits
 
-        async def generate(ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:
+        async def generate(
+            ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None
+        ) -> SampleOutput:
             return await self._router.generate(ids, sampling, task.key, f"{name} of {task.name}")
 
         fixed = FixedSampling(

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -77,10 +77,24 @@ class Form:
             for index in range(num_choices):
                 yield self._event(self._delta(index, {"role": "assistant", "content": ""}))
 
-    def events(self, choices: Sequence[Choice]) -> Iterator[bytes]:
-        """Return the events of a stream after its opening."""
+    def piece(self, index: int, choice: Choice, begin: int, end: int) -> bytes:
+        """Return the event of a stream that shows some tokens of a choice, as text."""
+        text = "".join(choice.pieces[begin:end])
+        if self.is_chat:
+            context = {"prompt_token_ids": list(choice.prompt_ids)} if self.token_ids and not begin else {}
+            return self._event(self._delta(index, {"content": text}, choice, begin, end), context)
+        return self._event(self._text_delta(index, choice, begin, end))
+
+    def events(self, choices: Sequence[Choice], shown: Mapping[int, int]) -> Iterator[bytes]:
+        """Return the events that end a stream.
+
+        Args:
+            choices: The answer.
+            shown: Number of a choice → how many of its tokens were shown already.
+        """
         for index, choice in enumerate(choices):
-            yield from self._chat_events(index, choice) if self.is_chat else self._text_events(index, choice)
+            events = self._chat_events if self.is_chat else self._text_events
+            yield from events(index, choice, shown.get(index, 0))
         if self.usage:
             yield _encoded({**self._head(streamed=True), "choices": [], "usage": _usage(choices)})
         yield DONE
@@ -88,7 +102,7 @@ class Form:
     # ---- one choice
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        shown: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason, "logprobs": None}
+        shown: dict[str, Any] = {"index": index, **self._end(choice), "logprobs": None}
         if self.is_chat:
             shown["message"] = {"role": "assistant", "content": None, "refusal": None, **(choice.message or {})}
         else:
@@ -96,40 +110,48 @@ class Form:
         if self.log_probs:
             shown["logprobs"] = self._log_probs(choice, 0, len(choice.token_ids))
         if self.token_ids:
-            shown |= {"token_ids": list(choice.token_ids), "policy_version": choice.version}
+            shown["token_ids"] = list(choice.token_ids)
             if not self.is_chat:
                 shown["prompt_token_ids"] = list(choice.prompt_ids)
         return shown
 
-    def _chat_events(self, index: int, choice: Choice) -> Iterator[bytes]:
+    def _chat_events(self, index: int, choice: Choice, shown: int) -> Iterator[bytes]:
         message = choice.message or {}
-        context = {"prompt_token_ids": list(choice.prompt_ids)} if self.token_ids else {}
         content, count = message.get("content") or "", len(choice.token_ids)
         if message.get("reasoning_content"):
             yield self._event(self._delta(index, {"reasoning_content": message["reasoning_content"]}))
-        spans = list(_spans(count)) if content and content == "".join(choice.pieces) else []
-        for begin, end in spans:
-            text = "".join(choice.pieces[begin:end])
-            yield self._event(self._delta(index, {"content": text}, choice, begin, end), context if not begin else {})
-        if content and not spans:
-            yield self._event(self._delta(index, {"content": content}, choice, 0, count), context)
+        if content and content == "".join(choice.pieces):
+            for begin, end in _spans(shown, count):
+                yield self.piece(index, choice, begin, end)
+        elif content:  # beside calls or reasoning, and nothing was shown of it
+            yield self.piece(index, replace(choice, pieces=[content, *[""] * (count - 1)]), 0, count)
         for place, call in enumerate(message.get("tool_calls") or ()):
             yield self._event(self._delta(index, {"tool_calls": [{"index": place, **call}]}))
         last = self._delta(index, {}) if content else self._delta(index, {}, choice, 0, count)
-        yield self._event({**last, "finish_reason": choice.finish_reason}, {} if content else context)
+        context = {"prompt_token_ids": list(choice.prompt_ids)} if self.token_ids and not content else {}
+        yield self._event({**last, **self._end(choice)}, context)
 
-    def _text_events(self, index: int, choice: Choice) -> Iterator[bytes]:
-        spans = list(_spans(len(choice.token_ids))) or [(0, 0)]
-        for begin, end in spans:
-            shown: dict[str, Any] = {"index": index, "text": "".join(choice.pieces[begin:end]), "logprobs": None}
-            shown["finish_reason"] = choice.finish_reason if (begin, end) == spans[-1] else None
-            if self.log_probs:
-                shown["logprobs"] = self._log_probs(choice, begin, end)
-            if self.token_ids:
-                shown["token_ids"] = list(choice.token_ids[begin:end])
-                if not begin:
-                    shown["prompt_token_ids"] = list(choice.prompt_ids)
-            yield self._event(shown)
+    def _text_events(self, index: int, choice: Choice, shown: int) -> Iterator[bytes]:
+        count = len(choice.token_ids)
+        *spans, (begin, end) = list(_spans(shown, count)) or [(count, count)]
+        for span in spans:
+            yield self.piece(index, choice, *span)
+        yield self._event({**self._text_delta(index, choice, begin, end), **self._end(choice)})
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        version = {"policy_version": choice.version} if self.token_ids else {}
+        return {"finish_reason": choice.finish_reason, **version}
+
+    def _text_delta(self, index: int, choice: Choice, begin: int, end: int) -> dict[str, Any]:
+        text = "".join(choice.pieces[begin:end])
+        shown: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        if self.log_probs:
+            shown["logprobs"] = self._log_probs(choice, begin, end)
+        if self.token_ids:
+            shown["token_ids"] = list(choice.token_ids[begin:end])
+            if not begin:
+                shown["prompt_token_ids"] = list(choice.prompt_ids)
+        return shown
 
     def _delta(
         self, index: int, delta: Mapping[str, Any], choice: Choice | None = None, begin: int = 0, end: int = 0
@@ -180,8 +202,8 @@ def _usage(choices: Sequence[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _spans(count: int) -> Iterator[tuple[int, int]]:
-    for begin in range(0, count, _TOKENS_AN_EVENT):
+def _spans(shown: int, count: int) -> Iterator[tuple[int, int]]:
+    for begin in range(shown, count, _TOKENS_AN_EVENT):
         yield begin, min(begin + _TOKENS_AN_EVENT, count)
 
 

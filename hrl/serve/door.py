@@ -7,17 +7,18 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hrl.serve.answers import Choice
 from hrl.serve.asked import ChatAsked, CompletionAsked
-from hrl.serve.policy import Context, PolicyWords, Read, too_long
+from hrl.serve.policy import Context, GrowingChoice, PolicyWords, Read, too_long
 from hrl.serve.refusals import RequestRefusedError, bad_request, engine_failed, not_now, over_limit
 from hrl.serve.rows import Branches, Call
 from hrl.serve.sessions import FixedSampling, Generate, Session, Sessions
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineUnusableError, RolloutError
+from hrl.workers.rollout.base import EngineUnusableError, RolloutError, SampleOutput
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,49 @@ class Served:
     model: str
     sampling: SamplingParams
     max_model_len: int
+
+
+Show = Callable[[int, Choice, int, int], None]
+"""Is shown a choice of a request, by its number, as far as it has come, and which of its tokens are new: from, to."""
+ShowOne = Callable[[Choice, int, int], None]
+
+
+class _Shown:
+    """Shows an answer as it grows: tokens become text on the thread for words, those together that came meanwhile.
+
+    Attributes:
+        growing: The answer.
+        count: Tokens that were shown.
+    """
+
+    def __init__(self, growing: GrowingChoice, show: ShowOne, words: PolicyWords) -> None:
+        self.growing, self._show, self._words = growing, show, words
+        self.count = 0
+        self._new: tuple[list[int], list[float]] = ([], [])
+        self._has_new = asyncio.Event()
+        self._is_over = False
+
+    def add(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Take what was sampled."""
+        self._new[0].extend(ids)
+        self._new[1].extend(log_probs)
+        self._has_new.set()
+
+    def end(self) -> None:
+        """There is no more to come."""
+        self._is_over = True
+        self._has_new.set()
+
+    async def go_on(self) -> None:
+        """Show what comes until the end."""
+        while not self._is_over or self._has_new.is_set():
+            await self._has_new.wait()
+            self._has_new.clear()
+            new, self._new = self._new, ([], [])
+            count = await self._words.run(self.growing.add, *new)
+            if count > self.count:
+                self._show(self.growing.choice, self.count, count)
+                self.count = count
 
 
 class Door:
@@ -84,9 +128,22 @@ class Door:
         return [await self.words.completion(session, prompt) for prompt in asked.prompts]
 
     async def answer(
-        self, session: Session, asked: ChatAsked | CompletionAsked, contexts: Sequence[Context], *, log_probs: bool
+        self,
+        session: Session,
+        asked: ChatAsked | CompletionAsked,
+        contexts: Sequence[Context],
+        *,
+        log_probs: bool,
+        show: Show | None = None,
     ) -> list[Choice]:
         """Sample the choices of each context, one context after the other, and keep them.
+
+        Args:
+            session: Whose they are.
+            asked: The request.
+            contexts: From `begin`.
+            log_probs: Whether the client is shown them.
+            show: Is shown choices as they grow, where that can be.
 
         Raises:
             RequestRefusedError: The session has not that much left, or the engine failed.
@@ -97,7 +154,8 @@ class Door:
                 self._sampling(session, asked, context, turn, place)
                 for place, (context, turn) in enumerate(zip(wanted, turns, strict=True))
             ]
-            reads = await self._all(session, asked, wanted, turns, samplings, log_probs=log_probs)
+            showing = [None if show is None else partial(show, place) for place in range(len(wanted))]
+            reads = await self._all(session, asked, wanted, turns, samplings, showing, log_probs=log_probs)
         for context, turn, (read, version) in zip(wanted, turns, reads, strict=True):
             choice = read.choice
             session.add(Call(turn, context.ids, choice.token_ids, choice.log_probs, version), context.conversation)
@@ -117,6 +175,7 @@ class Door:
         contexts: Sequence[Context],
         turns: Sequence[int],
         samplings: Sequence[SamplingParams],
+        showing: Sequence[ShowOne | None],
         *,
         log_probs: bool,
     ) -> list[tuple[Read, int]]:
@@ -126,7 +185,7 @@ class Door:
             async with asyncio.timeout(session.seconds_left()), asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._one(session, asked, *one, log_probs=log_probs))
-                    for one in zip(contexts, turns, samplings, strict=True)
+                    for one in zip(contexts, turns, samplings, showing, strict=True)
                 ]
         except TimeoutError:
             session.ran_into("deadline")
@@ -144,12 +203,15 @@ class Door:
         context: Context,
         turn: int,
         sampling: SamplingParams,
+        show: ShowOne | None,
         *,
         log_probs: bool,
     ) -> tuple[Read, int]:
+        growing = None if show is None else self.words.growing(asked, context, log_probs=log_probs)
+        shown = _Shown(growing, show, self.words) if growing is not None and show is not None else None
         name = f"{session.name}-{turn}-{secrets.token_hex(4)}"
         try:
-            output = await (session.generate or self._generate)(context.ids, sampling, name)
+            output = await self._sampled(session.generate or self._generate, context, sampling, name, shown)
         except EngineUnusableError as error:
             raise not_now(str(error)) from error
         except RolloutError as error:
@@ -162,7 +224,23 @@ class Door:
             )
             raise engine_failed("the engine gave this request up")
         read = await self.words.read(output, turn, asked, context, log_probs=log_probs)
+        if shown is not None:
+            shown.growing.require_beginning(read.choice, shown.count)
         return read, output.policy_version
+
+    async def _sampled(
+        self, generate: Generate, context: Context, sampling: SamplingParams, name: str, shown: _Shown | None
+    ) -> SampleOutput:
+        if shown is None:
+            return await generate(context.ids, sampling, name, None)
+        showing = asyncio.ensure_future(shown.go_on())
+        try:
+            output = await generate(context.ids, sampling, name, shown.add)
+            shown.end()
+            await showing
+        finally:
+            showing.cancel()
+        return output
 
     def _sampling(
         self, session: Session, asked: ChatAsked | CompletionAsked, context: Context, turn: int, place: int

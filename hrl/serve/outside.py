@@ -13,7 +13,7 @@ from hrl.files import write_whole
 from hrl.report.run_folder import SERVING
 from hrl.serve.refusals import not_now
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import SampleOutput
+from hrl.workers.rollout.base import OnTokens, SampleOutput
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +38,16 @@ class OutsideCalls:
         self._router, self._longest_wait_s = router, longest_wait_s
         self._seats = asyncio.Semaphore(_AT_ONCE)
 
-    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, name: str) -> SampleOutput:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
         """Have an answer sampled.
 
         Args:
             token_ids: The context.
             sampling: How it is sampled.
             name: Of this call alone.
+            on_tokens: Told nothing, for ranks hand over what is finished.
 
         Raises:
             RequestRefusedError: There was no answer in time; the client is told to ask again.

@@ -16,9 +16,10 @@ from hrl.episodes.parsing import ParsedTurn, TurnParser, TurnParsers
 from hrl.episodes.tokens import Transcript
 from hrl.serve.answers import Choice, FinishReason
 from hrl.serve.asked import ChatAsked, plain_message
-from hrl.serve.refusals import RequestRefusedError, bad_request
+from hrl.serve.refusals import RequestRefusedError, bad_request, engine_failed
+from hrl.serve.rows import NO_VERSION
 from hrl.serve.sessions import Conversation
-from hrl.serve.tokens_as_text import Stopped, decode, pieces, shown_token, stopped_at
+from hrl.serve.tokens_as_text import Pieces, Stopped, decode, pieces, shown_token, stopped_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +82,42 @@ class Read:
     choice: Choice
     parsed: ParsedTurn
     num_text_tokens: int | None
+
+
+class GrowingChoice:
+    """An answer as far as it has come, where its text is all that there will be to show.
+
+    Attributes:
+        choice: Its tokens so far.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Context, *, log_probs: bool) -> None:
+        self._tokenizer, self._text, self._with_log_probs = tokenizer, Pieces(tokenizer), log_probs
+        self._pieces: list[str] = []
+        self._ids: list[int] = []
+        self._log_probs: list[float] = []
+        self._tokens: list[tuple[str, list[int] | None]] = []
+        self.choice = Choice(
+            "", self._pieces, None, context.ids, self._ids, self._log_probs, self._tokens, "stop", NO_VERSION
+        )
+
+    def add(self, ids: Sequence[int], log_probs: Sequence[float]) -> int:
+        """Take what was sampled; return how many tokens can be shown: those behind them may change the last text."""
+        self._ids += ids
+        self._log_probs += log_probs
+        self._pieces += [self._text.add(token) for token in ids]
+        if self._with_log_probs:
+            self._tokens += [shown_token(self._tokenizer, token) for token in ids]
+        return max((end for end, piece in enumerate(self._pieces, start=1) if piece), default=0)
+
+    def require_beginning(self, choice: Choice, shown: int) -> None:
+        """Refuse to go on with an answer that does not begin with what was shown of it.
+
+        Raises:
+            RequestRefusedError: The tokenizer writes the beginning of this text in another way than the whole.
+        """
+        if list(choice.pieces[:shown]) != self._pieces[:shown]:
+            raise engine_failed("the text of this answer can't be shown piece by piece; ask without stream=true")
 
 
 class PolicyWords:
@@ -147,6 +184,15 @@ class PolicyWords:
             RequestRefusedError: There is no parser for the tools of this chat.
         """
         return await self.run(self._read, output, turn, asked, context, log_probs)
+
+    def growing(self, asked: ChatAsked | CompletionAsked, context: Context, *, log_probs: bool) -> GrowingChoice | None:
+        """Return what an answer grows in that can be shown as it comes; None where it has to be read as a whole.
+
+        Tool calls and reasoning are found in the whole text, and a stop text takes back what stands before it.
+        """
+        reads_reasoning = self._reading.reasoning_parser is not None
+        is_read = isinstance(asked, ChatAsked) and (asked.wants_tool_calls or reads_reasoning)
+        return None if asked.stop or is_read else GrowingChoice(self._tokenizer, context, log_probs=log_probs)
 
     async def remember(
         self, session: Session, asked: ChatAsked | CompletionAsked, context: Context, read: Read

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -239,32 +240,53 @@ class DoorServer:
             token_ids=asked.return_token_ids,
             usage=asked.stream_options is not None and asked.stream_options.include_usage,
         )
-        answering = self._door.answer(session, asked, contexts, log_probs=log_probs)
+        answer = partial(self._door.answer, session, asked, contexts, log_probs=log_probs)
         if not asked.stream:
-            return web.json_response(form.whole(await answering))
-        return await self._streamed(request, form, answering, asked.n * len(contexts))
+            return web.json_response(form.whole(await answer()))
+        return await self._streamed(request, form, answer, asked.n * len(contexts))
 
     async def _streamed(
-        self, request: web.Request, form: Form, answering: Coroutine[Any, Any, list[Choice]], num_choices: int
+        self,
+        request: web.Request,
+        form: Form,
+        answer: Callable[..., Coroutine[Any, Any, list[Choice]]],
+        num_choices: int,
     ) -> web.StreamResponse:
-        task = asyncio.ensure_future(answering)
+        events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        shown: dict[int, int] = {}
+
+        def show(place: int, choice: Choice, begin: int, end: int) -> None:
+            shown[place] = end
+            events.put_nowait(form.piece(place, choice, begin, end))
+
+        task = asyncio.ensure_future(answer(show=show))
+        task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             await asyncio.sleep(0)  # the first step of the task is where the session lets it in, or does not
             if task.done():
                 task.result()
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
             await response.prepare(request)
-            for event in form.opening(num_choices):
-                await response.write(event)
-            while not (await asyncio.wait({task}, timeout=self._limits.still_there_s))[0]:
-                await response.write(STILL_THERE)
-            async with asyncio.timeout(self._limits.body_s):  # a reader that doesn't read
-                for event in _rest(form, task):
+            for first in form.opening(num_choices):
+                await response.write(first)
+            while (event := await self._next(events)) is not None:
+                async with asyncio.timeout(self._limits.body_s):  # a reader that doesn't read
                     await response.write(event)
+            async with asyncio.timeout(self._limits.body_s):
+                for last in _rest(form, task, shown):
+                    await response.write(last)
                 await response.write_eof()
             return response
         finally:
             task.cancel()
+
+    async def _next(self, events: asyncio.Queue[bytes | None]) -> bytes | None:
+        """Return the next event of a stream, or a sign of life if there is none for long; None at its end."""
+        try:
+            async with asyncio.timeout(self._limits.still_there_s):
+                return await events.get()
+        except TimeoutError:
+            return STILL_THERE
 
 
 class _Closed(asyncio.Protocol):
@@ -276,11 +298,11 @@ class _Closed(asyncio.Protocol):
         transport.abort()
 
 
-def _rest(form: Form, task: asyncio.Task[list[Choice]]) -> Iterator[bytes]:
-    """Return the events of a stream after its opening; its status says already that all is well."""
+def _rest(form: Form, task: asyncio.Task[list[Choice]], shown: Mapping[int, int]) -> Iterator[bytes]:
+    """Return the events that end a stream; its status says already that all is well."""
     error = task.exception()
     if error is None:
-        yield from form.events(task.result())
+        yield from form.events(task.result(), shown)
     elif isinstance(error, RequestRefusedError):
         yield error_event(error.body())
     else:

@@ -18,14 +18,14 @@ from hrl.serve.history import Chats, Texts
 from hrl.serve.refusals import RequestRefusedError, bad_request, over_limit, too_busy
 from hrl.serve.rows import Call
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import SampleOutput
+from hrl.workers.rollout.base import OnTokens, SampleOutput
 
 DEFAULT = "default"
 """Session of calls that name none."""
 KEY_PREFIX = "hrl-"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 
-Generate = Callable[[list[int], SamplingParams, str], Awaitable[SampleOutput]]
+Generate = Callable[[list[int], SamplingParams, str, OnTokens | None], Awaitable[SampleOutput]]
 """`RolloutEngine.generate`, or what does the same: samples a response to token ids; the text names the request."""
 LimitReached = Literal["max_turns", "max_tokens", "deadline"]
 

@@ -18,21 +18,35 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+class Pieces:
+    """What each token adds to a text that grows.
+
+    Args:
+        tokenizer: The policy's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []
+        self._open: list[int] = []
+
+    def add(self, token: int) -> str:
+        """Return what one more token adds: nothing where it ends within a character."""
+        self._open.append(token)
+        before, now = decode(self._tokenizer, self._shown), decode(self._tokenizer, [*self._shown, *self._open])
+        if len(now) <= len(before) or now.endswith(_HALF_A_CHARACTER):
+            return ""
+        self._shown, self._open = self._open, []
+        return now[len(before) :]
+
+
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Return what each token adds to the text; all pieces together are the text.
 
     A token that ends within a character adds nothing, and the one that completes the character adds it.
     """
-    text = decode(tokenizer, ids)
-    found: list[str] = []
-    begin = shown = 0
-    for end in range(1, len(ids) + 1):
-        before, now = decode(tokenizer, ids[begin:shown]), decode(tokenizer, ids[begin:end])
-        if len(now) > len(before) and not now.endswith(_HALF_A_CHARACTER):
-            found.append(now[len(before) :])
-            begin, shown = shown, end
-        else:
-            found.append("")
+    text, growing = decode(tokenizer, ids), Pieces(tokenizer)
+    found = [growing.add(token) for token in ids]
     joined = "".join(found)
     if not found or joined == text:
         return found

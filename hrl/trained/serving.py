@@ -38,7 +38,7 @@ from hrl.serve.sessions import Limits, Session, Sessions, new_key
 from hrl.trained.evaluate import keys_of_the_run
 from hrl.trained.folders import Trained, find_trained, require_loadable
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineSetup, SampleOutput
+from hrl.workers.rollout.base import EngineSetup, OnTokens, SampleOutput, told_on
 from hrl.workers.rollout.host import RolloutHost
 
 logger = logging.getLogger(__name__)
@@ -159,8 +159,11 @@ def serve(name: str, serving: Serving, overrides: Sequence[str], say: Callable[[
     with RolloutHost(setup, name="serving") as host:
         words = PolicyWords(tokenizer, reading, served.max_model_len)
 
-        async def generate(ids: list[int], params: SamplingParams, request: str) -> SampleOutput:
-            return await asyncio.wrap_future(host.generate(ids, params, request))
+        async def generate(
+            ids: list[int], params: SamplingParams, request: str, on_tokens: OnTokens | None
+        ) -> SampleOutput:
+            tell = told_on(asyncio.get_running_loop(), on_tokens)
+            return await asyncio.wrap_future(host.generate(ids, params, request, tell))
 
         ended: list[Session] = []
         sessions = Sessions(key, serving.limits, keep_calls=record is not None, on_end=ended.append)

@@ -99,8 +99,8 @@ def test_engines_hear_that_a_batch_is_over_and_nobody_waits_for_an_answer_any_mo
         assert len((await polls[0]).requests) == 1
         router.close()
         assert await polls[1] is None and await router.next_work(0) is None
-        await asyncio.wait({asked})
-        assert asked.cancelled()
+        with pytest.raises(RoundOverError):
+            await asked
 
     asyncio.run(play())
 

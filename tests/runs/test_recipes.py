@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shutil
+import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openai import APIError, OpenAI
 from torch import Tensor
 
 from hrl.algos import advantages
@@ -200,20 +204,60 @@ class Program(hrl.AgentEnvironment):
 """
 
 
+class Asking(threading.Thread):
+    """Asks a run's policy from outside as long as the run goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self._file = folder / "serving.env"
+        self.mode = 0
+        self.versions: list[int] = []
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self._file.exists():
+            if self._is_over.wait(0.05):
+                return
+        self.mode = stat.S_IMODE(self._file.stat().st_mode)
+        url, key = (line.partition("=")[2] for line in self._file.read_text().splitlines())
+        with OpenAI(base_url=url, api_key=key, max_retries=0) as client, contextlib.suppress(APIError):  # it has ended
+            while not self._is_over.is_set():
+                answer = client.chat.completions.create(
+                    model="policy",
+                    messages=[{"role": "user", "content": "Say a letter."}],
+                    max_tokens=3,
+                    extra_body={"return_token_ids": True},
+                )
+                self.versions.append(answer.choices[0].policy_version)
+
+    def end(self) -> None:
+        self._is_over.set()
+        self.join(30.0)
+
+
 def test_a_program_that_calls_the_policy_trains_what_it_was_answered(
     runner: Runner, coin: Path, tmp_path: Path
 ) -> None:
-    """Two turns of a conversation and a question apart, over HTTP: two rows of an episode, of two prompts."""
+    """Two turns of a conversation and a question apart, over HTTP: two rows of an episode, of two prompts.
+
+    Meanwhile somebody asks from outside, which no row tells of.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
+    asking = Asking(tmp_path / "run")
+    asking.start()
     records = two_steps(
         runner,
         coin,
         tmp_path / "run",
         f"environment.path={tmp_path}/program.py:Program",
+        "actor_rollout_ref.rollout.serve=true",
         "reward.custom_reward_function.path=null",
         "data.max_prompt_length=64",
         "data.max_response_length=64",
     )
+    asking.end()
+    assert {0, 1} <= set(asking.versions) <= {0, 1, 2} and asking.versions == sorted(asking.versions)
+    assert asking.mode == 0o600 and not (tmp_path / "run" / "serving.env").exists(), "the key goes with the run"
     for step, record in enumerate(records, start=1):
         assert record["episode/turns/mean"] == 3.0 and record["episode/end/done"] == 1.0
         assert record["episode/branches/mean"] == 2.0

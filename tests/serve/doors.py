@@ -19,7 +19,7 @@ from hrl.serve.rows import Call
 from hrl.serve.server import DoorServer, HttpLimits
 from hrl.serve.sessions import Limits, Session, Sessions
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import FinishReason, SampleOutput
+from hrl.workers.rollout.base import FinishReason, OnTokens, SampleOutput
 
 KEY = "hrl-key"
 MODEL = "tiny"
@@ -56,6 +56,7 @@ class Engine:
 
     Attributes:
         record: Every answer: context, what was sampled, how it was sampled.
+        seats: Lets two more tokens of a stream come; None lets all.
     """
 
     tokenizer: Any
@@ -66,8 +67,11 @@ class Engine:
     ends_with: FinishReason | None = None
     version: int = 3
     cancelled: int = 0
+    seats: asyncio.Semaphore | None = None
 
-    async def generate(self, ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:
+    async def generate(
+        self, ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
         try:
             await asyncio.sleep(self.delay_s)
         except asyncio.CancelledError:
@@ -80,6 +84,10 @@ class Engine:
         tokens = tokens[: sampling.max_tokens]
         log_probs = [-random.Random(f"{sampling.seed}/{place}").random() for place in range(len(tokens))]
         output = SampleOutput(tokens, log_probs, self.ends_with or reason, self.version)
+        for place in range(0, len(tokens) if on_tokens is not None else 0, 2):
+            if self.seats is not None:
+                await self.seats.acquire()
+            on_tokens(tokens[place : place + 2], log_probs[place : place + 2])
         self.record.append((list(ids), output, sampling))
         return output
 

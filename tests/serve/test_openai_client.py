@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -232,7 +233,84 @@ def test_a_stream_says_what_the_whole_answer_says():
             assert [entry.logprob for entry in log_probs] == door.engine.record[0][1].log_probs
             assert events[1].prompt_token_ids == door.engine.record[0][0]
             assert events[-1].usage.completion_tokens == len(ids)
-            assert deltas[-1].finish_reason == "stop" and len(deltas) > 4
+            assert deltas[-1].finish_reason == "stop" and len(deltas) >= 4
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_stream_shows_tokens_while_the_engine_samples_the_next(is_chat: bool):
+    """A character of three tokens that come apart, an end that is a part of one, log-probs and ids with their text."""
+
+    async def play() -> None:
+        said = "one €, two ABC and so on"
+        async with opened(lambda _: said, seats=asyncio.Semaphore(2)) as door:
+            assert door.engine.seats is not None
+            beside: dict[str, Any] = {"extra_body": {"return_token_ids": True}, "stream": True, "max_tokens": 100}
+            if is_chat:
+                stream = await door.client.chat.completions.create(
+                    model=MODEL, messages=[user("x")], logprobs=True, **beside
+                )
+            else:
+                stream = await door.client.completions.create(model=MODEL, prompt="x", logprobs=0, **beside)
+            texts, ids, log_probs = [], [], []
+            async for event in stream:
+                choice = event.choices[0]
+                text = choice.delta.content if is_chat else choice.text
+                if text:
+                    assert not door.engine.record or len("".join(texts)) > 15, "before it has all of them"
+                    texts.append(text)
+                ids += getattr(choice, "token_ids", None) or []
+                if choice.logprobs is not None:
+                    log_probs += (
+                        [one.logprob for one in choice.logprobs.content] if is_chat else choice.logprobs.token_logprobs
+                    )
+                door.engine.seats.release()
+                door.engine.seats.release()
+            ((_, output, _),) = door.engine.record
+            assert "".join(texts) == said and len(texts) > 5
+            assert (ids, log_probs) == (output.token_ids, output.log_probs)
+            assert choice.finish_reason == "stop" and choice.policy_version == door.engine.version
+            require_sampled(rows_of(door.calls()), door.engine)
+
+    asyncio.run(play())
+
+
+def test_a_stream_that_ends_within_a_character_says_what_the_whole_answer_says():
+    async def play() -> None:
+        async with opened(lambda _: "A€", seats=asyncio.Semaphore(100)) as door:
+            for most in range(1, 6):
+                ask = partial(door.client.chat.completions.create, model=MODEL, messages=[user("x")], max_tokens=most)
+                whole = (await ask()).choices[0].message.content
+                parts = [event.choices[0].delta.content or "" async for event in await ask(stream=True)]
+                assert "".join(parts) == whole
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("asked", [{"stop": ["two"]}, {"tools": TOOLS}])
+def test_what_has_to_be_read_as_a_whole_is_streamed_at_its_end(asked: dict[str, Any]):
+    async def play() -> None:
+        async with opened(lambda _: "one two", seats=asyncio.Semaphore(0)) as door:
+            stream = await door.client.chat.completions.create(model=MODEL, messages=[user("x")], stream=True, **asked)
+            texts = [event.choices[0].delta.content or "" async for event in stream]
+            assert "".join(texts) == ("one " if "stop" in asked else "one two")
+
+    asyncio.run(play())
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_a_stream_is_not_sampled_for():
+    async def play() -> None:
+        async with opened(lambda _: "one two three", seats=asyncio.Semaphore(2)) as door:
+            stream = await door.client.chat.completions.create(model=MODEL, messages=[user("x")], stream=True)
+            async for event in stream:
+                if event.choices[0].delta.content:
+                    break
+            await stream.close()
+            async with asyncio.timeout(10):
+                while not door.session().is_idle:
+                    await asyncio.sleep(0.005)
+            assert not door.engine.record and door.session().counts["dropped"] == 1 and not door.calls()
 
     asyncio.run(play())
 

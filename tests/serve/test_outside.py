@@ -77,7 +77,7 @@ def test_a_call_between_rounds_is_answered_in_the_next_one_with_the_newest_polic
             for version in (3, 4):
                 one.engine.version = version
                 asking = asyncio.ensure_future(one.ask(extra_body={"return_token_ids": True}))
-                while not any(not session.is_idle for session in one.door._sessions):
+                while not any(not session.is_idle for session in one.door._door.sessions):
                     await asyncio.sleep(0.005)
                 assert not one.engine.record[version - 3 :], "no engine is asked between rounds"
                 over = asyncio.Event()
@@ -86,7 +86,7 @@ def test_a_call_between_rounds_is_answered_in_the_next_one_with_the_newest_polic
                 over.set()
                 await serving
                 assert (choice.message.content, choice.policy_version) == ("ABC", version)
-            (session,) = one.door._sessions
+            (session,) = one.door._door.sessions
             assert session.counts["calls"] == 2 and not session.calls, "nothing is kept that could be trained on"
 
     asyncio.run(play())
@@ -98,7 +98,7 @@ def test_a_call_that_a_round_leaves_unfinished_is_sampled_anew_and_holds_no_roun
             over = asyncio.Event()
             serving = asyncio.ensure_future(one.round(over))
             asking = asyncio.ensure_future(one.ask())
-            while not one.router.outstanding_tokens[0]:
+            while not sum(one.router.outstanding_tokens):
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.05)
             over.set()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "abort"]
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Told of a response's tokens, with their log-probs, as they are sampled."""
 INITIAL_VERSION = 0
 """Policy version of the weights that an engine loads from the model's folder."""
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
@@ -118,6 +121,17 @@ def sample_keys(rows: DataProto) -> list[tuple[str, int]]:
     return [(str(uid), int(index)) for uid, index in zip(columns["uid"], columns["sample_index"], strict=True)]
 
 
+def told_on(loop: AbstractEventLoop, on_tokens: OnTokens | None) -> OnTokens | None:
+    """Return what may be called from any thread, and has `on_tokens` called on a loop."""
+    if on_tokens is None:
+        return None
+
+    def tell(ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        loop.call_soon_threadsafe(on_tokens, ids, log_probs)
+
+    return tell
+
+
 class RolloutEngine(ABC):
     """An engine, driven from one event loop.
 
@@ -164,8 +178,16 @@ class RolloutEngine(ABC):
     def kill(self) -> None:
         """Kill what is left of an engine that hangs, so that its start or shutdown returns."""
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    async def generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None = None
+    ) -> SampleOutput:
         """Sample one response.
+
+        Args:
+            prompt_ids: Its context.
+            sampling: How it is sampled.
+            request_id: Of this request alone.
+            on_tokens: Told on this loop, before this returns, by engines that can tell; others leave it out.
 
         Raises:
             EngineDeadError: The engine is gone.
@@ -174,7 +196,7 @@ class RolloutEngine(ABC):
         self._require_usable()
         self._in_flight += 1
         try:
-            return await self._generate(prompt_ids, sampling, request_id)
+            return await self._generate(prompt_ids, sampling, request_id, on_tokens)
         finally:
             self._in_flight -= 1
 
@@ -235,7 +257,9 @@ class RolloutEngine(ABC):
             raise EngineUnusableError(f"{self.name}: {self._unusable}; sync weights before sampling")
 
     @abstractmethod
-    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput: ...
+    async def _generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None
+    ) -> SampleOutput: ...
 
     async def _sleep(self, level: int) -> None: ...
 

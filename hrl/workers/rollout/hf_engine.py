@@ -20,7 +20,15 @@ from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.hf_config import load_config
 from hrl.models.ops.rope import fix_rope_frequencies
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineDeadError, EngineSetup, RolloutEngine, RolloutError, SampleOutput
+from hrl.workers.rollout.base import (
+    EngineDeadError,
+    EngineSetup,
+    OnTokens,
+    RolloutEngine,
+    RolloutError,
+    SampleOutput,
+    told_on,
+)
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
@@ -94,6 +102,7 @@ class _Request:
     prompt_ids: list[int]
     sampling: SamplingParams
     done: asyncio.Future[tuple[list[int], list[float]]]
+    tell: OnTokens | None
 
 
 class HfEngine(RolloutEngine):
@@ -132,9 +141,12 @@ class HfEngine(RolloutEngine):
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._model, self._receiver = None, None
 
-    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    async def _generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None
+    ) -> SampleOutput:
         self._running(self._model)
-        request = _Request(prompt_ids, sampling, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        request = _Request(prompt_ids, sampling, loop.create_future(), told_on(loop, on_tokens))
         self._waiting.append(request)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run_waiting())
@@ -214,6 +226,8 @@ class HfEngine(RolloutEngine):
                 next_ids[row] = token
                 outputs[row][0].append(token)
                 outputs[row][1].append(log_prob)
+                if request.tell is not None:
+                    request.tell([token], [log_prob])
                 stopped = token in self._stop_token_ids
                 running[row] = not stopped and len(outputs[row][0]) < request.sampling.max_tokens
             ids = next_ids.to(self._device)

@@ -24,6 +24,7 @@ from hrl.workers.rollout.base import (
     DROP_WEIGHTS,
     KEEP_WEIGHTS,
     EngineSetup,
+    OnTokens,
     RolloutEngine,
     RolloutError,
     SampleOutput,
@@ -152,17 +153,20 @@ class RolloutHost:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    def generate(self, prompt_ids: list[int], sampling: SamplingParams, name: str) -> Future[SampleOutput]:
+    def generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None = None
+    ) -> Future[SampleOutput]:
         """Begin one response, beside all that goes on. May be called from any thread; cancelling withdraws it.
 
         Args:
             prompt_ids: Its context.
             sampling: How it is sampled, with its own seed.
             name: Of this request alone.
+            on_tokens: Told of its tokens on the engine's thread, see `RolloutEngine.generate`.
         """
 
         async def one() -> SampleOutput:
-            output = await self.engine.generate(prompt_ids, sampling, name)
+            output = await self.engine.generate(prompt_ids, sampling, name, on_tokens)
             check_output(output, name, max_tokens=sampling.max_tokens, version=self.policy_version)
             return output
 

@@ -16,6 +16,7 @@ from hrl.workers.rollout.base import (
     EngineDeadError,
     EngineSetup,
     EngineUnusableError,
+    OnTokens,
     RolloutEngine,
     SampleOutput,
 )
@@ -139,7 +140,9 @@ class ScriptedEngine(RolloutEngine):
         """End; every later request fails."""
         self._dead = True
 
-    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    async def _generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None
+    ) -> SampleOutput:
         script = self._script
         self._require_alive()
         self._require_awake("kv_cache")

@@ -2,7 +2,7 @@
 
 How vLLM behaves, set up as it is here:
 
-* A request is answered once, when it is finished, with log-probs as flat lists.
+* A request is answered once, when it is finished, with log-probs as flat lists, unless somebody wants to see it grow.
 * `logprobs_mode="processed_logprobs"`: the log-prob of a sampled token is taken in float32 after temperature, top-k and
   top-p, that is, under the distribution it was drawn from. At temperature 0 it is log-softmax(logits), also for a
   request that shares a batch with others.
@@ -26,7 +26,7 @@ import select
 import signal
 import tempfile
 import weakref
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +43,7 @@ from hrl.workers.rollout.base import (
     EngineDeadError,
     EngineSetup,
     FinishReason,
+    OnTokens,
     RolloutEngine,
     RolloutError,
     SampleOutput,
@@ -225,14 +226,42 @@ class VllmEngine(RolloutEngine):
     def _own_processes(self) -> list[multiprocessing.process.BaseProcess]:
         return [child for child in _engine_processes() if child.pid not in self._others]
 
-    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    async def _generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None
+    ) -> SampleOutput:
         params = self._vllm_params(sampling)
-        output = await self._request(prompt_ids, params, request_id)
-        completion = output.outputs[0]
-        reason = _FINISH_REASONS.get(completion.finish_reason)
+        if on_tokens is not None:
+            return await self._generate_by_and_by(prompt_ids, params, request_id, on_tokens)
+        completion = await self._last(self._completions(prompt_ids, params, request_id), request_id)
+        return self._sampled(completion.token_ids, completion.logprobs.logprobs, completion.finish_reason, request_id)
+
+    async def _generate_by_and_by(
+        self, prompt_ids: list[int], params: VllmSamplingParams, request_id: str, on_tokens: OnTokens
+    ) -> SampleOutput:
+        from vllm.sampling_params import RequestOutputKind
+
+        params.output_kind = RequestOutputKind.DELTA
+        ids, log_probs = list[int](), list[float]()
+
+        async def told() -> AsyncIterator[Any]:
+            async for completion in self._completions(prompt_ids, params, request_id):
+                if completion.token_ids:
+                    new, theirs = list(completion.token_ids), list(completion.logprobs.logprobs)
+                    ids.extend(new)
+                    log_probs.extend(theirs)
+                    on_tokens(new, theirs)
+                yield completion
+
+        completion = await self._last(told(), request_id)
+        return self._sampled(ids, log_probs, completion.finish_reason, request_id)
+
+    def _sampled(
+        self, token_ids: Iterable[int], log_probs: list[float], finish_reason: str | None, request_id: str
+    ) -> SampleOutput:
+        reason = _FINISH_REASONS.get(finish_reason)
         if reason is None:
-            raise RolloutError(f"request {request_id}: vLLM ended it with {completion.finish_reason!r}")
-        return SampleOutput(list(completion.token_ids), completion.logprobs.logprobs, reason, self.policy_version)
+            raise RolloutError(f"request {request_id}: vLLM ended it with {finish_reason!r}")
+        return SampleOutput(list(token_ids), log_probs, reason, self.policy_version)
 
     async def _sleep(self, level: int) -> None:
         await self._alive(self._running().sleep(level), "sleep")
@@ -293,17 +322,26 @@ class VllmEngine(RolloutEngine):
         finally:
             task.cancel()
 
-    async def _request(self, prompt_ids: list[int], params: VllmSamplingParams, request_id: str) -> Any:
+    async def _completions(
+        self, prompt_ids: list[int], params: VllmSamplingParams, request_id: str
+    ) -> AsyncIterator[Any]:
+        """Yield vLLM's outputs for a request: one, or what is new, as its parameters say."""
         from vllm.inputs.engine import tokens_input
 
         try:
-            answers = self._running().generate(tokens_input(prompt_ids), params, request_id)
-            outputs = [output async for output in answers]
+            async for output in self._running().generate(tokens_input(prompt_ids), params, request_id):
+                yield output.outputs[0]
         except request_errors() as error:
             raise self._explain(error, f"request {request_id}") from error
-        if not outputs:
+
+    @staticmethod
+    async def _last(completions: AsyncIterator[Any], request_id: str) -> Any:
+        last = None
+        async for completion in completions:
+            last = completion
+        if last is None:
             raise RolloutError(f"request {request_id}: vLLM ended it without an output")
-        return outputs[-1]
+        return last
 
     def _vllm_params(self, sampling: SamplingParams) -> VllmSamplingParams:
         from vllm import SamplingParams as Params

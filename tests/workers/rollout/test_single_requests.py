@@ -98,7 +98,7 @@ def test_a_request_from_outside_that_fails_ends_nothing_but_itself_unless_the_en
             serve(work, failing)
     else:
         count, given = serve(work, failing)
-        assert count == 2 and sorted(sum(given, [])) == [1, 2]
+        assert count == 2 and sorted(number for numbers in given for number in numbers) == [1, 2]
 
 
 def test_an_engine_that_dies_ends_it_with_its_own_error_while_others_wait() -> None:

@@ -37,7 +37,7 @@ from hrl.serve.sessions import Limits as SessionLimits
 from hrl.serve.sessions import Sessions
 from hrl.workers.policy import Policy
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SampleOutput
+from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, OnTokens, RolloutError, SampleOutput, told_on
 from hrl.workers.rollout.host import RolloutHost
 from hrl.workers.weight_sync.broadcast import BroadcastSender
 from hrl.workers.weight_sync.sender import WeightSync
@@ -246,8 +246,9 @@ def test_what_an_openai_client_asks_for_becomes_rows_of_what_the_engine_sampled(
     """Ids and log-probs as the engine gave them, and a forward over each row gives the same log-probs."""
     answered: dict[tuple[int, ...], list[SampleOutput]] = defaultdict(list)
 
-    async def generate(ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:
-        output = await asyncio.wrap_future(host.generate(ids, sampling, name))
+    async def generate(ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None) -> SampleOutput:
+        tell = told_on(asyncio.get_running_loop(), on_tokens)
+        output = await asyncio.wrap_future(host.generate(ids, sampling, name, tell))
         answered[tuple(ids)].append(output)
         return output
 
@@ -259,9 +260,12 @@ def test_what_an_openai_client_asks_for_becomes_rows_of_what_the_engine_sampled(
             chat = [{"role": "user", "content": "What is 2 + 3?"}]
             first = await ask(messages=chat, seed=5, logprobs=True)
             chat += [first.choices[0].message, {"role": "user", "content": "Sure?"}]
-            events = [event async for event in await ask(messages=chat, seed=6, stream=True)]
-            several = await ask(messages=chat, n=2, temperature=0.7)
+            beside = {"return_token_ids": True}
+            events = [event async for event in await ask(messages=chat, seed=6, stream=True, extra_body=beside)]
             (session,) = door.sessions
+            streamed = [token for event in events for token in getattr(event.choices[0], "token_ids", None) or ()]
+            assert streamed == list(session.calls[1].token_ids)
+            several = await ask(messages=chat, n=2, temperature=0.7)
         words.close()
         ((output,), *_) = answered.values()
         assert [entry.logprob for entry in first.choices[0].logprobs.content] == output.log_probs
