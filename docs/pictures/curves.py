@@ -16,7 +16,7 @@ from hrl.report.charts import CHARTS, LOSS_OVERVIEW, OVERVIEW, Picture, Records,
 from hrl.report.run_folder import read_jsonl
 
 CURVES = Path(__file__).with_name("curves")
-SHOWN = (OVERVIEW, *(chart for chart in CHARTS if chart.name == "reward-parts"))
+SHOWN = (OVERVIEW, *(chart for chart in CHARTS if chart.name in ("reward-parts", "environment")))
 SHOWN_OF_PAIRS = (LOSS_OVERVIEW, *(chart for chart in CHARTS if chart.name == "preferences"))
 """Of a reward model."""
 
