@@ -33,6 +33,8 @@ _LONGEST_RESULT = 1 << 20
 _LONGEST_SHOWN = 200
 _LONGEST_EXCEPTION = 1000
 
+_COUNTED = ("tool_calls", "tool_errors")
+
 
 class ToolEnvironment(Environment):
     """The policy calls tools, whose results it is shown, until it answers without a call.
@@ -126,8 +128,9 @@ class ToolEnvironment(Environment):
         return StepResult(messages, metrics=self._counted())
 
     def _counted(self) -> dict[str, float]:
-        counts = self._counts
-        return {"tool_calls": 0.0, "tool_errors": 0.0, **{name: float(number) for name, number in counts.items()}}
+        """Return the counts of the episode so far. A tool that was not called has counts too: means are over all."""
+        tools = ("", *(f"/{name}" for name in self.tools))
+        return {f"{kind}{tool}": float(self._counts[f"{kind}{tool}"]) for kind in _COUNTED for tool in tools}
 
     @functools.cached_property
     def _counts(self) -> Counter[str]:

@@ -170,7 +170,10 @@ def test_calls_and_errors_are_counted_over_the_episode_and_for_each_tool():
     step(environment, call("add", {"a": 1}), call("fail"), call("nothing like it"))
     result = step(environment, call("add"))
     assert result.metrics == step(environment).metrics
-    assert result.metrics == {
+    assert {f"{kind}/{name}" for kind in ("tool_calls", "tool_errors") for name in environment.tools} < set(
+        result.metrics
+    )
+    assert {name: number for name, number in result.metrics.items() if number} == {
         "tool_calls": 4,
         "tool_errors": 3,
         "tool_calls/add": 2,

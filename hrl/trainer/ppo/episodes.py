@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -232,12 +233,12 @@ def score_episodes(
     codes = np.arange(len(batch)) if numbers is None else numbers
     turn_rewards = batch.non_tensor_batch["turn_rewards"]
     totals = _totals(turn_rewards)
+    is_paid = torch.tensor([any(one is not None for one in turns) for turns in turn_rewards])
     last = batch.select_idxs(heads)
     of_row = torch.from_numpy(codes)
     ends = last.non_tensor_batch["end"]
     counts = torch.tensor([end != "failed" for end in ends])
-    is_paid = rewards.gives_scores or any(one is not None for turns in turn_rewards for one in turns)
-    if counts.any() and not is_paid:
+    if counts.any() and not (rewards.gives_scores or is_paid.any()):
         raise RewardError(
             f"no episode got a reward, such as that of uid {last.non_tensor_batch['uid'][0]}: the environment gave "
             "none, and there is no reward function. Return hrl.StepResult(reward=…), or name a function in "
@@ -249,7 +250,7 @@ def score_episodes(
         last,
         metrics,
         validate=validate,
-        of_environment=totals[heads],
+        of_environment=torch.where(is_paid, totals, math.nan)[heads],
         lengths=_lengths(batch, of_row, ends),
         counts=counts,
     )

@@ -81,7 +81,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advan
     if counted.any():
         metrics["reward/mean"] = metrics["critic/score/mean"]
         metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
-        if not torch.equal(scores[counted], trained_on[counted]):
+        # Rewards of several turns are added up in another order on each side.
+        if not torch.allclose(scores[counted].float(), trained_on[counted].float(), rtol=1e-5, atol=1e-6):
             metrics["reward/shaped_mean"] = float(trained_on[counted].float().mean())
             metrics["reward/shaped_std"] = float(trained_on[counted].float().std(unbiased=False))
         groups = group_codes(batch.non_tensor_batch["uid"])

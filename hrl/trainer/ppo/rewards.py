@@ -6,6 +6,7 @@ still generated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -149,7 +150,8 @@ class RewardService:
             batch: Sampled rows, with `rm_scores (B,)` where the run has a reward model.
             metrics: Receives the counters of the reward function and the means of the parts.
             validate: The batch was announced as that of a validation.
-            of_environment: (B,), what an environment gave to each over all turns; None without one.
+            of_environment: (B,), what an environment gave to each over all turns, nan where it gave nothing; None
+                without an environment. It is a part of the reward where there are others.
             lengths: (B,), the tokens that a length penalty counts; None counts those of the response.
             counts: (B,) bool, rows whose rewards count, in whatever statistics; None counts all.
 
@@ -178,7 +180,7 @@ class RewardService:
                 self._max_response_tokens,
                 self._reward,
                 None if validate else self.shaping,
-                of_environment,
+                None if of_environment is None else of_environment.nan_to_num(nan=0.0),
                 counts,
             )
         except NonFiniteScoreError as error:
@@ -187,7 +189,7 @@ class RewardService:
         for row, part in enumerate(parts):
             if model_scores is not None:
                 part["reward_model"] = float(model_scores[row])
-            if of_environment is not None:
+            if of_environment is not None and self.gives_scores and not math.isnan(of_environment[row]):
                 part["environment"] = float(of_environment[row])
             if self._reward.overlong_buffer.enable:
                 part["overlong"] = float(combined.overlong[row])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -43,7 +44,8 @@ class Rewards:
         kept = counts & torch.tensor([score is not None for score in self._scores])
         scores = torch.tensor([score or 0.0 for score in self._scores])
         batch.non_tensor_batch["reward_parts"] = object_column([{"n": place} for place in range(len(batch))])
-        return CombinedScores(scores, kept, torch.zeros(len(batch)), scores + of_environment, self._turn_scores)
+        plain = scores + of_environment.nan_to_num()
+        return CombinedScores(scores, kept, torch.zeros(len(batch)), plain, self._turn_scores)
 
 
 def batch_of(ends: tuple[str, str] = ("done", "done")) -> DataProto:
@@ -226,7 +228,21 @@ def test_rewards_of_episodes_that_do_not_count_are_in_no_statistic() -> None:
         batch, metrics, of_environment=torch.tensor([1.0, -100.0]), lengths=torch.tensor([2, 1]), counts=counts
     )
     assert combined.kept.tolist() == [True, False] and combined.plain.tolist() == [1.0, 0.0]
-    assert metrics["reward/environment/mean"] == 1.0
+    assert "reward/environment/mean" not in metrics, "it is all of the reward"
+
+
+def test_what_an_environment_paid_is_a_part_of_the_reward_beside_others_and_where_it_paid() -> None:
+    service = RewardService.__new__(RewardService)
+    config = PPOTrainerConfig.model_validate({"environment": {"path": "x.py:X"}})
+    service._reward, service._loop, service._has_model = config.reward, None, True
+    service._max_response_tokens, service._rounds = 4, {False: (1, "step 1"), True: (0, "")}
+    service.shaping = RewardShaping({})
+    batch, metrics = batch_of(), StepMetrics()
+    batch.batch["rm_scores"] = torch.tensor([0.5, 0.25, 2.0])
+    combined = service.collect(batch, metrics, of_environment=torch.tensor([1.0, math.nan, 0.0]), lengths=torch.ones(3))
+    assert combined.plain.tolist() == [1.5, 0.25, 2.0]
+    assert [part.get("environment") for part in batch.non_tensor_batch["reward_parts"]] == [1.0, None, 0.0]
+    assert metrics["reward/environment/mean"] == 0.5
 
 
 @pytest.mark.parametrize(
