@@ -292,8 +292,9 @@ class RayPPOTrainer(TrainingLoop):
         """Whether a validation and the samples of the next step may be drawn at the same time.
 
         Not if a sampler chooses the prompts, whose state is in checkpoints; if rows are streamed, and may turn out bad;
-        if a reward model would score a validation beside engines that sample; if episodes are played, of which the
-        engines know one batch at a time; or if a subclass samples in its own way.
+        if a reward model would score a validation beside engines that sample; if episodes are played, since ranks pull
+        the turns of one batch until it is over, and turns of another would wait half sampled; or if a subclass samples
+        in its own way.
         """
         draws_late = self.sampler is not None or getattr(self.train_dataset, "is_streamed", False)
         return (
