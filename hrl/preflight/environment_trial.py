@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -21,16 +21,13 @@ from hrl.episodes.trial import Policy, Trial, TrialSetup, run_trial
 from hrl.episodes.trial_policy import Script, engine_of
 from hrl.errors import ConfigError, DatasetError, Problem
 from hrl.models.source import resolve_model
-from hrl.models.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
+from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
 from hrl.report.live import ShowStage, in_silence
 from hrl.workers.requests import SamplingParams
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
-    from hrl.workers.rollout.base import EngineSetup
 
 SCRIPTED = "scripted"
 """The engine that needs no weights."""
@@ -105,7 +102,11 @@ def try_environment_of(
     def policy() -> AbstractAsyncContextManager[Policy]:
         if engine == SCRIPTED:
             return nullcontext(Script(tokenizer, ids.stop, words))
-        return engine_of(_engine_setup(config, engine, folder, ids))
+        from hrl.cluster.lone_engine import lone_engine
+
+        named = rollout.model_copy(update={"name": engine})
+        longest = data.max_prompt_length + data.max_response_length
+        return engine_of(lone_engine(model, named, folder, ids, longest))
 
     async def play() -> Trial:
         async with policy() as playing:
@@ -150,33 +151,3 @@ def _as_read(row: PromptRow) -> dict[str, object]:
         "reward_model": row.reward_model,
         "extra_info": row.extra_info,
     }
-
-
-def _engine_setup(config: PPOTrainerConfig, engine: str, folder: Path, ids: TokenIds) -> EngineSetup:
-    """Return what a real engine is opened with, for these few episodes alone."""
-    import torch
-
-    from hrl.cluster.machine import available_cores
-    from hrl.cluster.precision import with_dtypes
-    from hrl.models.hf_config import load_config
-    from hrl.models.loading import ModelSource
-    from hrl.workers.rollout.base import EngineSetup
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = config.actor_rollout_ref.model
-    rollout = with_dtypes(config.actor_rollout_ref.rollout, device.type).model_copy(update={"name": engine})
-    facts = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code).get_text_config()
-    source = ModelSource.to_look_at(
-        folder,
-        model.override_config,
-        trust_remote_code=model.trust_remote_code,
-        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-    )
-    return EngineSetup(
-        rollout,
-        source,
-        replace(ids, vocab_size=max(ids.vocab_size, facts.vocab_size)),
-        device,
-        num_threads=available_cores() if device.type == "cpu" else None,
-        shares_device=False,
-    )

@@ -10,15 +10,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
-from hrl.cluster.machine import available_cores
-from hrl.cluster.precision import with_dtypes
+from hrl.cluster.lone_engine import lone_engine
 from hrl.config.compose import compose_kind
 from hrl.config.override import as_override
 from hrl.config.ppo import PPOTrainerConfig
@@ -26,8 +24,6 @@ from hrl.config.run_kind import PPO
 from hrl.errors import RefusedError
 from hrl.files import expanded
 from hrl.masking import remember
-from hrl.models.hf_config import load_config
-from hrl.models.loading import ModelSource
 from hrl.models.source import resolve_model
 from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
 from hrl.serve.door import Door, Served
@@ -41,12 +37,13 @@ from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, OnTokens, SampleOutput, told_on
 from hrl.workers.rollout.host import RolloutHost
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "HRL_SERVE_KEY"
 _SHORTEST_KEY = 16
-_LONGEST_DEFAULT = 8192
-"""Tokens of the longest context, where neither the model nor a key says less."""
 _RECORD_EVERY_S = 5.0
 _BUSY_SHARE = 0.05
 """The share of its time that the server writes records."""
@@ -136,11 +133,10 @@ def serve(name: str, serving: Serving, overrides: Sequence[str], say: Callable[[
         HrlError: The model, a key or the address can't be used, or the engine did not start.
     """
     trained = find_trained(name)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = with_dtypes(serving_config(trained, overrides), device)
+    config = serving_config(trained, overrides)
     key, is_new = _key(serving.key_file)
     remember(key)
-    setup, tokenizer = _engine_setup(config, torch.device(device))
+    setup, tokenizer = _engine_setup(config)
     sampling = setup.config
     reading = Reading(
         setup.tokens.stop,
@@ -154,7 +150,7 @@ def serve(name: str, serving: Serving, overrides: Sequence[str], say: Callable[[
         setup.model.max_model_len,
     )
     record = None if serving.record is None else Record(expanded(serving.record), tokenizer)
-    say(f"starting {sampling.name} with {setup.model.path} ({device}, {sampling.dtype})")
+    say(f"starting {sampling.name} with {setup.model.path} ({setup.device.type}, {sampling.dtype})")
     disable_progress_bar()
     with RolloutHost(setup, name="serving") as host:
         words = PolicyWords(tokenizer, reading, served.max_model_len)
@@ -235,7 +231,7 @@ def _told_of_the_end(asked_to_end: asyncio.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _engine_setup(config: PPOTrainerConfig, device: torch.device) -> tuple[EngineSetup, Any]:
+def _engine_setup(config: PPOTrainerConfig) -> tuple[EngineSetup, PreTrainedTokenizerBase]:
     """Return what the engine is opened with, and the tokenizer."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     folder = resolve_model(model.path)
@@ -243,24 +239,7 @@ def _engine_setup(config: PPOTrainerConfig, device: torch.device) -> tuple[Engin
         resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else folder,
         trust_remote_code=model.trust_remote_code,
     )
-    facts = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code).get_text_config()
-    ids = token_ids(tokenizer, folder)
-    longest = min(getattr(facts, "max_position_embeddings", None) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
-    source = ModelSource.to_look_at(
-        folder,
-        model.override_config,
-        trust_remote_code=model.trust_remote_code,
-        max_model_len=rollout.max_model_len or longest,
-    )
-    setup = EngineSetup(
-        rollout,
-        source,
-        replace(ids, vocab_size=max(ids.vocab_size, facts.vocab_size)),
-        device,
-        num_threads=available_cores() if device.type == "cpu" else None,
-        shares_device=False,
-    )
-    return setup, tokenizer
+    return lone_engine(model, rollout, folder, token_ids(tokenizer, folder), rollout.max_model_len), tokenizer
 
 
 def _key(file: Path | None) -> tuple[str, bool]:

@@ -113,6 +113,30 @@ def test_a_request_that_makes_no_sense_is_refused_with_its_reason(body: Any, par
     play(attack)
 
 
+WRONG: dict[str, list[Any]] = {
+    "model": [1, [], {}], "messages": [1, "x", {}, [1], ["x"], [[]]], "n": ["1", 1.5, [], {}, 0, -1],
+    "stream": ["true", 1, []], "stream_options": [1, "x", [], {"include_usage": 1}], "temperature": ["1", [], {}, 3],
+    "top_p": ["1", [], 2], "top_k": ["1", 1.5, [], -2], "seed": ["1", 1.5, []], "max_tokens": ["1", 1.5, [], {}],
+    "stop": [1, {}, [1], [["x"]]], "return_token_ids": [1, "x"], "tools": [1, {}, "x", [1]],
+    "tool_choice": [1, "any", []], "logprobs": [1, "x", []], "top_logprobs": ["1", 1.5, []],
+    "max_completion_tokens": ["1", 1.5, []], "chat_template_kwargs": [1, "x", []], "logit_bias": [1, "x"],
+    "prompt": [1, {}, [1.5], [{}], [["x"]]],
+}  # fmt: skip
+
+
+def test_a_value_of_a_wrong_type_is_refused_by_the_name_of_its_field():
+    async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
+        for field, values in WRONG.items():
+            for value in values:
+                path, body = "chat/completions", CHAT | {field: value}
+                if field == "prompt":
+                    path, body = "completions", {"model": MODEL, "prompt": value}
+                require_error(await post(http, door, body, path), 400, "", field)
+        assert not door.engine.record
+
+    play(attack)
+
+
 def test_what_changes_nothing_is_taken():
     async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
         harmless = {
@@ -177,7 +201,9 @@ def test_a_name_of_another_machine_is_refused(host: str):
 
 def test_a_session_has_a_plain_name():
     async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
-        for name in ("a/b", "x" * 101, "ä"):
+        for name in ("a/b", "../../etc/passwd", "..\\\\x", "a b", "a%0ab", "a;b", "x" * 101, "ä"):
+            behind = {"Authorization": f"Bearer {KEY}:{name}"}
+            require_error(await post(http, door, CHAT, **behind), 400, "a session's name", "X-Session-Id")
             require_error(
                 await post(http, door, CHAT, **{"X-Session-Id": name}), 400, "a session's name", "X-Session-Id"
             )
@@ -245,6 +271,48 @@ def test_connections_have_a_limit():
         await asyncio.sleep(0.1)
 
     play(attack, http=HttpLimits(connections=3))
+
+
+def test_a_line_break_in_a_session_name_makes_no_header_and_no_session():
+    async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
+        for name in ("a\rb", "a\n b", "a\x00b"):
+            answer = await raw(
+                door,
+                f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+                f"X-Session-Id: {name}\r\n\r\n",
+            )
+            assert answer.split(b" ")[1] == b"400"
+        assert not list(door.door.sessions)
+
+    play(attack)
+
+
+def test_a_thousand_connections_at_the_same_time_are_answered():
+    async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as many:
+            asked = [post(many, door, CHAT | {"max_tokens": 1}) for _ in range(1000)]
+            answers = await asyncio.gather(*asked)
+        statuses = {status for status, _ in answers}
+        assert statuses == {200, 429}, "those that are more than a session may have at the same time are to ask again"
+        for answer in answers:
+            if answer[0] != 200:
+                require_error(answer, 429, "at the same time")
+        assert sum(status == 200 for status, _ in answers) == len(door.engine.record)
+
+    play(attack, delay_s=0.3)
+
+
+def test_guessed_keys_are_refused_alike_and_say_nothing_of_the_key():
+    async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
+        said = set()
+        for key in ("", "x", KEY[:-1], f"{KEY[:-1]}x", KEY.upper(), f"x{KEY}", "0" * 5_000, f":{KEY}"):
+            answer = await post(http, door, CHAT, Authorization=f"Bearer {key}")
+            require_error(answer, 401)
+            said.add(answer[1]["error"]["message"])
+            assert KEY not in json.dumps(answer[1])
+        assert not list(door.door.sessions) and not door.engine.record
+
+    play(attack)
 
 
 def test_more_sessions_than_there_may_be_let_the_oldest_go():
