@@ -305,7 +305,7 @@ def test_a_thousand_connections_at_the_same_time_are_answered():
 def test_guessed_keys_are_refused_alike_and_say_nothing_of_the_key():
     async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
         said = set()
-        for key in ("", "x", KEY[:-1], f"{KEY[:-1]}x", KEY.upper(), f"x{KEY}", "0" * 5_000, f":{KEY}"):
+        for key in ("", "x", KEY[:-1], f"{KEY[:-1]}x", KEY.upper(), f"x{KEY}", "0" * 500, f":{KEY}"):
             answer = await post(http, door, CHAT, Authorization=f"Bearer {key}")
             require_error(answer, 401)
             said.add(answer[1]["error"]["message"])
