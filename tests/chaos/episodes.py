@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ from tests.chaos.kills import last_line, wait
 from tests.chaos.process_faults import RANK, Find, Run, ends, goes_on, named
 from tests.chaos.same_run import NOISE, differences, of_checkpoints
 from tests.chaos.small import runner
-from tests.chaos.victims import Family, as_command, family_of
+from tests.chaos.victims import Driver, Family, as_command, family_of, in_one_process
 
 ROWS, SAMPLES = 10, 2
 FAULTY_ROW = 3
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 #: Of a run that is killed; the checkpoint that it goes on from is that of the fourth.
 STEPS, SAVED_EVERY, KILLED_AFTER = 8, 4, 5
 
@@ -93,8 +93,8 @@ class Played(NamedTuple):
     left: list[str]
 
 
-def played(folder: Path, *overrides: str) -> Played:
-    """Make a run of two steps."""
+def played(folder: Path, *overrides: str, start: Callable[[Sequence[str]], Driver] = in_one_process) -> Played:
+    """Make a run of two steps, everything but Ray if nothing else is said."""
     arguments = runner().arguments(
         folder,
         *COMMON,
@@ -104,7 +104,7 @@ def played(folder: Path, *overrides: str) -> Played:
         *overrides,
     )
     began = time.monotonic()
-    family = family_of(lambda: as_command(arguments))
+    family = family_of(lambda: start(arguments))
     status = wait(family, None, PATIENCE_S)
     return Played(folder, status, family.driver.output(), time.monotonic() - began, family.left())
 
@@ -166,7 +166,7 @@ def in_all_rows(what: str, folder: Path, *, counts: Mapping[str, float]) -> Outc
 
 def none_is_left(what: str, says: str, folder: Path) -> Outcome:
     """Have all episodes fail: the run ends in its first step, and is not started again."""
-    run = played(folder / "run", *rows(f"all {what}", *[what] * ROWS), "trainer.max_restarts=1")
+    run = played(folder / "run", *rows(f"all {what}", *[what] * ROWS), "trainer.max_restarts=1", start=as_command)
     line = last_line(run.said)
     if run.status in (0, None) or run.left or read_metrics(run.folder):
         return Outcome(0, run.seconds, f"status {run.status}, left {run.left}: {line}")
@@ -174,6 +174,23 @@ def none_is_left(what: str, says: str, folder: Path) -> Outcome:
     if len(told) != 1 or "Traceback" in run.said.partition(told[0])[0] or "restart 1" in run.said:
         return Outcome(1, run.seconds, f"it is told {len(told)} times: {run.said[-500:]}")
     return Outcome(2 if says in run.said.partition(told[0])[2] + told[0] else 1, run.seconds, told[0])
+
+
+def on_two_ranks(folder: Path) -> Outcome:
+    """Sample the episodes with the engines of two ranks: they are those of one."""
+    usual = undisturbed()
+    run = played(folder / "run", *rows("undisturbed", *[""] * ROWS), "trainer.n_gpus_per_node=2", start=as_command)
+    if (wrong := what_is_wrong(run, {}, failed=0)) is not None:
+        return Outcome(0, run.seconds, wrong)
+    found = first_step(run.folder)
+    others = [name for name in usual if usual[name] != found.get(name)]
+    if others:
+        return Outcome(
+            0, run.seconds, f"{len(others)} of {len(usual)} episodes are others than on one rank: {others[0]}"
+        )
+    return Outcome(
+        2, run.seconds, f"{len(usual)} episodes of the first step equal: tokens, conversations, rewards, ends"
+    )
 
 
 def what_is_wrong(run: Played, counts: Mapping[str, float], failed: int) -> str | None:
@@ -368,6 +385,7 @@ FAULTS: list[Fault] = [
         "the environment kills its process",
         functools.partial(none_is_left, "die", "was killed by SIGKILL"),
     ),
+    Fault("a run that plays episodes", "on two ranks they are those of one", on_two_ranks),
     _ends("the episode service is killed", named(SERVICE), KILL, "the episode service (process PID"),
     _ends("the episode service is stopped", named(SERVICE), STOP, "the episode service (process PID", "SIGSTOP"),
     _ends("a rank is killed while it samples episodes", RANK, KILL, "rank 0", "(pid PID)", "serve_requests"),
