@@ -217,6 +217,9 @@ class Transcript:
             version: Of the policy.
             message: The turn as the assistant's message: `content`, and `tool_calls` and `reasoning_content` if there
                 are any. Where the observation ended with an assistant's message, what continues that.
+
+        Raises:
+            ValueError: There is not a log-prob for each token, or no observation since the last turn.
         """
         if len(token_ids) != len(log_probs):
             raise ValueError(f"{len(token_ids)} tokens with {len(log_probs)} log-probs")

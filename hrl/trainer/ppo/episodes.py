@@ -56,7 +56,6 @@ class EpisodeDriver:
         environment: The environment, if it was given as an object; else None.
         tokenizer_path: Folder of the policy's tokenizer.
         tokens: Its ids that have a meaning.
-        columns: Columns of the rows to come.
     """
 
     def __init__(self, config: PPOTrainerConfig, environment: Any, tokenizer_path: str, tokens: TokenIds) -> None:
@@ -140,9 +139,8 @@ class EpisodeDriver:
         try:
             engines.serve_requests(self._service.inbox(self._num_batches))
         except WorkerError as error:
-            if isinstance(
-                error.__cause__, EpisodeServiceError
-            ):  # a rank sees that it is gone, and here it is known why
+            if isinstance(error.__cause__, EpisodeServiceError):
+                # A rank sees that the service is gone; whoever collects is told why.
                 self._service.collect(self._num_batches)
             raise
         collected = self._service.collect(self._num_batches)
