@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from hrl.errors import RefusedError
 from hrl.files import expanded
-from hrl.nearest import listing, way_to
+from hrl.nearest import did_you_mean, listing, way_to
 
 
 class UserFileError(RefusedError, ValueError):
@@ -33,6 +34,27 @@ def load_user_file(path: str | Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up by name
     spec.loader.exec_module(module)
     return module
+
+
+def member_of(module: ModuleType, name: str, kind: str) -> Any:
+    """Return what a module has by a name.
+
+    Args:
+        module: A module with the user's code.
+        name: In it.
+        kind: What is looked for, such as `function`.
+
+    Raises:
+        UserFileError: It has nothing of this name.
+    """
+    found = vars(module)
+    if name in found:
+        return found[name]
+    names = [other for other, value in found.items() if callable(value) and not other.startswith("_")]
+    meant = did_you_mean(name, names)
+    where = module.__file__ or module.__name__
+    there = f"{where} has no {kind} {name!r}; it has: {listing(names)}"
+    raise UserFileError(f"{there}. {meant}" if meant else there)
 
 
 def names_in_user_file(path: str | Path) -> set[str] | None:

@@ -1,6 +1,6 @@
 """`hrl env-test`: try an environment before a run.
 
-Name it as `environment.path` does: `my_env.py:Class`, or a name of the list. Three episodes are played in it as a run
+Name it as `environment.path` does: `my_env.py:Class`, `package.module:Class`, or a name of the list. Three episodes are played in it as a run
 plays them, by a script that needs no model, or by a real engine (`--engine vllm`). The conversations are shown with
 what would be trained, and what the policy did is done again, to see whether the same seed gives the same. Keys of a
 run, such as `data.train_files=rows.jsonl` or `environment.max_turns=4`, mean what they mean there.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hrl.commands.argument_types import at_least_one
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
 
     from hrl.preflight.environment_trial import Tried
 
+_ROWS = "bundled:addition/train"
 _ENGINES = ("scripted", "hf", "vllm")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what is tried, and who plays."""
-    parser.add_argument("environment", nargs="?", help="my_env.py:Class, or a name that --list shows")
+    parser.add_argument(
+        "environment", nargs="?", help="my_env.py:Class, package.module:Class, or a name that --list shows"
+    )
     parser.add_argument("--model", help="folder, hub id or bundled:…; the quickstart's by default")
     parser.add_argument("--engine", choices=_ENGINES, default="scripted", help="who plays; by default a script")
     parser.add_argument(
@@ -55,19 +59,29 @@ def run(options: Namespace) -> int:
         return 0
     from hrl.config.compose import compose_cli, require_no_blanks
     from hrl.config.override import as_override
-    from hrl.preflight.environment_trial import try_environment_of
+    from hrl.preflight.environment_load import load_environment
     from hrl.report.console import RunConsole
 
     words = [word for word in [options.environment, *options.overrides] if word is not None]
     require_no_blanks(words)
-    given = {"actor_rollout_ref.model.path": options.model}
+    # Rows of hrl's own suit any model that is only tried; a file of settings may have others.
+    has_rows = any(word.startswith("--config") or "data.train_files" in word for word in words)
+    given = {
+        "actor_rollout_ref.model.path": options.model,
+        "data.train_files": None if options.model is None or has_rows else _ROWS,
+    }
     if options.environment is not None and "=" not in options.environment:
         words, given = words[1:], {"environment.path": options.environment, **given}
     overrides = [f"{key}={as_override(value)}" for key, value in given.items() if value is not None]
     config = compose_cli([*overrides, *words])
     shown = RunConsole(Console(stderr=True, highlight=False))
+    with shown.stage("loading the environment"):
+        spec = load_environment(config.environment)
+    from hrl.preflight.environment_trial import try_environment_of  # imports torch
+
     tried = try_environment_of(
         config,
+        spec,
         engine=options.engine,
         words=options.say or (),
         episodes=options.episodes,
@@ -92,12 +106,15 @@ def _show(console: Console, tried: Tried, *, every: bool) -> None:
     for label, fact in tried.facts.items():
         console.print(Text.assemble((f"{label:<12}", "cyan"), printable(fact)))
     records = [
-        (f"episode {number}", record_of(episode, tried.tokenizer))
+        # Errors stand in full among the checks.
+        (f"episode {number}", record_of(replace(episode, error=None), tried.tokenizer))
         for number, episode in enumerate(tried.trial.episodes, start=1)
+        if episode.rows
     ]
-    console.print(samples_shown(records, ""))
-    console.print()
-    console.print(tokens_shown(records if every else records[:1], "as tokens"))
+    if records:
+        console.print(samples_shown(records, ""))
+        console.print()
+        console.print(tokens_shown(records if every else records[:1], "as tokens"))
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -17,13 +17,13 @@ class EnvironmentConfig(Section):
     """`environment.*`: what the policy acts in, over several turns. Without `path` every prompt has one answer."""
 
     path: str | None = None
-    """The environment: `my_env.py:Class`, or a name that `hrl env-test --list` shows. A row's column `env` names
-    another one."""
+    """The environment: `my_env.py:Class`, `package.module:Class`, or a name that `hrl env-test --list` shows. A row's
+    column `env` names another one."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor. A text `env:NAME` stands for the environment variable NAME."""
     tools: list[str] = Field(default_factory=list)
-    """What the policy may call, where the environment is `tools`: Python functions, as `my_tools.py:function`, or
-    `python`, which runs programs in a sandbox."""
+    """What the policy may call, where the environment is `tools`: Python functions, as `my_tools.py:function`
+    or `package.module:function`, or `python`, which runs programs in a sandbox."""
     max_turns: Annotated[PositiveInt, Unit("turns of the policy")] = 8
     """Turns after which an episode is cut off. Its tokens are limited by `data.max_response_length`."""
     max_turn_tokens: Annotated[PositiveInt | None, Unit("tokens")] = None

@@ -9,6 +9,27 @@ from typing import Any
 from hrl.environments.interface import Observation
 from hrl.environments.replies import read_observation
 from hrl.environments.tools import ToolEnvironment
+from hrl.nearest import did_you_mean
+
+_LONGEST_NAME = 80
+
+
+class NoColumnError(KeyError):
+    """A row was asked for a column that it does not have."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Row(dict[str, Any]):
+    """A row as `reset` is given it: a dict that says what it has where it is asked for something else."""
+
+    def __missing__(self, column: object) -> Any:
+        meant = did_you_mean(str(column)[:_LONGEST_NAME], self)
+        raise NoColumnError(
+            f"the row has no column {column!r:.{_LONGEST_NAME}}; it has {', '.join(self) or 'none'}. {meant}".rstrip()
+            + " Rows that have it are named with data.train_files"
+        )
 
 
 def arguments_of_reset(reset: Any, row: Mapping[str, Any], seed: int) -> dict[str, Any]:

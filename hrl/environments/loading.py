@@ -1,10 +1,13 @@
-"""Where environments come from, as plain data for their processes: a file, a name, an object given in Python."""
+"""Where environments come from, as plain data for their processes: a file, a module, a name, an object of Python."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
@@ -16,17 +19,19 @@ from hrl.environments.registry import (
     load_named,
     load_named_tool,
 )
+from hrl.environments.replies import GYMNASIUM
 from hrl.environments.single_turn import SingleTurn
 from hrl.environments.tools import ToolEnvironment, tool_of
 from hrl.errors import RefusedError
 from hrl.files import expanded
-from hrl.nearest import did_you_mean
-from hrl.processes.pickled import PickledObject
+from hrl.processes.pickled import NotPickledError, PickledObject, extend_import_path, import_path, name_of
 from hrl.processes.plain_data import from_plain, to_plain
-from hrl.user_file import UserFileError, load_user_file
+from hrl.user_file import UserFileError, load_user_file, member_of
 
 _ENV = "env:"
-_METHODS = ("reset", "step", "close")
+_METHODS = {"reset": ("row", "seed"), "step": ("action",), "close": ()}
+"""Method → what it is called with; `seed` only where it is named."""
+_KIND = "class or function"
 
 
 class EnvironmentLoadError(RefusedError, ValueError):
@@ -50,24 +55,6 @@ class InFile:
         """What it is called in messages."""
         return f"{self.name} in {self.path}"
 
-    @classmethod
-    def of(cls, written: str, key: str, example: str) -> Self:
-        """Read `file.py:name`.
-
-        Args:
-            written: The text.
-            key: Where it is written.
-            example: A text that would do.
-
-        Raises:
-            EnvironmentLoadError: It is nothing of the kind.
-        """
-        path, colon, name = written.rpartition(":")
-        if not colon or not path.endswith(".py") or not name.isidentifier():
-            raise EnvironmentLoadError(f"{key} is {written!r}, where a file and a name are expected: {example}")
-        # By its absolute path: the process that loads it need not run in this folder.
-        return cls(str(expanded(path).resolve()), name)
-
     def load(self, modules: dict[str, ModuleType]) -> Any:
         """Run the file, which is the user's own code, once, and return what has the name.
 
@@ -77,17 +64,58 @@ class InFile:
         Raises:
             EnvironmentLoadError: There is no such file or name. Exceptions of the user's code are passed on.
         """
-        if self.path not in modules:
-            try:
+        try:
+            if self.path not in modules:
                 modules[self.path] = load_user_file(self.path)
-            except UserFileError as error:
-                raise EnvironmentLoadError(str(error)) from error
-        found = vars(modules[self.path])
-        if self.name not in found:
-            names = [name for name, value in found.items() if callable(value) and not name.startswith("_")]
-            hint = did_you_mean(self.name, names, f"It has {', '.join(names) or 'nothing that can be called'}.")
-            raise EnvironmentLoadError(f"{self.path} has no {self.name}. {hint}")
-        return found[self.name]
+            return member_of(modules[self.path], self.name, _KIND)
+        except UserFileError as error:
+            raise EnvironmentLoadError(str(error)) from error
+        except ImportError as error:
+            if "relative import" not in str(error):
+                raise
+            raise EnvironmentLoadError(
+                f"{self.path} imports from its package ({error}), and a file by itself has none: name the module, such "
+                f"as package.{Path(self.path).stem}:{self.name}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class InModule:
+    """A class or function of a module that can be imported, such as one of an installed package.
+
+    Attributes:
+        module: Its name, with dots.
+        name: Of the class or function in it.
+        import_path: Where the run's own process finds modules, its folder at the end.
+    """
+
+    module: str
+    name: str
+    import_path: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return f"{self.name} in {self.module}"
+
+    def load(self, modules: dict[str, ModuleType]) -> Any:
+        """Import the module, which is the user's own code, and return what has the name.
+
+        Raises:
+            EnvironmentLoadError: There is no such module or name. Exceptions of the user's code are passed on.
+        """
+        extend_import_path(self.import_path)
+        try:
+            return member_of(import_module(self.module), self.name, _KIND)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
+                raise  # the module is there, and imports another one that is not
+            raise EnvironmentLoadError(
+                f"there is no module {error.name} for {self.module}:{self.name}: install its package, put its folder "
+                f"on PYTHONPATH, or name a file, such as {error.name.rpartition('.')[2]}.py:{self.name}"
+            ) from error
+        except UserFileError as error:
+            raise EnvironmentLoadError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -142,17 +170,8 @@ class NamedTool:
 
 
 @dataclass(frozen=True)
-class Given:
-    """A class or object that the caller of a run gave, as its processes get it.
-
-    Attributes:
-        name: Its name and module, for messages.
-        pickled, import_path: Of `PickledObject`.
-    """
-
-    name: str
-    pickled: str
-    import_path: tuple[str, ...]
+class Given(PickledObject):
+    """A class or object that the caller of a run gave, as its processes get it."""
 
     @classmethod
     def of(cls, value: object) -> Self:
@@ -161,32 +180,27 @@ class Given:
         Raises:
             EnvironmentLoadError: It can't be sent to another process.
         """
-        named = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
-        title = (
-            f"{getattr(named, '__qualname__', named)} of {getattr(named, '__module__', None) or 'an unknown module'}"
-        )
         try:
-            pickled = PickledObject.of(value)
-        except Exception as error:  # objects that the user's class refers to may raise anything when pickled
+            return super().of(value)
+        except NotPickledError as error:
             raise EnvironmentLoadError(
-                f"{title} can't be sent to the processes of environments: {type(error).__name__}: {error}. Open "
-                "clients, locks and files in `reset`, or put it into a Python file and name that with environment.path"
+                f"{name_of(value)} can't be sent to the processes of environments: {error}. Open clients, locks and "
+                "files in `reset`, or put it into a Python file and name that with environment.path"
             ) from error
-        return cls(title, pickled.pickled, pickled.import_path)
 
     @property
     def title(self) -> str:
         """What it is called in messages."""
         return self.name
 
-    def load(self, modules: dict[str, ModuleType]) -> Any:
+    def load(self, modules: dict[str, ModuleType] | None = None) -> Any:
         """Unpickle it.
 
         Raises:
             EnvironmentLoadError: Its module can't be imported here.
         """
         try:
-            return PickledObject(self.pickled, self.import_path).load()
+            return super().load()
         except ModuleNotFoundError as error:
             raise EnvironmentLoadError(
                 f"{error} in the processes of environments. Put its folder on PYTHONPATH, or name the file of the "
@@ -194,15 +208,36 @@ class Given:
             ) from error
 
 
-Source = InFile | Named | Given
-_SOURCES = {source.__name__: source for source in (InFile, Named, NamedTool, Given)}
+Source = InFile | InModule | Named | Given
+Tools = InFile | InModule | NamedTool | Given
+_SOURCES = {source.__name__: source for source in (InFile, InModule, Named, NamedTool, Given)}
 
 
 def _source_of(written: str) -> Source:
-    """Read `environment.path`: a file and its class, or a name."""
+    """Read `environment.path`: a class in a file or a module, or a name."""
     if ":" in written or written.endswith(".py"):
-        return InFile.of(written, "environment.path", "my_env.py:Class")
+        return _in_file_or_module(written, "environment.path", "my_env.py:Class or package.module:Class")
     return Named(written)
+
+
+def _in_file_or_module(written: str, key: str, example: str) -> InFile | InModule:
+    """Read `file.py:name`, or `package.module:name`.
+
+    Args:
+        written: The text.
+        key: Where it is written.
+        example: Texts that would do.
+
+    Raises:
+        EnvironmentLoadError: It is nothing of the kind.
+    """
+    path, _, name = written.rpartition(":")
+    if name.isidentifier() and path.endswith(".py"):
+        # By its absolute path: the process that loads it need not run in this folder.
+        return InFile(str(expanded(path).resolve()), name)
+    if name.isidentifier() and all(part.isidentifier() for part in path.split(".")):
+        return InModule(path, name, (*import_path(), os.getcwd()))
+    raise EnvironmentLoadError(f"{key} is {written!r}, where a file or a module and a name are expected: {example}")
 
 
 @dataclass(frozen=True)
@@ -218,7 +253,7 @@ class EnvironmentSpec:
 
     source: Source
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tools: tuple[InFile | NamedTool | Given, ...] = ()
+    tools: tuple[Tools, ...] = ()
     tool_timeout_s: float = 30.0
 
     @classmethod
@@ -309,7 +344,7 @@ class EnvironmentSpec:
         return cls(source, kwargs, tools, plain["tool_timeout_s"])
 
 
-def _tool_source(tool: str | Callable[..., Any]) -> InFile | NamedTool | Given:
+def _tool_source(tool: str | Callable[..., Any]) -> Tools:
     if isinstance(tool, str):
         if ":" not in tool and not tool.endswith(".py"):
             try:
@@ -317,7 +352,9 @@ def _tool_source(tool: str | Callable[..., Any]) -> InFile | NamedTool | Given:
             except UnknownEnvironmentError as error:
                 raise EnvironmentLoadError(f"an entry of environment.tools is {tool!r}: {error}") from error
             return NamedTool(tool)
-        return InFile.of(tool, "an entry of environment.tools", "my_tools.py:function")
+        return _in_file_or_module(
+            tool, "an entry of environment.tools", "my_tools.py:function or package.module:function"
+        )
     tool_of(tool)  # says what is wrong with it before anything starts
     return Given.of(tool)
 
@@ -337,17 +374,20 @@ class EnvironmentTraits:
     Attributes:
         is_unpaid: Whether it gives no reward, for sure: nothing in it says what an answer is worth.
         has_tools: Whether the policy is given tools to call, as far as can be seen.
+        lacks_tools: Whether it is an environment of tools, and has none.
     """
 
     is_unpaid: bool = False
     has_tools: bool = False
+    lacks_tools: bool = False
 
     @classmethod
     def of(cls, made: type, functions: Sequence[object] = ()) -> Self:
         """Look at a class and at the functions of `environment.tools`."""
         if issubclass(made, ToolEnvironment):
             own = (made.answered is ToolEnvironment.answered, made.step is ToolEnvironment.step)
-            return cls(all(own), bool(functions) or made.brings_tools())
+            has_tools = bool(functions) or made.brings_tools()
+            return cls(all(own), has_tools, lacks_tools=not has_tools and made.step is ToolEnvironment.step)
         return cls(issubclass(made, SingleTurn) and made.step is SingleTurn.step)
 
 
@@ -465,6 +505,7 @@ def check_class(made: Any, kwargs: Mapping[str, Any] | None, title: str) -> None
         if missing or abstract:
             lacks = " and no ".join(dict.fromkeys([*missing, *abstract]))
             raise EnvironmentLoadError(f"{title} has no method {lacks}; an environment has {', '.join(_METHODS)}")
+        _check_signatures(made, title)
     if kwargs is None:
         return
     try:
@@ -478,3 +519,22 @@ def check_class(made: Any, kwargs: Mapping[str, Any] | None, title: str) -> None
             f"{title} can't be made with environment.kwargs ({', '.join(kwargs) or 'none'}): {error}. It takes "
             f"{signature}"
         ) from error
+
+
+def _check_signatures(made: type, title: str) -> None:
+    """Refuse a class with a method that can't be called as an environment's methods are."""
+    for method, takes in _METHODS.items():
+        function = inspect.getattr_static(made, method, None)
+        if not inspect.isfunction(function):
+            continue  # made by a decorator or written in C: seen when it is called
+        signature = inspect.signature(function)
+        seed = ("seed",) if "seed" in signature.parameters and "seed" in takes else ()
+        given = [name for name in takes if name != "seed"]
+        try:
+            signature.bind(None, *given, **dict.fromkeys(seed))
+        except TypeError as error:
+            meant = f"; {GYMNASIUM}" if {"seed", "options"} <= signature.parameters.keys() else ""
+            raise EnvironmentLoadError(
+                f"{title} has {method}{signature}, which can't be called as {method}({', '.join(['self', *takes])}): "
+                f"{error}{meant}"
+            ) from error

@@ -5,6 +5,7 @@ All that comes from here is what JSON can hold, without lone surrogates, and of 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
@@ -16,6 +17,11 @@ MOST_CHARACTERS = 4 << 20
 """Of all texts of a reply together, with one for each other value."""
 _DEEPEST = 50
 _MOST_METRICS, _LONGEST_NAME = 200, 200
+GYMNASIUM = (
+    "that is gymnasium's interface, and its environments are played with environment.path=gymnasium "
+    "(hrl.environments.gymnasium)"
+)
+"""What is said of a class that was written for gymnasium."""
 _LARGEST_BITS = 10_000
 _LARGEST_TOKEN = 2**31
 _LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -37,7 +43,12 @@ def read_observation(value: object, longest_text: int | None = None) -> Observat
     elif not isinstance(value, Observation):
         if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
             raise EnvironmentReplyError(
-                f"returned {_short(value)}, where an observation is expected: messages, a text, or hrl.Observation(…)"
+                f"returned {_short(value)}, where an observation is expected: messages, a text, or "
+                f"hrl.Observation(…){_meant(value)}"
+            )
+        if _is_of_gymnasium(value):
+            raise EnvironmentReplyError(
+                f"returned a tuple of an observation and a dict, where the observation alone is expected; {GYMNASIUM}"
             )
         value = Observation(messages=value)
     if (value.messages is None) == (value.token_ids is None):
@@ -69,7 +80,8 @@ def read_step(value: object, longest_text: int | None = None) -> StepResult:
     """
     if not isinstance(value, StepResult):
         raise EnvironmentReplyError(
-            f"returned {_short(value)}, where hrl.StepResult(observation=…, reward=…, done=…) is expected"
+            f"returned {_short(value)}, where hrl.StepResult(observation=…, reward=…, done=…) is "
+            f"expected{_meant(value)}"
         )
     truncated = _flag(value.truncated, "truncated")
     done = _flag(value.done, "done") or truncated
@@ -213,6 +225,29 @@ def _metrics(value: object) -> dict[str, float]:
     return found
 
 
+def _is_of_gymnasium(value: object) -> bool:
+    """Return whether a value is an observation with a dict of further facts, and not two messages."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    observation, facts = value
+    return not isinstance(observation, Mapping) and isinstance(facts, Mapping) and "role" not in facts
+
+
+def _meant(value: object) -> str:
+    """Return what was probably meant by a reply that is none, after its message."""
+    if value is None:
+        return "; is a `return` missing?"
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return "; write `return` in place of `yield`"
+    if isinstance(value, bytes):
+        return "; .decode() makes a text of it"
+    if isinstance(value, Real):
+        return "; str(…) makes a text of it"
+    if isinstance(value, tuple) and len(value) in (4, 5):
+        return f"; {GYMNASIUM}"
+    return ""
+
+
 def _flag(value: object, name: str) -> bool:
     if getattr(value, "shape", None) == ():
         value = value.item()  # type: ignore[attr-defined]
@@ -237,7 +272,7 @@ def _finite(value: object, what: str) -> float:
 
 def _short(value: object) -> str:
     """Return what a value is, for a message; never its whole text, which may be long, and may fail."""
-    if isinstance(value, str):
+    if isinstance(value, str | bytes):
         return ascii(value[:_SHOWN]) + ("…" if len(value) > _SHOWN else "")
     if value is None or isinstance(value, bool | float):
         return repr(value)

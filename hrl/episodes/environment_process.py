@@ -30,11 +30,11 @@ from typing import Any
 
 from hrl import user_file
 from hrl.environments import beginning, loading, tools
-from hrl.environments.beginning import arguments_of_reset, first_observation
+from hrl.environments.beginning import NoColumnError, Row, arguments_of_reset, first_observation
 from hrl.environments.interface import EnvironmentReplyError
-from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec
+from hrl.environments.loading import EnvironmentMaker, EnvironmentSpec
 from hrl.environments.replies import action_from_plain, observation_to_plain, read_step, step_to_plain
-from hrl.environments.tools import ToolSignatureError
+from hrl.errors import RefusedError
 from hrl.processes import attributing_loop
 from hrl.processes.attributing_loop import CALLER, AttributingLoop
 from hrl.processes.child import begin, describe, limit_memory, shortened
@@ -150,8 +150,9 @@ class _Episode:
 
     def title(self, method: str) -> str:
         """A method of it in messages."""
-        name = type(self.environment).__name__ if self.environment is not None else self.env or "the environment"
-        return f"{name}.{method}"
+        if self.environment is None:
+            return f"the constructor of {self.env or 'the environment'}"
+        return f"{type(self.environment).__name__}.{method}"
 
 
 def main(socket_number: int, state_number: int) -> None:
@@ -169,7 +170,8 @@ def main(socket_number: int, state_number: int) -> None:
             maker = EnvironmentMaker(EnvironmentSpec.from_plain(settings["spec"]).resolve(os.environ))
         # The user's code may raise anything, also by `sys.exit`.
         except BaseException as error:  # noqa: BLE001
-            connection.sendall(encode({"load_error": _describe(error)}))
+            said = {"load_error": _describe(error), "explains_itself": isinstance(error, RefusedError)}
+            connection.sendall(encode(said))
             return
         connection.sendall(encode({"ready": True, "names": maker.names, "traits": asdict(maker.traits)}))
         threading.Thread(target=_beat, args=(state,), daemon=True, name="beat").start()
@@ -268,7 +270,7 @@ class _Environments:
             return {"result": None}
         except EnvironmentReplyError as error:
             return {"error": f"{episode.title(method)} {error}"}
-        except (EnvironmentLoadError, ToolSignatureError) as error:
+        except RefusedError as error:
             return {"error": str(error)}
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -287,7 +289,7 @@ class _Environments:
             await asyncio.wait(running)
 
     async def _reset(self, episode: _Episode, message: dict[str, Any]) -> dict[str, Any]:
-        row, seed = from_plain(message["row"]), message["seed"]
+        row, seed = Row(from_plain(message["row"])), message["seed"]
         make = functools.partial(self._maker.make, message["env"], message["env_kwargs"])
 
         def made() -> Any:
@@ -340,9 +342,21 @@ def _plain_step(value: object, longest_text: int | None) -> dict[str, Any]:
 
 def _describe(error: BaseException) -> str:
     """Return the traceback from the user's first frame on; for hrl's own errors one line."""
-    if isinstance(error, EnvironmentLoadError | ToolSignatureError):
+    if isinstance(error, RefusedError):
         return str(error)
+    if isinstance(error, NoColumnError):
+        _drop_last_frame(error)  # the row's own
     return describe(error, _OURS)
+
+
+def _drop_last_frame(error: BaseException) -> None:
+    """Take the innermost frame out of a traceback of several."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_next.tb_next is None:
+            frame.tb_next = None
+        else:
+            frame = frame.tb_next
 
 
 def _outwards(frame: FrameType | None) -> list[FrameType]:

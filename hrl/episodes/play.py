@@ -341,7 +341,7 @@ class Player:
         )
         if len(script.context) > self._limits.prompt:
             raise _UnplayableError(
-                f"{task.name}: its first prompt has {len(script.context)} tokens, more than data.max_prompt_length="
+                f"the first prompt has {len(script.context)} tokens, more than data.max_prompt_length="
                 f"{self._limits.prompt}; tools and what `reset` returns count"
             )
         play.transcript = script
@@ -356,7 +356,7 @@ class Player:
             output = await self._generate(script.context, sampling, task.key, f"turn {turn} of {task.name}")
             play.engine_s += time.perf_counter() - began
             if output.finish_reason == "abort":
-                raise _UnplayableError(f"{task.name}: the engine aborted turn {turn}")
+                raise _UnplayableError(f"the engine aborted turn {turn}")
             parsed = parser.parse(output.token_ids, turn=turn)
             script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
             play.num_turns += 1
@@ -395,8 +395,8 @@ class Player:
         """Have an environment ask the policy itself until it has a result."""
         if self._agents is None:
             raise _UnplayableError(
-                f"{play.task.name}: its environment asks the policy itself, and no server is there for it; try its "
-                "program against `hrl serve`"
+                "the environment asks the policy itself, and no server is there for it; try its program against "
+                "`hrl serve`"
             )
         session = await self._agents.open(play.task)
         began = time.perf_counter()
@@ -414,7 +414,7 @@ class Player:
             play.agent = session.played()
             play.environment_s += max(time.perf_counter() - began - play.agent.engine_s, 0.0)
         if not play.agent.num_turns:
-            raise _UnplayableError(f"{play.task.name}: its environment ended without asking the policy anything")
+            raise _UnplayableError("the environment ended without asking the policy anything")
         play.rewards.append(result.reward)
         play.metrics.update(result.metrics)
         return play.agent.limit or ("truncated" if result.truncated else "done")

@@ -241,6 +241,7 @@ class EnvironmentPool:
         self._watching: asyncio.Task[None] | None = None
         self._failed_starts = 0
         self._broken: str | None = None
+        self._refusal: str | None = None
         self._is_open = False
         self._suspects: set[Hashable] = set()
 
@@ -266,7 +267,10 @@ class EnvironmentPool:
         if self._broken is not None:
             reason = self._broken
             await self.close()
-            raise EnvironmentLoadError(f"environment.path: {self._spec.title} can't be loaded: {reason}")
+            if self._refusal is not None:
+                raise EnvironmentLoadError(self._refusal)
+            between = "\n" if "\n" in reason else " "  # lines of a traceback stand below each other
+            raise EnvironmentLoadError(f"{self._spec.title} can't be loaded:{between}{reason}")
 
     def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> LiveEnvironment:
         """Return the environment of an episode, in the process with the fewest episodes.
@@ -375,6 +379,7 @@ class EnvironmentPool:
     def _answered(self, process: _Process, message: dict[str, Any]) -> None:
         if "load_error" in message and not process.is_ready:
             self._broken = self._with_hint(str(message["load_error"]))
+            self._refusal = self._broken if message.get("explains_itself") is True else None
             self._end(process, self._broken, is_fault=False)
             return
         if "ready" in message and not process.is_ready:
@@ -525,7 +530,7 @@ class EnvironmentPool:
             self._start_failed(error, is_fault)
             process.ready.cancel()
         for number, episode in process.episodes.items():
-            episode.lost = EnvironmentLostError(f"{episode.title}: {error}", number in blamed)
+            episode.lost = EnvironmentLostError(error, number in blamed)
             if number in blamed:
                 self._suspects.add(episode.key)
         for call in process.calls.values():
@@ -636,7 +641,8 @@ class LiveEnvironment:
                 await asyncio.wait_for(self._call("close", {}), limit_s)
         except (EnvironmentFaultError, TimeoutError) as error:
             self._pool.counts.failed_closes += 1
-            logger.warning("%s", error if isinstance(error, HrlError) else f"{self.title}: its close is not answered")
+            said = error if isinstance(error, HrlError) else "its close is not answered"
+            logger.warning("%s: %s", self.title, said)
         finally:
             self._process.episodes.pop(self.number, None)
             if self.lost is None:
@@ -658,12 +664,11 @@ class LiveEnvironment:
             self._pool.counts.timeouts += method != "close"
             where = f", in\n{str(answer['timeout'])[:5000]}" if answer["timeout"] else ""
             raise EnvironmentTimeoutError(
-                f"{self.title}: {method} took longer than {self._pool._timeout_s:g} s (environment.step_timeout_s)"
-                f"{where}"
+                f"{method} took longer than {self._pool._timeout_s:g} s (environment.step_timeout_s){where}"
             )
         if "error" in answer:
             self._pool.counts.failures += method != "close"
-            raise EnvironmentFailedError(f"{self.title}: {self._pool._with_hint(str(answer['error'])[:5000])}")
+            raise EnvironmentFailedError(self._pool._with_hint(str(answer["error"])[:5000]))
         return answer["result"]
 
     def _read(self, read: Any, plain: object) -> Any:
@@ -672,7 +677,7 @@ class LiveEnvironment:
             return read(plain)
         except EnvironmentReplyError as error:
             self._pool.counts.failures += 1
-            raise EnvironmentFailedError(f"{self.title}: its process {error}") from error
+            raise EnvironmentFailedError(f"its process {error}") from error
 
 
 def _at_work(process: _Process) -> set[int]:

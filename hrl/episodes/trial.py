@@ -7,10 +7,12 @@ same seeds: alone, among the other episodes at the same time, and only up to its
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from hrl.config.arithmetic import count
@@ -20,8 +22,9 @@ from hrl.environments.loading import EnvironmentSpec
 from hrl.environments.replies import observation_to_plain, step_to_plain
 from hrl.episodes.episode import Episode
 from hrl.episodes.parser_choice import ParserChoiceError, tool_parser_for
-from hrl.episodes.play import EpisodeTask, Limits, Player, PlaySetup
+from hrl.episodes.play import EpisodeTask, Generate, Limits, Player, PlaySetup
 from hrl.episodes.pool import EnvironmentFaultError, EnvironmentPool
+from hrl.episodes.router import Router
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput
 
@@ -29,11 +32,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hrl.config.environment import EnvironmentConfig
+    from hrl.episodes.service import OpenAgentDoor
 
 Key = tuple[str, int]
 _SLOW = 0.5
 """The share of a deadline from which on a call is worth a remark."""
 _SHOWN = 200
+_ERRORS = 3
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,18 @@ class Record:
     slowest_s: float = 0.0
     slowest_call: str = ""
 
+    @property
+    def is_agent(self) -> bool:
+        """Whether the environment asks the policy itself."""
+        return self.first is not None and self.first.is_agent
+
     def took(self, seconds: float, call: str) -> None:
         """Take how long a call took."""
         if seconds > self.slowest_s:
             self.slowest_s, self.slowest_call = seconds, call
+
+
+_NOT_REPEATED = Check("repeats", None, "not looked at: an agent's program is not run again with the same answers")
 
 
 Policy = Callable[[Record, list[int], SamplingParams], Awaitable[SampleOutput]]
@@ -122,13 +135,19 @@ class Trial:
         return all(check.is_right is not False for check in self.checks)
 
 
-async def run_trial(setup: TrialSetup, tasks: Sequence[EpisodeTask], policy: Policy) -> Trial:
+async def run_trial(
+    setup: TrialSetup,
+    tasks: Sequence[EpisodeTask],
+    policy: Policy,
+    agents: Callable[[PlaySetup, Router], OpenAgentDoor] | None = None,
+) -> Trial:
     """Play episodes, and look at what came of them.
 
     Args:
         setup: What it is tried with.
         tasks: The episodes.
         policy: Samples their turns.
+        agents: As in `hrl.episodes.service.EpisodeSetup`.
 
     Raises:
         EnvironmentLoadError: The environment can't be loaded.
@@ -145,29 +164,49 @@ async def run_trial(setup: TrialSetup, tasks: Sequence[EpisodeTask], policy: Pol
 
         watched = _Watched(pool, records, {task.key: task for task in tasks})
         playing = PlaySetup(setup.tokenizer, setup.stop_ids, setup.template_kwargs, settings, setup.limits)
-        player = Player(playing, watched, generate)
-        await player.prepare()
-        episodes = [await player.play(task) for task in tasks]
+        door = None if agents is None else agents(playing, _AtOnce(generate))
+        try:
+            player = Player(playing, watched, generate, door)
+            await player.prepare()
+            episodes = [await player.play(task) for task in tasks]
+        finally:
+            if door is not None:
+                await door.close()
         played = [
             (number, records[episode.key])
             for number, episode in enumerate(episodes, start=1)
             if episode.end != "failed"
         ]
+        # What an agent was told is good for one episode alone, and each call of it only looks whether it is done.
+        stepped = [(number, record) for number, record in played if not record.is_agent]
         checks = [
             _replies(episodes),
-            _ends(setup, episodes),
+            *_ends(setup, episodes),
             *_tools(setup, [record for _, record in played]),
-            _masks(episodes, records),
-            _rewards(setup, [episode for episode in episodes if episode.end != "failed"]),
-            *await _repeats(pool, played),
-            await _closes(pool, [record for _, record in played]),
-            *_times(settings, list(records.values())),
-            *_cut(setup, [record for _, record in played]),
+            *_masks(episodes, records),
+            *_rewards(setup, [episode for episode in episodes if episode.end != "failed"]),
+            *(await _repeats(pool, stepped) if stepped or not played else [_NOT_REPEATED]),
+            await _closes(pool, [record for _, record in stepped]),
+            *_times(settings, [record for record in records.values() if not record.is_agent]),
+            *_cut(setup, [record for _, record in stepped]),
         ]
     return Trial(episodes, checks)
 
 
 # ---------------------------------------------------------------------------------------------- what happens
+
+
+class _AtOnce(Router):
+    """A router without engines: whoever plays in the trial samples at once."""
+
+    def __init__(self, sample: Generate) -> None:
+        super().__init__()
+        self._sample = sample
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: SamplingParams, episode: Any, name: str, *, may_fail: bool = False
+    ) -> SampleOutput:
+        return await self._sample([*token_ids], sampling, episode, name)
 
 
 class _Watched:
@@ -209,15 +248,18 @@ def _replies(episodes: Sequence[Episode]) -> Check:
     failed = [(number, episode) for number, episode in enumerate(episodes, start=1) if episode.end == "failed"]
     if not failed:
         return Check("replies", True, "what `reset` and `step` return is what a run takes, in all episodes")
-    number, episode = failed[0]
-    return Check(
-        "replies",
-        False,
-        f"{len(failed)} of {count(len(episodes), 'episode')} failed, episode {number} first: {episode.error}",
-    )
+    told: dict[str, int] = {}
+    for number, episode in failed:
+        told.setdefault(str(episode.error), number)
+    errors = "\n".join(f"episode {number}: {error}" for error, number in [*told.items()][:_ERRORS])
+    more = f"\nand {len(told) - _ERRORS} other errors" if len(told) > _ERRORS else ""
+    says = f"{len(failed)} of {count(len(episodes), 'episode')} failed:\n{errors}{more}"
+    return Check("replies", False, says)
 
 
-def _ends(setup: TrialSetup, episodes: Sequence[Episode]) -> Check:
+def _ends(setup: TrialSetup, episodes: Sequence[Episode]) -> list[Check]:
+    if all(episode.end == "failed" for episode in episodes):
+        return []
     limits = {
         "max_turns": f"environment.max_turns={setup.settings.max_turns}",
         "max_tokens": f"data.max_response_length={setup.limits.response}",
@@ -227,12 +269,19 @@ def _ends(setup: TrialSetup, episodes: Sequence[Episode]) -> Check:
     for number, episode in enumerate(episodes, start=1):
         by = f" ({limits[episode.end]})" if episode.end in limits else ""
         found.append(f"episode {number} {episode.end} after {count(episode.num_turns, 'turn')}{by}")
-    return Check("ends", None, ", ".join(found))
+    return [Check("ends", None, ", ".join(found))]
 
 
 def _tools(setup: TrialSetup, records: Sequence[Record]) -> list[Check]:
     """Return whether the template shows the tools, and whether calls can be read."""
-    with_some = [record.first for record in records if record.first is not None and record.first.tools]
+    firsts = [record.first for record in records if record.first is not None and record.first.tools is not None]
+    with_some = [first for first in firsts if first.tools]
+    if firsts and not with_some:
+        why = (
+            "there are none for the policy to call: name functions with environment.tools=[my_tools.py:function], or "
+            "mark methods of the class with @hrl.tool"
+        )
+        return [Check("tools", None, why)]
     if not with_some:
         return []
     first = with_some[0]
@@ -260,38 +309,54 @@ def _tools(setup: TrialSetup, records: Sequence[Record]) -> list[Check]:
     return [Check("tools", True, f"{shown}; calls are read by vLLM's parser {parser} ({why})")]
 
 
-def _masks(episodes: Sequence[Episode], records: Mapping[Key, Record]) -> Check:
+def _masks(episodes: Sequence[Episode], records: Mapping[Key, Record]) -> list[Check]:
     """Return whether all tokens that are trained on were sampled, each in the context in which it is trained."""
+    wrong = functools.partial(Check, "masks", False)
     trained = sampled = 0
     for number, episode in enumerate(episodes, start=1):
         if episode.end == "failed":
             continue
         rows = [([*row.prompt_ids, *row.response_ids], [0] * len(row.prompt_ids) + [*row.mask]) for row in episode.rows]
         trained += sum(sum(mask) for _, mask in rows)
-        for turn, (context, output) in enumerate(records[episode.key].sampled[: episode.num_turns], start=1):
-            begin, end = len(context), len(context) + len(output.token_ids)
-            sampled += end - begin
-            if not any(ids[:end] == [*context, *output.token_ids] and all(mask[begin:end]) for ids, mask in rows):
-                return Check("masks", False, f"turn {turn} of episode {number} is trained in another context")
+        record = records[episode.key]
+        for turn, (context, output) in enumerate(record.sampled[: episode.num_turns], start=1):
+            kept = max((_kept_of(context, output.token_ids, *row) for row in rows), default=0)
+            # An agent may ask to be told no more than what stands before a text; the rest is nothing that it acts on.
+            if kept < len(output.token_ids) and not (record.is_agent and kept):
+                return [wrong(f"turn {turn} of episode {number} is trained in another context")]
+            sampled += kept
     if trained != sampled:
-        return Check("masks", False, f"{trained} tokens are trained, and {sampled} were sampled")
-    return Check("masks", True, f"all {count(trained, 'token')} that would be trained were sampled in their context")
+        return [wrong(f"{trained} tokens are trained, and {sampled} were sampled")]
+    if not trained:
+        return []
+    return [Check("masks", True, f"all {count(trained, 'token')} that would be trained were sampled in their context")]
 
 
-def _rewards(setup: TrialSetup, episodes: Sequence[Episode]) -> Check:
+def _kept_of(context: Sequence[int], sampled: Sequence[int], ids: Sequence[int], mask: Sequence[int]) -> int:
+    """Return how many of the sampled tokens a row trains in their context, from the first on."""
+    begin = len(context)
+    if [*ids[:begin]] != [*context]:
+        return 0
+    behind = zip(sampled, ids[begin:], mask[begin:], strict=False)
+    return len([*takewhile(lambda one: one[0] == one[1] and one[2], behind)])
+
+
+def _rewards(setup: TrialSetup, episodes: Sequence[Episode]) -> list[Check]:
+    if not episodes:
+        return []
     sums = [
         sum(reward for reward in episode.turn_rewards if reward is not None)
         for episode in episodes
         if any(reward is not None for reward in episode.turn_rewards)
     ]
     if sums:
-        return Check("rewards", True, f"finite; the episodes' sums are {', '.join(f'{total:.4g}' for total in sums)}")
+        says = f"finite; the episodes' sums are {', '.join(f'{total:.4g}' for total in sums)}"
+        return [Check("rewards", True, says)]
     if setup.has_reward:
-        return Check(
-            "rewards", True, "none from the environment: the run's reward functions say what an episode is worth"
-        )
+        says = "none from the environment: the run's reward functions say what an episode is worth"
+        return [Check("rewards", True, says)]
     why = "no turn had a reward, and the run has no reward function: return one from `step`, or set reward.functions"
-    return Check("rewards", False if episodes else None, why)
+    return [Check("rewards", False, why)]
 
 
 async def _repeats(pool: EnvironmentPool, played: Sequence[tuple[int, Record]]) -> list[Check]:

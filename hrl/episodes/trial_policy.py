@@ -38,7 +38,7 @@ class Script:
 
     async def __call__(self, record: Record, context: list[int], sampling: SamplingParams) -> SampleOutput:
         """Sample a turn; a `Policy`."""
-        text = self._text(len(record.steps), (record.first.tools if record.first else None) or ())
+        text = self._text(len(record.sampled), (record.first.tools if record.first else None) or ())
         ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], *self._stop_ids[:1]]
         kept = ids[: sampling.max_tokens]
         reason = "stop" if len(kept) == len(ids) and self._stop_ids else "length"
@@ -112,7 +112,7 @@ async def engine_of(setup: EngineSetup) -> AsyncIterator[Policy]:
     try:
 
         async def sample(record: Record, context: list[int], sampling: SamplingParams) -> SampleOutput:
-            name = f"turn {len(record.steps)} of {record.task.name}"
+            name = f"turn {len(record.sampled)} of {record.task.name}"
             return await asyncio.wrap_future(host.generate(context, sampling, name))
 
         yield sample

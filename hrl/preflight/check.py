@@ -42,7 +42,18 @@ _TELLING = (
 _SHOWN = 6
 _SHORT = 60
 _MICRO_BATCH = "micro-batch"
-_FOUND_FIRST = ("model", "rows", "validation rows", "sampler", "first prompt", "first row", "reward")
+_FOUND_FIRST = (
+    "model",
+    "rows",
+    "validation rows",
+    "sampler",
+    "first prompt",
+    "first row",
+    "reward",
+    "environment",
+    "episodes",
+    "parsers",
+)
 _ONLY_IN_FULL = ("KV cache",)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from hrl.config.arithmetic import Fact
+from hrl.config.arithmetic import Fact, count
 from hrl.config.environment import EnvironmentConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.data.chat import render_prompt, with_tools
@@ -67,9 +67,17 @@ def look_at_environment(
         spec = environment_of(settings, given.environment)
         traits = asyncio.run(try_environment(spec, settings))
     except EnvironmentLoadError as error:
-        findings.problem("environment.path", f"can't be used: {sentence(str(error))}")
+        said = str(error)
+        own = said.removeprefix("environment.path ")  # some name their key
+        findings.problem("environment.path", sentence(own if own != said else f"can't be used: {said}"))
         return
     findings.facts.append(Fact("environment", f"{spec.source.title}, at most {settings.max_turns} turns"))
+    findings.facts.append(Fact("episodes", _limits(config)))
+    if traits.lacks_tools and not rows_choose:
+        findings.notes.append(
+            f"{spec.source.title} has no tools for the policy to call: environment.tools names none, and no method of "
+            "its class has the mark @hrl.tool"
+        )
     is_scored = bool(config.reward_entries) or config.needs_reward_model or given.reward is not None
     if traits.is_unpaid and not is_scored and not rows_choose:
         findings.problem(
@@ -82,6 +90,22 @@ def look_at_environment(
     if tokenizer is not None:
         kwargs = config.data.apply_chat_template_kwargs
         _look_at_parsers(findings, settings, tokenizer, kwargs, has_tools=traits.has_tools)
+
+
+def _limits(config: PPOTrainerConfig) -> str:
+    """Return what an episode and its calls may use up."""
+    settings, data = config.environment, config.data
+    tokens = [f"prompt {data.max_prompt_length:,}", f"after it {data.max_response_length:,}"]
+    if settings.max_turn_tokens is not None:
+        tokens.append(f"a turn {settings.max_turn_tokens:,}")
+    if settings.max_observation_tokens is not None:
+        tokens.append(f"a message of the environment {settings.max_observation_tokens:,}")
+    seconds = {"an episode": settings.episode_timeout_s, "a call": settings.step_timeout_s}
+    seconds["a tool"] = settings.tool_timeout_s
+    return (
+        f"at most {', '.join(tokens)} tokens; {', '.join(f'{what} {limit:g}' for what, limit in seconds.items())} s; "
+        f"{count(settings.num_workers, 'environment process')}"
+    )
 
 
 def _look_at_idle_keys(findings: Findings, settings: EnvironmentConfig, *, rows_choose: bool) -> None:
@@ -116,6 +140,14 @@ def _look_at_parsers(
     if is_named or (has_tools and parser_by_template(template_of(tokenizer)) is None):
         with findings.about("environment.tool_parser" if tools else "environment.reasoning_parser"):
             TurnParser(tokenizer, settings.tool_parser, settings.reasoning_parser, tools)
+    read = []
+    if has_tools and settings.tool_parser is None and (found := parser_by_template(template_of(tokenizer))) is not None:
+        read.append(f"{found[0]} reads tool calls ({found[1]} in the chat template)")
+    elif settings.tool_parser is not None:
+        read.append(f"{settings.tool_parser} reads tool calls (environment.tool_parser)")
+    if settings.reasoning_parser is not None:
+        read.append(f"{settings.reasoning_parser} reads reasoning (environment.reasoning_parser)")
+    findings.facts.append(Fact("parsers", "; ".join(read) or "none: no tools to call, as far as the class tells"))
     if not has_tools or tokenizer.chat_template is None:
         return
     with findings.about("environment.path"):

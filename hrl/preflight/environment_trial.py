@@ -16,18 +16,19 @@ from hrl.config.sources import source_title
 from hrl.data.dataset import PromptRow, check_prompt
 from hrl.data.sources import BadRow, read_rows, sources_of
 from hrl.episodes.play import EpisodeTask, Limits
-from hrl.episodes.pool import environment_of
 from hrl.episodes.trial import Policy, Trial, TrialSetup, run_trial
 from hrl.episodes.trial_policy import Script, engine_of
-from hrl.errors import ConfigError, DatasetError, Problem
+from hrl.errors import DatasetError
 from hrl.models.source import resolve_model
 from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
 from hrl.report.live import ShowStage, in_silence
+from hrl.serve.agents import AgentDoor
 from hrl.workers.requests import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hrl.environments.loading import EnvironmentSpec
 
 SCRIPTED = "scripted"
 """The engine that needs no weights."""
@@ -51,6 +52,7 @@ class Tried:
 
 def try_environment_of(
     config: PPOTrainerConfig,
+    spec: EnvironmentSpec,
     *,
     engine: str = SCRIPTED,
     words: Sequence[str] = (),
@@ -61,20 +63,16 @@ def try_environment_of(
 
     Args:
         config: The run's configuration; its engine is the one that is named here.
+        spec: Its environment.
         engine: `scripted`, or one of `rollout.name`.
         words: What the scripted engine says, turn by turn.
         episodes: How many.
         stage: Shows what goes on.
 
     Raises:
-        ConfigError: No environment is named.
-        EnvironmentLoadError: It can't be loaded.
+        EnvironmentLoadError: The environment can't be loaded.
         HrlError: Model, rows or engine can't be used.
     """
-    if not config.environment.is_used:
-        hint = "Name a class (hrl env-test my_env.py:Class), or a name that `hrl env-test --list` shows."
-        raise ConfigError([Problem("environment.path", "is not set, so there is nothing to try.", hint)])
-    spec = environment_of(config.environment)
     model, data, rollout = config.actor_rollout_ref.model, config.data, config.actor_rollout_ref.rollout
     with stage("looking at the model's tokenizer"):
         folder = resolve_model(model.path)
@@ -110,7 +108,7 @@ def try_environment_of(
 
     async def play() -> Trial:
         async with policy() as playing:
-            return await run_trial(setup, tasks, playing)
+            return await run_trial(setup, tasks, playing, AgentDoor)
 
     title = "a script" if engine == SCRIPTED else f"{engine} with {model.path}"
     with stage(f"playing {count(episodes, 'episode')} with {title}"):

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self
 
 from hrl.errors import RefusedError
 from hrl.nearest import nearest
-from hrl.processes.pickled import PickledObject
-from hrl.user_file import UserFileError, load_user_file
+from hrl.processes.pickled import NotPickledError, PickledObject, name_of
+from hrl.user_file import UserFileError, load_user_file, member_of
 
 RESPONSE = ("response", "solution_str")
 """What the response's text is called: plainly, and as in verl."""
@@ -143,11 +143,13 @@ class UserFile:
             module = load_user_file(self.path)
         except UserFileError as error:
             raise RewardFunctionError(f"reward function file {error}") from error
-        function = getattr(module, self.name, None)
+        try:
+            function = member_of(module, self.name, "function")
+        except UserFileError as error:
+            raise RewardFunctionError(str(error)) from error
         if not callable(function):
-            functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             raise RewardFunctionError(
-                f"{module.__file__} has no function {self.name!r}; it has: {', '.join(functions) or 'none'}"
+                f"{self.name} in {module.__file__} is a {type(function).__name__}, which can't be called"
             )
         _check_callable(function, self.name, f"{self.name} in {module.__file__}", kwargs, columns)
         return function
@@ -158,18 +160,9 @@ class UserFile:
 
 
 @dataclass(frozen=True)
-class PickledFunction:
-    """A function that the caller of a run gave as an object, as its processes get it.
+class PickledFunction(PickledObject):
+    """A function that the caller of a run gave as an object, as its processes get it."""
 
-    Attributes:
-        name: Its name and module, for messages.
-        pickled: The function, pickled, in base64.
-        import_path: `sys.path` of the process that pickled it, which unpickling needs.
-    """
-
-    name: str
-    pickled: str
-    import_path: tuple[str, ...]
     is_ours: ClassVar[bool] = False
 
     @classmethod
@@ -177,9 +170,6 @@ class PickledFunction:
         cls, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None, columns: Collection[str] = ()
     ) -> Self:
         """Pickle a function.
-
-        A function that can be imported is sent as the names of its module and itself. Any other (a lambda, a function
-        from a notebook or from the running script, an object with `__call__`) is sent by value, with what it refers to.
 
         Args:
             function: Plain or async, called like `compute_score`.
@@ -189,38 +179,35 @@ class PickledFunction:
         Raises:
             RewardFunctionError: It can't be called as reward functions are, or can't be sent to another process.
         """
-        named: Any = unwrapped(function)
-        name = getattr(named, "__qualname__", type(named).__qualname__)
-        title = f"{name} of {getattr(named, '__module__', None) or 'an unknown module'}"
+        title = name_of(function)
         if not callable(function):
             raise RewardFunctionError(
                 f"the reward given as an object is {function!r}, which can't be called: give the function itself, or "
                 "name its file with reward.custom_reward_function.path"
             )
-        _check_callable(function, name, title, kwargs or {}, columns)
+        _check_callable(function, title.partition(" of ")[0], title, kwargs or {}, columns)
         try:
-            pickled = PickledObject.of(function)
-        except Exception as error:  # objects that the user's function refers to may raise anything when pickled
+            return super().of(function)
+        except NotPickledError as error:
             raise RewardFunctionError(
-                f"reward function {title} can't be sent to the processes that run it: {type(error).__name__}: {error}. "
-                "Open clients, locks and files inside the function, or put it into a Python file and name that with "
+                f"reward function {title} can't be sent to the processes that run it: {error}. Open clients, locks and "
+                "files inside the function, or put it into a Python file and name that with "
                 "reward.custom_reward_function.path"
             ) from error
-        return cls(title, pickled.pickled, pickled.import_path)
 
     @property
     def title(self) -> str:
         """The function's name in messages."""
         return f"reward function {self.name}"
 
-    def load(self, kwargs: Mapping[str, Any], columns: Collection[str] = ()) -> Callable[..., Any]:
+    def load(self, kwargs: Mapping[str, Any] | None = None, columns: Collection[str] = ()) -> Callable[..., Any]:
         """Unpickle the function.
 
         Raises:
             RewardFunctionError: Its module can't be imported here.
         """
         try:
-            return PickledObject(self.pickled, self.import_path).load()
+            return super().load()
         except ModuleNotFoundError as error:
             raise RewardFunctionError(
                 f"{error} in the processes of reward functions. Put its folder on PYTHONPATH, or name the function's "

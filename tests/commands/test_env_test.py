@@ -9,6 +9,7 @@ import pytest
 
 from hrl import cli
 from hrl.environments.registry import ENVIRONMENTS
+from tests.preflight.small_run import save_model
 
 TRIED = Path(__file__).parents[1] / "episodes" / "tried.py"
 
@@ -42,10 +43,30 @@ def test_one_that_does_not_fit_is_status_1_and_programs_get_the_checks(capsys: p
     assert found["episodes"][0]["turns"][0]["tokens"] == 2
 
 
+def test_a_model_of_ones_own_is_tried_with_the_rows_of_hrl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "policy")
+    keys = ["data.max_prompt_length=200", "data.max_response_length=200", "--episodes", "1"]
+    assert cli.main(["env-test", f"{TRIED}:Good", "--model", str(tmp_path / "policy"), *keys]) == 0
+    facts = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["rows", "bundled:addition/train"] in facts
+
+
+def test_what_fails_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env-test", f"{TRIED}:Reads", "--episodes", "2"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("NoColumnError") == 1 and "data.train_files" in out
+    assert "masks" not in out and "as tokens" not in out
+
+
+def test_a_typo_is_found_before_the_model_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env-test", f"{TRIED}:Goood", "--model", "/there/is/no/such/model"]) == 2
+    assert "has no class or function 'Goood'" in capsys.readouterr().err
+
+
 def test_one_that_is_not_there_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my_env.py").write_text("import hrl\n\n\nclass Game(hrl.SingleTurn):\n    pass\n")
     assert cli.main(["env-test", f"{tmp_path}/my_env.py:Gane"]) == 2
-    assert "my_env.py has no Gane. It has Game." in capsys.readouterr().err
+    assert "my_env.py has no class or function 'Gane'; it has: Game\n" in capsys.readouterr().err
     assert cli.main(["env-test", "toolz"]) == 2
     assert "there is no environment 'toolz'" in capsys.readouterr().err
     assert cli.main(["env-test"]) == 2

@@ -52,6 +52,34 @@ def test_a_function_in_a_file_may_make_the_environment():
     assert maker(f"{WORLDS}:small").make().size == 1
 
 
+def test_a_class_of_a_module_that_can_be_imported_is_named_by_it_and_so_are_functions():
+    made = maker("tests.environments.worlds:World", {"size": 7})
+    assert type(made.make()) is World and made.make().size == 7
+    assert list(maker("tools", tools=["tests.environments.worlds:add"]).make().tools) == ["add"]
+
+
+def test_a_module_is_found_where_the_run_finds_it_and_in_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "lies_here_alone.py").write_text("import hrl\n\nclass Game(hrl.SingleTurn):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    spec = EnvironmentSpec.of("lies_here_alone:Game")
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which loading extends, as in a process of its own
+    assert type(EnvironmentMaker(spec).make()).__name__ == "Game"
+
+
+def test_a_module_whose_own_import_is_missing_is_not_taken_for_missing_itself(tmp_path, monkeypatch):
+    (tmp_path / "lacks_another.py").write_text("import nothing_like_this\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nothing_like_this"):
+        maker("lacks_another:Game")
+
+
+def test_a_file_that_imports_from_its_package_is_to_be_named_as_a_module(tmp_path):
+    (tmp_path / "inner.py").write_text("from .other import thing\n")
+    with pytest.raises(EnvironmentLoadError, match=r"name the module, such as package\.inner:Game"):
+        maker(f"{tmp_path}/inner.py:Game")
+
+
 def test_a_name_is_that_of_the_registry():
     assert type(maker("single_turn").make()) is SingleTurn
 
@@ -100,9 +128,9 @@ def test_an_argument_may_be_an_environment_variable():
 @pytest.mark.parametrize(
     "path, told",
     [
-        ("worlds.py", "environment.path is 'worlds.py', where a file and a name are expected: my_env.py:Class"),
-        ("worlds.py:", "where a file and a name are expected"),
-        ("worlds:World", "where a file and a name are expected"),
+        ("worlds.py", "environment.path is 'worlds.py', where a file or a module and a name are expected: my_env.py:"),
+        ("worlds.py:", "where a file or a module and a name are expected: .* or package.module:Class"),
+        ("my-worlds:World", "where a file or a module and a name are expected"),
         ("single_trun", "there is no environment 'single_trun'; there are .*. Did you mean single_turn"),
         ("something", "A class of yours is named by its file: my_env.py:Class"),
         (None, "there is no environment: name one with environment.path"),
@@ -117,7 +145,28 @@ def test_a_path_that_is_none_is_refused_before_anything_starts(path, told):
     "path, kwargs, tools, told",
     [
         (f"{WORLDS}x.py:World", {}, [], r"worlds\.pyx\.py does not exist"),
-        (f"{WORLDS}:Wrld", {}, [], "worlds.py has no Wrld. Did you mean World"),
+        (f"{WORLDS}:Wrld", {}, [], "worlds.py has no class or function 'Wrld'; it has: .*Did you mean World"),
+        (
+            f"{WORLDS}:NoRow",
+            {},
+            [],
+            r"has reset\(self\), which can't be called as reset\(self, row, seed\)",
+        ),
+        (f"{WORLDS}:OfGymnasium", {}, [], r"has reset\(self, \*, seed=.*environment.path=gymnasium"),
+        (f"{WORLDS}:TwoOfStep", {}, [], r"has step\(self, action, state\), .* step\(self, action\): .*'state'"),
+        ("tests.environments.worlds:Wrld", {}, [], "worlds.py has no class .*Did you mean World"),
+        (
+            "tests.environments.wrlds:World",
+            {},
+            [],
+            "no module tests.environments.wrlds for .*: install its package",
+        ),
+        (
+            "not_installed.anywhere:World",
+            {},
+            [],
+            "no module not_installed for .*: install its package",
+        ),
         (f"{WORLDS}:Unfinished", {}, [], "has no method step; an environment has reset, step, close"),
         (f"{WORLDS}:number", {}, [], "has no method reset"),
         (f"{WORLDS}:World", {"sise": 3}, [], r"can't be made with environment.kwargs \(sise\).*unexpected.*size: int"),
@@ -127,7 +176,7 @@ def test_a_path_that_is_none_is_refused_before_anything_starts(path, told):
             [f"{WORLDS}:add"],
             "environment.tools names functions, and World in .* is no hrl.ToolEnv",
         ),
-        ("tools", {}, [f"{WORLDS}:ad"], "has no ad. Did you mean add"),
+        ("tools", {}, [f"{WORLDS}:ad"], "has no class or function 'ad'; it has: .*Did you mean add"),
     ],
 )
 def test_what_a_file_lacks_or_a_class_does_not_take_is_said(path, kwargs, tools, told):
@@ -216,7 +265,7 @@ def test_a_class_tells_whether_it_pays_and_has_tools():
             return 1.0
 
     assert maker("tools", tools=[add]).traits == EnvironmentTraits(is_unpaid=True, has_tools=True)
-    assert maker("tools").traits == EnvironmentTraits(is_unpaid=True)
+    assert maker("tools").traits == EnvironmentTraits(is_unpaid=True, lacks_tools=True)
     assert EnvironmentTraits.of(Notes) == EnvironmentTraits(is_unpaid=True, has_tools=True)
     assert EnvironmentTraits.of(Paid) == EnvironmentTraits(has_tools=True)
     assert EnvironmentTraits.of(World) == EnvironmentTraits(is_unpaid=True), "a SingleTurn with the step of its base"

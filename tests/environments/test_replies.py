@@ -51,7 +51,11 @@ def test_a_text_and_messages_are_observations():
     [
         (None, "returned None, where an observation is expected"),
         (3, "returned 3, where an observation"),
-        (b"x", "returned a bytes, where an observation"),
+        (b"x", r"returned b'x', where an observation.*; \.decode\(\) makes a text of it"),
+        (2.5, r"returned 2\.5, where an observation.*; str\(…\) makes a text of it"),
+        ((one for one in "x"), "returned a generator, .*; write `return` in place of `yield`"),
+        (("x", {}), "a tuple of an observation and a dict, where the observation alone .*environment.path=gymnasium"),
+        ((None, {"a": 1}), r"gymnasium's interface.*\(hrl\.environments\.gymnasium\)"),
         ({"role": "user"}, "returned a dict, where an observation"),
         (Observation(), "neither messages nor token_ids"),
         (Observation(messages=[], token_ids=[1]), "both messages and token_ids"),
@@ -93,7 +97,10 @@ def test_numbers_of_libraries_become_plain_ones():
 @pytest.mark.parametrize(
     "value, told",
     [
-        (None, r"returned None, where hrl\.StepResult"),
+        (None, r"returned None, where hrl\.StepResult.*; is a `return` missing\?"),
+        (("x", 1.0, True, False, {}), r"a tuple, where hrl\.StepResult.*environment.path=gymnasium"),
+        (("x", 1.0, True, {}), r"a tuple, where hrl\.StepResult.*environment.path=gymnasium"),
+        (StepResult(("x", {})), "a tuple of an observation and a dict"),
         ({"done": True}, "returned a dict, where"),
         (StepResult(), "no observation although the episode is not done"),
         (StepResult([]), "an empty observation although the episode is not done"),

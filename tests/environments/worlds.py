@@ -16,6 +16,21 @@ class Unfinished(hrl.Environment):
     pass
 
 
+class NoRow(hrl.SingleTurn):
+    def reset(self):
+        return "?"
+
+
+class OfGymnasium(hrl.SingleTurn):
+    def reset(self, *, seed=None, options=None):
+        return "?", {}
+
+
+class TwoOfStep(hrl.SingleTurn):
+    def step(self, action, state):
+        return state
+
+
 class Tools(hrl.ToolEnvironment):
     @hrl.tool
     def own(self) -> str:

@@ -114,7 +114,7 @@ def failures(request):
 def test_what_an_environment_does_wrong_is_said_in_one_error_with_its_class_and_method(failures, what):
     error = failures[what]
     assert isinstance(error, EnvironmentFailedError)
-    assert re.match(rf"environment of episode {what}: (Async)?", str(error)) and re.search(FAILURES[what], str(error))
+    assert re.match("(Async)?Echo.step ", str(error)) and re.search(FAILURES[what], str(error))
     assert "hrl/episodes" not in str(error)
 
 
@@ -390,9 +390,9 @@ def test_a_row_names_another_environment_and_one_that_there_is_not_is_told_with_
         ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
         ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
         ("import os; os._exit(7)", "ended with exit code 7 while loading"),
-        ("class Wor: pass", r"has no World\. "),
-        ("class World: pass", "World in .*world.py has no method reset and no step and no close"),
-        ("World = 3", "World in .* has no method reset and no step and no close"),
+        ("class Wor: pass", r"has no class or function 'World'; it has: Wor$"),
+        ("class World: pass", " has no method reset and no step and no close"),
+        ("World = 3", " has no method reset and no step and no close"),
         (
             "import hrl\nclass World(hrl.SingleTurn):\n    def __init__(self, size): pass",
             r"can't be made with environment.kwargs \(none\): missing a required argument: 'size'",
@@ -404,10 +404,10 @@ def test_an_environment_that_cannot_be_loaded_is_one_error_at_the_start(tmp_path
     monkeypatch.setenv("MY_KEY", "x")
     (tmp_path / "world.py").write_text(f"{source}\n")
     pool = EnvironmentPool(EnvironmentSpec.of(f"{tmp_path}/world.py:World"), settings(num_workers=2))
-    with pytest.raises(
-        EnvironmentLoadError, match=rf"^environment\.path: (?s:.*)world\.py can't be loaded: (?s:.*){told}"
-    ):
+    with pytest.raises(EnvironmentLoadError, match=rf"world\.py(?s:.*){told}") as refused:
         asyncio.run(pool.start())
+    first, *_ = str(refused.value).splitlines()
+    assert first.count("world.py") == 1 and str(refused.value).count("can't be ") <= 1, "nothing is said twice"
 
 
 def test_a_file_that_never_finishes_loading_is_given_up(tmp_path, monkeypatch):

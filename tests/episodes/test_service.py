@@ -465,7 +465,7 @@ def test_an_episode_that_is_cut_off_while_its_turn_is_sampled_withdraws_the_requ
 
 
 def test_a_first_prompt_that_is_too_long_names_the_key() -> None:
-    with pytest.raises(EpisodeError, match=r"its first prompt has \d+ tokens, more than data.max_prompt_length=5"):
+    with pytest.raises(EpisodeError, match=r"0: the first prompt has \d+ tokens, more than data.max_prompt_length=5"):
         play("Game", tasks(1), limits=Limits(5, 300))
 
 
@@ -495,5 +495,5 @@ def test_an_engine_that_fails_ends_the_batch_with_its_own_error() -> None:
 
 
 def test_an_environment_that_is_not_there_is_told_at_the_start() -> None:
-    with pytest.raises(EnvironmentLoadError, match="environment.path: .*Gaem"):
+    with pytest.raises(EnvironmentLoadError, match="no class or function 'Gaem'"):
         play("Gaem", tasks(1))

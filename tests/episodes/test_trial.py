@@ -14,6 +14,7 @@ from hrl.episodes.play import EpisodeTask, Limits
 from hrl.episodes.pool import environment_of
 from hrl.episodes.trial import Check, Record, Trial, TrialSetup, _masks, run_trial
 from hrl.episodes.trial_policy import Script, example
+from hrl.serve.agents import AgentDoor
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput
 from tests.data.conftest import make_tokenizer
@@ -34,7 +35,7 @@ def trial_of(name: str, tokenizer: Any = None, words: tuple[str, ...] = (), **se
         environment_of(config), config, Limits(2000, 2000), tokenizer, (tokenizer.eos_token_id,), {}, has_reward=False
     )
     return asyncio.run(
-        run_trial(setup, [task(number) for number in range(3)], Script(tokenizer, setup.stop_ids, words))
+        run_trial(setup, [task(number) for number in range(3)], Script(tokenizer, setup.stop_ids, words), AgentDoor)
     )
 
 
@@ -60,7 +61,7 @@ def test_an_environment_that_keeps_to_everything_fits() -> None:
         ("Unseeded", "repeats", '`reset` of episode 1 returned "Guess between 1 and 0."'),
         ("Shared", "repeats", "while others play in the same process"),
         ("ChangesItsRewards", "repeats", "turn 1 of episode 1 had, as its `reward`, 0.0, and"),
-        ("Breaks", "replies", "3 of 3 episodes failed, episode 1 first: "),
+        ("Breaks", "replies", "3 of 3 episodes failed:\nepisode 1: Breaks.step returned a dict, where"),
         ("Unpaid", "rewards", "set reward.functions"),
         ("ClosesBadly", "close", "`close` failed or took too long"),
     ],
@@ -69,6 +70,36 @@ def test_what_a_run_could_not_rely_on_is_found_and_nothing_else(name: str, check
     trial = trial_of(name)
     assert [one.name for one in trial.checks if one.is_right is False] == [check]
     assert says in found(trial)[check].says and not trial.fits
+
+
+def test_what_failed_is_told_once_and_nothing_is_said_of_what_nobody_played() -> None:
+    trial = trial_of("Reads")
+    assert {check.name for check in trial.checks} == {"replies", "close"}
+    says = found(trial)["replies"].says
+    assert says.startswith("3 of 3 episodes failed:\nepisode 1: Reads.reset failed:\nTraceback")
+    assert says.count("episode ") == 1, "the error is the same in all"
+    assert says.count("Traceback") == 1
+
+
+def test_a_column_that_the_row_lacks_is_told_with_those_that_it_has() -> None:
+    [line] = [line for line in found(trial_of("Reads"))["replies"].says.splitlines() if "NoColumnError" in line]
+    assert "the row has no column 'hnt'; it has prompt, hint. Did you mean hint?" in line
+    assert line.endswith("Rows that have it are named with data.train_files")
+    assert "__missing__" not in found(trial_of("Reads"))["replies"].says
+
+
+def test_an_environment_of_tools_without_one_is_told() -> None:
+    check = found(trial_of("NoTools"))["tools"]
+    assert check.is_right is None and "there are none for the policy to call" in check.says
+
+
+def test_an_agents_program_is_played_and_what_it_asked_for_is_trained() -> None:
+    trial = trial_of("Agent")
+    assert trial.fits, [check for check in trial.checks if check.is_right is False]
+    assert [episode.num_turns for episode in trial.episodes] == [2, 2, 2]
+    assert [message["content"] for message in trial.episodes[0].messages] == ["?", "1", "more", "2"]
+    assert [episode.turn_rewards for episode in trial.episodes] == [[None, 0.25]] * 3
+    assert found(trial)["repeats"].is_right is None and found(trial)["masks"].is_right
 
 
 def test_messages_that_lose_their_middle_and_limits_are_told() -> None:
@@ -108,7 +139,8 @@ def test_a_token_that_is_trained_in_another_context_is_found() -> None:
     record = Record(task(0), sampled=[([1, 2], SampleOutput([7, 8], [-1.0, -1.0], "stop", 0))])
 
     def judged(row: EpisodeRow) -> Check:
-        return _masks([Episode(("trial-0", 0), [row], [], [None], "done")], {("trial-0", 0): record})
+        [check] = _masks([Episode(("trial-0", 0), [row], [], [None], "done")], {("trial-0", 0): record})
+        return check
 
     right = EpisodeRow([1, 2], [7, 8], [1, 1], [-1.0, -1.0], [0, 0], [0, 0])
     assert judged(right).is_right

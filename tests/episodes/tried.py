@@ -2,9 +2,12 @@
 
 import asyncio
 import itertools
+import json
 import random
+import urllib.request
 
 import hrl
+from hrl.environments.agent import AgentEnvironment
 
 _shared = random.Random(7)
 _numbers = itertools.count()
@@ -84,3 +87,28 @@ class Tools(hrl.ToolEnvironment):
 class Described(Tools):
     def reset(self, row):
         return "To add, write a call of add with a and b."
+
+
+class NoTools(hrl.ToolEnvironment):
+    def answered(self, action):
+        return 1.0
+
+
+class Reads(Good):
+    def reset(self, row):
+        return row["hnt"]
+
+
+class Agent(AgentEnvironment):
+    """Asks twice, with nothing but the standard library."""
+
+    def run(self, row, client):
+        messages = list(row["prompt"])
+        for more in ("more", None):
+            body = json.dumps({"model": client.model, "messages": messages}).encode()
+            headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+            asked = urllib.request.Request(f"{client.base_url}/chat/completions", body, headers)
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                said = json.load(answer)["choices"][0]["message"]
+            messages += [said, {"role": "user", "content": more}]
+        return 0.25

@@ -94,6 +94,38 @@ def test_a_template_that_tells_its_parser_needs_no_look_at_the_engine(tokenizer,
     assert (found.problems, found.notes) == ([], [])
 
 
+def test_the_limits_of_episodes_and_what_reads_calls_are_facts(tokenizer, loaded):
+    loaded(has_tools=True)
+    found = look(tokenizer, environment__path="tools", environment__tools=["python"], environment__step_timeout_s=70)
+    facts = dict(found.facts)
+    assert facts["environment"] == "tools, at most 8 turns"
+    assert facts["parsers"] == "hermes reads tool calls (<tool_call> in the chat template)"
+    assert "a message of the environment 1,024 tokens; an episode 600, a call 70, a tool 30 s" in facts["episodes"]
+    assert facts["episodes"].endswith("2 environment processes")
+    named = look(tokenizer, environment__path="tools", environment__tool_parser="mistral")
+    assert dict(named.facts)["parsers"] == "mistral reads tool calls (environment.tool_parser)"
+
+
+def test_an_environment_of_tools_without_one_is_noted(tokenizer, loaded):
+    loaded(lacks_tools=True)
+    found = look(tokenizer, environment__path="tools", reward__functions=["data_source"])
+    assert "tools has no tools for the policy to call: environment.tools names none" in found.notes[0]
+    assert dict(found.facts)["parsers"].startswith("none")
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("a-b:Game", "is 'a-b:Game', where a file or a module and a name are expected"),
+        ("/no/game.py:Game", "can't be used: /no/game.py does not exist."),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_said_once(tokenizer, path, what):
+    [problem] = look(tokenizer, environment__path=path).problems
+    assert problem.key == "environment.path" and problem.what.startswith(what)
+    assert str(problem).count("environment.path") == 1
+
+
 @pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
 def test_a_parser_that_is_named_is_looked_up_for_any_environment(tokenizer, loaded, key):
     [problem] = look(tokenizer, environment__path="retry", **{f"environment__{key}": "hermess"}).problems
