@@ -1,9 +1,10 @@
 """`hrl env-test`: try an environment before a run.
 
-Name it as `environment.path` does: `my_env.py:Class`, `package.module:Class`, or a name of the list. Three episodes are played in it as a run
-plays them, by a script that needs no model, or by a real engine (`--engine vllm`). The conversations are shown with
-what would be trained, and what the policy did is done again, to see whether the same seed gives the same. Keys of a
-run, such as `data.train_files=rows.jsonl` or `environment.max_turns=4`, mean what they mean there.
+Name it as `environment.path` does: `my_env.py:Class`, `package.module:Class`, or a name of the list. Three episodes are
+played in it as a run plays them, by a script that needs no model, or by a real engine (`--engine vllm`). The
+conversations are shown with what would be trained, and what the policy did is done again, to see whether the same seed
+gives the same. Keys of a run, such as `data.train_files=rows.jsonl` or `environment.max_turns=4`, mean what they mean
+there.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ _ENGINES = ("scripted", "hf", "vllm")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what is tried, and who plays."""
-    parser.add_argument(
-        "environment", nargs="?", help="my_env.py:Class, package.module:Class, or a name that --list shows"
-    )
+    parser.add_argument("environment", nargs="?", help="my_env.py:Class, package.module:Class, or a name of --list")
     parser.add_argument("--model", help="folder, hub id or bundled:…; the quickstart's by default")
     parser.add_argument("--engine", choices=_ENGINES, default="scripted", help="who plays; by default a script")
     parser.add_argument(

@@ -104,7 +104,7 @@ def _limits(config: PPOTrainerConfig) -> str:
     seconds["a tool"] = settings.tool_timeout_s
     return (
         f"at most {', '.join(tokens)} tokens; {', '.join(f'{what} {limit:g}' for what, limit in seconds.items())} s; "
-        f"{count(settings.num_workers, 'environment process')}"
+        f"{count(settings.num_workers, 'environment process', 'environment processes')}"
     )
 
 
