@@ -46,6 +46,9 @@ _CPU_BATCH = 8
 """Prompts per step that hints suggest on a CPU, where a step then takes seconds to minutes."""
 _PATIENT_ON_CPU = 1024
 """Sequences per step beyond which a CPU takes hours; a default above this is refused on a CPU."""
+_LOOP = "agent_name"
+_LOOKED_AT = 1000
+"""Rows whose agent loops are looked at."""
 _SYNONYMS = {
     "prompt": ("question", "problem", "query", "instruction", "input", "text", "messages"),
     "data_source": ("source", "dataset", "origin", "task"),
@@ -113,6 +116,8 @@ def look_at_rows(
                 findings.facts.append(Fact(noun, _in_words(dataset, sources, reader)))
                 findings.facts += _of_each_source(noun, dataset, sources)
                 _look_at_last_turns(findings, key, dataset)
+                if isinstance(config, PPOTrainerConfig) and not config.environment.is_used:
+                    _look_at_loops(findings, key, dataset)
         found.append(dataset)
     if isinstance(config, PPOTrainerConfig) and config.data.sampler is not None and isinstance(found[0], RLHFDataset):
         with findings.about("data.sampler"):
@@ -130,6 +135,18 @@ def _look_at_last_turns(findings: Findings, key: str, rows: Any) -> None:
         findings.notes.append(
             f"{count(answered, 'prompt')} of {key} end with a message of the assistant, which the model is shown and "
             "answers once more. If it is the answer, data.prompt_key=messages data.map={messages: prompt} takes it off"
+        )
+
+
+def _look_at_loops(findings: Findings, key: str, rows: Any) -> None:
+    """Add a note if rows name agent loops of verl's, which would play several turns with them."""
+    if not isinstance(rows, RLHFDataset):
+        return
+    named = {str(rows.rows[index].columns.get(_LOOP)) for index in rows.known[:_LOOKED_AT]}
+    if loops := sorted(named - {"None", "single_turn_agent"}):
+        findings.notes.append(
+            f"rows of {key} name agent loops in a column {_LOOP} ({listing(loops)}), which nothing reads: there is no "
+            "environment.path, so every prompt has one answer. docs/coming-from-verl.md says what they become"
         )
 
 
@@ -392,7 +409,12 @@ def look_at_template(
             report = inspect_chat_template(
                 tokenizer, first["raw_prompt"], ids.stop, with_tools(kwargs, first.get("tools"))
             )
-            findings.facts.append(Fact("first prompt", report.shown_prompt))
+            of_row = (
+                "the row's, and what `reset` makes of it is shown by `hrl env-test`: "
+                if config.environment.pays
+                else ""
+            )
+            findings.facts.append(Fact("first prompt", f"{of_row}{report.shown_prompt}"))
             findings.notes += report.warnings_for_sampling()
             return
         findings.facts.append(Fact("first row", shortened(train.shown(train.rows[train.known[0]]))))

@@ -239,6 +239,16 @@ def test_an_answer_at_the_end_of_a_prompt_is_noted_and_can_be_taken_off(run, tmp
     assert (row.messages, row.reward_model) == (chat[:1], {"ground_truth": "two"})
 
 
+def test_rows_for_agent_loops_of_verl_are_noted_where_every_prompt_has_one_answer(run, tmp_path):
+    def noted(loop):
+        file = write_rows(tmp_path / f"{loop}.jsonl", [{**ROW, "agent_name": loop}] * 4)
+        return [note for note in run(**{"data.train_files": str(file)}).findings.notes if "agent_name" in note]
+
+    (note,) = noted("tool_agent")
+    assert "(tool_agent)" in note and "environment.path" in note
+    assert noted("single_turn_agent") == []
+
+
 def test_rows_that_cannot_be_read_are_not_missed_by_the_reward(run, tmp_path):
     (tmp_path / "reward.py").write_text("def compute_score(response, level):\n    return 1.0\n")
     (problem,) = refused(run, **{"data.train_files": "no_such.jsonl"})
