@@ -72,10 +72,10 @@ def test_what_the_page_tries_fits(
     assert cli.main(words[1:]) == 0
     out = capsys.readouterr().out
     if "--say" not in words:
-        is_written = [line.rstrip() for line in out.replace(f"{Path.cwd()}/", "").splitlines()]
+        is_written = " ".join(out.replace(f"{Path.cwd()}/", "").split())  # the path of the test's folder is longer
         (shown,) = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
         its_own = [line for line in shown.splitlines() if line != "…" and "the slowest call" not in line]
-        assert [line for line in its_own if line not in is_written] == []
+        assert [line for line in its_own if " ".join(line.split()) not in is_written] == []
     for check in ("replies", "masks", "rewards", "repeats", "close"):
         assert f"✓  {check}" in out
     assert "--say" in words or "the episodes' sums are 0.9, 0.5, 0.5" in out, "as on the page"
