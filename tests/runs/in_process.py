@@ -125,6 +125,9 @@ class InProcessEpisodes:
     def start(self) -> None:
         self._loop.run(self._service.start(), timeout_s=60.0, what="starting")
 
+    def listen(self) -> str:
+        return self._loop.run(self._service.listen(), timeout_s=60.0, what="listening")
+
     def inbox(self, batch: int) -> InProcessInbox:
         return InProcessInbox(self._service, self._loop, batch)
 

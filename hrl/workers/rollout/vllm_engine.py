@@ -26,7 +26,7 @@ import select
 import signal
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -232,7 +232,7 @@ class VllmEngine(RolloutEngine):
         params = self._vllm_params(sampling)
         if on_tokens is not None:
             return await self._generate_by_and_by(prompt_ids, params, request_id, on_tokens)
-        completion = await self._last(self._completions(prompt_ids, params, request_id), request_id)
+        completion = (await self._request(prompt_ids, params, request_id)).outputs[0]
         return self._sampled(completion.token_ids, completion.logprobs.logprobs, completion.finish_reason, request_id)
 
     async def _generate_by_and_by(
@@ -243,17 +243,16 @@ class VllmEngine(RolloutEngine):
         params.output_kind = RequestOutputKind.DELTA
         ids, log_probs = list[int](), list[float]()
 
-        async def told() -> AsyncIterator[Any]:
-            async for completion in self._completions(prompt_ids, params, request_id):
-                if completion.token_ids:
-                    new, theirs = list(completion.token_ids), list(completion.logprobs.logprobs)
-                    ids.extend(new)
-                    log_probs.extend(theirs)
-                    on_tokens(new, theirs)
-                yield completion
+        def told(output: Any) -> None:
+            (completion,) = output.outputs
+            if completion.token_ids:
+                new, theirs = list(completion.token_ids), list(completion.logprobs.logprobs)
+                ids.extend(new)
+                log_probs.extend(theirs)
+                on_tokens(new, theirs)
 
-        completion = await self._last(told(), request_id)
-        return self._sampled(ids, log_probs, completion.finish_reason, request_id)
+        last = await self._request(prompt_ids, params, request_id, told)
+        return self._sampled(ids, log_probs, last.outputs[0].finish_reason, request_id)
 
     def _sampled(
         self, token_ids: Iterable[int], log_probs: list[float], finish_reason: str | None, request_id: str
@@ -322,23 +321,24 @@ class VllmEngine(RolloutEngine):
         finally:
             task.cancel()
 
-    async def _completions(
-        self, prompt_ids: list[int], params: VllmSamplingParams, request_id: str
-    ) -> AsyncIterator[Any]:
-        """Yield vLLM's outputs for a request: one, or what is new, as its parameters say."""
+    async def _request(
+        self,
+        prompt_ids: list[int],
+        params: VllmSamplingParams,
+        request_id: str,
+        told: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Return vLLM's last output for a request; `told` gets each, if its parameters ask for several."""
         from vllm.inputs.engine import tokens_input
 
+        last = None
         try:
             async for output in self._running().generate(tokens_input(prompt_ids), params, request_id):
-                yield output.outputs[0]
+                last = output
+                if told is not None:
+                    told(output)
         except request_errors() as error:
             raise self._explain(error, f"request {request_id}") from error
-
-    @staticmethod
-    async def _last(completions: AsyncIterator[Any], request_id: str) -> Any:
-        last = None
-        async for completion in completions:
-            last = completion
         if last is None:
             raise RolloutError(f"request {request_id}: vLLM ended it without an output")
         return last
