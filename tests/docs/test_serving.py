@@ -55,4 +55,4 @@ def test_the_limits_of_the_page_are_those_of_the_server() -> None:
     limits = HttpLimits()
     assert f"(`--body-mib`, {limits.body_bytes >> 20})" in TEXT
     assert f"at most {limits.connections:,} of" in " ".join(TEXT.split())
-    assert f"a comment every {limits.still_there_s:g} s" in TEXT
+    assert f"A comment every {limits.still_there_s:g} s" in TEXT
