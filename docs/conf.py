@@ -57,7 +57,10 @@ nitpick_ignore_regex = [
     # The configuration has a page of its own, by key.
     ("py:.*", r"(hrl\.config\..*\.)?(OfflineConfig|PPOTrainerConfig|RunConfiguration|Section)"),
     # Aliases, which autodoc spells out where they are explained, and a type variable.
-    ("py:.*", r"Rewards|Rows|hrl\.single_controller\.dispatch\.F|hrl\.environments\.tool_functions\.AnyFunction"),
+    (
+        "py:.*",
+        r"OnTokens|Rewards|Rows|hrl\.single_controller\.dispatch\.F|hrl\.environments\.tool_functions\.AnyFunction",
+    ),
     ("py:.*", "project"),  # a method of a generated class, which has no page
     ("py:.*", r"dict\[str|.*Mapping\[str"),  # types that Sphinx cuts at their comma
     # What hrl makes and hands over; nobody else makes one, and its fields are explained where it is given.

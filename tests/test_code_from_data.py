@@ -31,6 +31,7 @@ FLAGS = {("shell", True), ("allow_pickle", True), ("weights_only", False), ("tru
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("hrl/__init__.py", "import_module()"): (1, "modules of a table in this file"),
     ("hrl/config/__init__.py", "import_module()"): (1, "modules of a table in this file"),
+    ("hrl/environments/loading.py", "import_module()"): (1, "the user's own class, by its module, in its own process"),
     ("hrl/environments/registry.py", "import_module()"): (1, "modules of a table in this file"),
     ("hrl/environments/sandbox_child.py", "compile()"): (3, "the policy's program, in the process that is its sandbox"),
     ("hrl/environments/sandbox_child.py", "exec()"): (1, "the policy's program, in the process that is its sandbox"),

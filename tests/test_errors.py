@@ -25,6 +25,9 @@ SIGNALS = {
     "RequestRefusedError",
     "RunStoppedError",
     "UnsafeError",
+    "NoColumnError",
+    "NotPickledError",
+    "RoundOverError",
 }
 
 

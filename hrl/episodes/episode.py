@@ -49,7 +49,6 @@ class Episode:
         error: What failed, if something did.
         num_tool_calls, num_tool_errors: Over all turns; a call that could not be read is one that failed.
         num_unread_calls: Of these, turns in which a call was begun that could not be read.
-        is_cut_short: Whether the policy's last turn was cut off by a limit of tokens.
         num_cut_observations: Texts of the environment that lost their middle, since they were too long.
         engine_s, environment_s: Seconds that the episode waited for the engine and for its environment.
         attempts: How often it was begun; more than 1 where its environment's process had died.
@@ -65,7 +64,6 @@ class Episode:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     num_unread_calls: int = 0
-    is_cut_short: bool = False
     num_cut_observations: int = 0
     engine_s: float = 0.0
     environment_s: float = 0.0

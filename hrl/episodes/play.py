@@ -194,7 +194,6 @@ class _Play:
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     num_unread_calls: int = 0
-    is_cut_short: bool = False
     engine_s: float = 0.0
     environment_s: float = 0.0
 
@@ -230,7 +229,6 @@ class _Play:
             num_tool_calls=self.num_tool_calls,
             num_tool_errors=self.num_tool_errors,
             num_unread_calls=self.num_unread_calls,
-            is_cut_short=self.is_cut_short,
             num_cut_observations=0 if self.transcript is None else self.transcript.num_cut_texts,
             engine_s=self.engine_s,
             environment_s=self.environment_s,
@@ -363,7 +361,6 @@ class Player:
             play.texts.append(parsed.text)
             play.num_tool_calls += len(parsed.tool_calls) + (parsed.error is not None)
             play.num_unread_calls += parsed.error is not None
-            play.is_cut_short = output.finish_reason == "length"
             action = Action(
                 text=parsed.text,
                 token_ids=tuple(output.token_ids),
@@ -383,7 +380,7 @@ class Player:
             # The environment knows whether its task is over, whatever the last tokens of its last turn would have been.
             if result.done and not result.truncated:
                 return "done"
-            if play.is_cut_short and len(output.token_ids) == left:
+            if output.finish_reason == "length" and len(output.token_ids) == left:
                 return "max_tokens"
             if result.done:
                 return "truncated"

@@ -105,7 +105,7 @@ def _finish_reason(episode: Episode) -> FinishReason:
     """Return how the engine would say that an episode ended."""
     if episode.end == "failed":
         return "abort"
-    return "length" if episode.is_truncated or episode.is_cut_short else "stop"
+    return "length" if episode.is_truncated else "stop"
 
 
 def policy_version_of(batch: DataProto) -> int | None:

@@ -84,5 +84,6 @@ def test_two_engines_play_the_episodes_of_one_token_by_token(hosts: list[Rollout
         (of_one,), (of_two,) = a.rows, b.rows
         assert of_one.prompt_ids == of_two.prompt_ids and of_one.response_ids == of_two.response_ids
         assert (of_one.mask, of_one.turns) == (of_two.mask, of_two.turns)
-        assert of_one.log_probs == pytest.approx(of_two.log_probs, abs=1e-5)
+        # Sums over a batch of another size are rounded otherwise; near -13, a float32 has steps of 1e-6.
+        assert of_one.log_probs == pytest.approx(of_two.log_probs, abs=1e-4)
     assert len({tuple(episode.rows[0].response_ids) for episode in one}) == EPISODES, "each has seeds of its own"

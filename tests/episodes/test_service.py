@@ -338,7 +338,7 @@ class Says(Lost):
 @pytest.mark.parametrize(
     ("limit", "result", "end", "finish"),
     [
-        (2, StepResult(done=True), "done", "length"),
+        (2, StepResult(done=True), "done", "stop"),
         (2, StepResult(done=True, truncated=True), "max_tokens", "length"),
         (2, StepResult("go on"), "max_tokens", "length"),
         (3, StepResult(done=True), "done", "stop"),
@@ -364,7 +364,7 @@ def test_what_the_environment_calls_done_is_done_also_of_a_turn_that_was_cut_off
         non_tensors={"uid": object_column(["u0"]), "sample_index": object_column([0])},
     )
     batch = episode_batch(asked, [episode], prompt_width=99, response_width=limit, pad_id=0)
-    assert batch.non_tensor_batch["finish_reason"].tolist() == [finish], "as for a single response"
+    assert batch.non_tensor_batch["finish_reason"].tolist() == [finish]
 
 
 @pytest.mark.parametrize("environment", [SingleTurn(), ToolEnvironment()])
