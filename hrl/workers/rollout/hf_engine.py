@@ -181,12 +181,16 @@ class HfEngine(RolloutEngine):
 
     async def _run_waiting(self) -> None:
         await asyncio.sleep(0)  # let the other requests of the wave arrive
-        while self._waiting:
-            self._batch, self._waiting = self._waiting[: self._max_num_seqs], self._waiting[self._max_num_seqs :]
+        while waiting := [request for request in self._waiting if not request.done.cancelled()]:
+            self._batch, self._waiting = waiting[: self._max_num_seqs], waiting[self._max_num_seqs :]
             try:
                 outputs = await self._in_thread(self._sample, self._running(self._model), self._batch)
+            except RolloutError:
+                raise
             except (RuntimeError, ValueError) as error:  # these requests can't be sampled; others perhaps can
-                _fail(self._batch, error)
+                failure = RolloutError(f"the transformers engine could not sample: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                _fail(self._batch, failure)
                 continue
             for request, output in zip(self._batch, outputs, strict=True):
                 if not request.done.done():
@@ -220,6 +224,7 @@ class HfEngine(RolloutEngine):
             logits = result.logits[:, -1].float()
             next_ids = torch.zeros(len(batch), 1, dtype=torch.int64)
             for row, request in enumerate(batch):
+                running[row] = running[row] and not request.done.cancelled()
                 if not running[row]:
                     continue
                 token, log_prob = draw(logits[row].cpu(), request.sampling, generators[row])

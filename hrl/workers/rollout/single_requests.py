@@ -128,14 +128,15 @@ async def serve_requests(
         nonlocal num_answered
         try:
             output = await engine.generate(request.token_ids.tolist(), request.sampling, f"request-{request.number}")
+            answer = _checked(request, output, engine.policy_version, vocab_size)
         except RolloutError as error:
             if not request.may_fail or isinstance(error, EngineDeadError | EngineUnusableError):
                 raise
             logger.warning("%s was given up: %s", request.name, error)
-            output = SampleOutput([], [], "abort", engine.policy_version)
+            given_up = SampleOutput([], [], "abort", engine.policy_version)
+            answer = _checked(request, given_up, engine.policy_version, vocab_size)
         finally:
             running.pop(request.number, None)
-        answer = _checked(request, output, engine.policy_version, vocab_size)
         num_answered += 1
         finished.append(answer)
         if len(finished) == 1:  # what ends in the same iteration of the engine goes together

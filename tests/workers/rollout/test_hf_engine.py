@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.hf_engine import draw, truncate
+from hrl.workers.rollout import hf_engine
+from hrl.workers.rollout.base import RolloutError
+from hrl.workers.rollout.hf_engine import HfEngine, draw, truncate
 from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
 from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows, score
@@ -139,13 +143,50 @@ def test_truncation_keeps_the_most_likely_tokens_and_their_proportions(seed, top
     torch.testing.assert_close(shift, shift[:1].expand_as(shift), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), IndexError("index 9 is out of range")])
-def test_whatever_ends_the_sampling_reaches_the_requests_at_once(host, error, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [(RuntimeError("out of memory"), RolloutError), (IndexError("index 9 is out of range"), IndexError)],
+)
+def test_whatever_ends_the_sampling_reaches_the_requests_at_once(host, error, seen, monkeypatch):
     def fail(*_: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(host.engine, "_sample", fail)
-        with pytest.raises(type(error), match=str(error)):
+        with pytest.raises(seen, match=str(error)):
             sample(host, prompt_batch(PROMPTS, n=4, width=4))
     assert len(sample(host, prompt_batch(PROMPTS, n=1, width=4))) == 3
+
+
+def test_what_is_cancelled_is_not_sampled_any_further(folder, monkeypatch):
+    drawn = []
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        engine = HfEngine(
+            engine_setup("hf", folder, TokenIds(0, (), models.VOCAB), 64, dtype="float32", max_num_seqs=1)
+        )
+        await engine.start()
+        gone, waiting, kept = (
+            asyncio.create_task(engine.generate([5, 6], SamplingParams(max_tokens=n), str(n))) for n in (50, 40, 2)
+        )
+        cancelled = threading.Event()
+
+        def cancel() -> None:
+            gone.cancel()
+            waiting.cancel()
+            cancelled.set()
+
+        def draw_and_cancel(logits, sampling, generator):
+            drawn.append(sampling.max_tokens)
+            if len(drawn) == 3:
+                loop.call_soon_threadsafe(cancel)
+                assert cancelled.wait(30)
+            return draw(logits, sampling, generator)
+
+        monkeypatch.setattr(hf_engine, "draw", draw_and_cancel)
+        assert len((await asyncio.wait_for(kept, 30)).token_ids) == 2
+        await engine.shutdown()
+
+    asyncio.run(play())
+    assert drawn == [50, 50, 50, 2, 2]

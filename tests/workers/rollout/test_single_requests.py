@@ -101,6 +101,15 @@ def test_a_request_from_outside_that_fails_ends_nothing_but_itself_unless_the_en
         assert count == 2 and sorted(number for numbers in given for number in numbers) == [1, 2]
 
 
+def test_an_answer_that_cannot_be_ends_a_request_from_outside_alone() -> None:
+    async def answer(prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        return SampleOutput([VOCAB], [-0.1], "stop", 3) if prompt[0] == 2 else await echo(prompt, sampling, request_id)
+
+    work = [EngineWork([request(1), replace(request(2), may_fail=True)]), EngineWork(), EngineWork()]
+    count, given = serve(work, answer)
+    assert count == 2 and sorted(number for numbers in given for number in numbers) == [1, 2]
+
+
 def test_an_engine_that_dies_ends_it_with_its_own_error_while_others_wait() -> None:
     async def dying(prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         if prompt[0] == 2:
