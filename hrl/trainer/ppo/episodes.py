@@ -83,10 +83,10 @@ class EpisodeDriver:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._address is not None:  # first: the key goes with the run, also where the shutdown fails
+            self._address.unlink(missing_ok=True)
         if self._actor is not None:
             self._actor.shutdown()
-        if self._address is not None:
-            self._address.unlink(missing_ok=True)
 
     def begin_start(self, rewards: Any) -> None:
         """Begin to start the processes.

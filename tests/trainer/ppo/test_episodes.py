@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -276,3 +277,16 @@ def test_the_end_of_the_service_is_told_as_the_driver_knows_it_and_what_fails_on
     with pytest.raises((EpisodeServiceError, WorkerError), match=told) as end:
         driver.play(asked, engines, StepMetrics())  # type: ignore[arg-type]
     assert may_pass(end.value) == isinstance(seen, EpisodeServiceError)
+
+
+def test_the_key_for_others_goes_with_the_run_even_where_the_service_fails_to_shut_down(tmp_path: Path) -> None:
+    class Stuck:
+        def shutdown(self) -> None:
+            raise RuntimeError("stuck")
+
+    driver = EpisodeDriver.__new__(EpisodeDriver)
+    driver._actor, driver._address = Stuck(), tmp_path / "serving.env"
+    driver._address.write_text("KEY=1")
+    with pytest.raises(RuntimeError, match="stuck"), driver:
+        pass
+    assert not (tmp_path / "serving.env").exists()
