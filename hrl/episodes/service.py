@@ -217,7 +217,7 @@ class EpisodeService:
                 episode = await self._player.play(task, ends_at)
             self.router.forget(task.key)
             if reward_round is not None:
-                texts = turn_texts(episode)
+                texts = [] if episode.end == "failed" else turn_texts(episode)
                 self._setup.rewards.submit.remote(reward_round, task.key, last_answer(episode), texts)
             return episode
 

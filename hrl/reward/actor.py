@@ -119,7 +119,8 @@ class RewardLoop:
         """Queue a finished sample for scoring; `turns` is what the policy wrote in each turn of an episode.
 
         The sender doesn't wait for an answer. A sample that is refused (it was not announced, was submitted before, or
-        isn't plain data) is therefore reported by the next `collect`.
+        isn't plain data) is therefore reported by the next `collect`. An episode of no turn is worth 0, and nobody is
+        asked: it did not begin, or failed.
         """
         with self._changed:
             state = self._steps.get(step)
@@ -131,6 +132,11 @@ class RewardLoop:
             elif key in state.submitted:
                 self._refuse(state.title, key, "the sample was submitted twice")
             else:
+                if turns is not None and not turns:
+                    future = state.submitted[key] = Future()
+                    future.add_done_callback(functools.partial(self._note, state, key))
+                    future.set_result(RewardOutcome("ok", 0.0))
+                    return
                 row = state.rows[key]
                 name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
                 try:

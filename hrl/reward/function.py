@@ -338,7 +338,7 @@ def read_reward(value: object) -> tuple[float | None, dict[str, Any]]:
         raise RewardFunctionError(
             f"returned a dict of {len(value):,} entries, and each would be a metric: return at most {_MOST_PARTS}"
         )
-    if "score" not in value and TURN_SCORES not in value:
+    if "score" not in value and value.get(TURN_SCORES) is None:
         raise RewardFunctionError(f"returned a dict without the key 'score'; it has {sorted(map(_name, value))}")
     given = value.get("score", 0.0)
     score = None if given is None else _finite(given, "returned as 'score'")

@@ -210,7 +210,7 @@ def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[st
             if parts[name] is not None:
                 steps[name] = of_turns
         if "pred" in own and "pred" not in parts:
-            of_answer = parts[name]
+            of_answer = None if parts[name] is None else parts[name] + sum(of_turns or ())
         for part, number in own.items():
             parts[part if part in _DECIDES and part not in parts else f"{name}/{part}"] = number
         if parts[name] is not None:

@@ -91,6 +91,13 @@ def test_results_come_in_the_order_of_the_rows_whatever_finishes_first(strict):
     assert column(batch, "pred") == list("012345")
 
 
+def test_an_episode_of_no_turn_is_worth_0_and_no_function_sees_it(strict):
+    strict.begin(9, rows(2))
+    strict.submit(9, ("g", 0), "raise", [])
+    strict.submit(9, ("g", 1), "1", ["1"])
+    assert scores(strict.collect(9, deadline_s=20)) == [0.0, 1.0]
+
+
 def test_samples_are_scored_while_others_are_still_to_come(strict):
     strict.begin(1, [RewardRow(0, "s", "1", {"sleep_s": 0.8}), RewardRow(1, "s", "1", {})])
     strict.submit(1, 0, "1")

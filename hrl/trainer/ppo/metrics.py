@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -81,8 +82,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advan
     if counted.any():
         metrics["reward/mean"] = metrics["critic/score/mean"]
         metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
-        # Rewards of several turns are added up in another order on each side.
-        if not torch.allclose(scores[counted].float(), trained_on[counted].float(), rtol=1e-5, atol=1e-6):
+        is_same = torch.equal
+        if "turn_index" in columns:  # rewards of several turns are added up in another order on each side
+            is_same = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6)
+        if not is_same(scores[counted].float(), trained_on[counted].float()):
             metrics["reward/shaped_mean"] = float(trained_on[counted].float().mean())
             metrics["reward/shaped_std"] = float(trained_on[counted].float().std(unbiased=False))
         groups = group_codes(batch.non_tensor_batch["uid"])

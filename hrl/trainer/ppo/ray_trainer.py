@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -138,7 +139,9 @@ class RayPPOTrainer(TrainingLoop):
         if self.episodes is not None:
             self.episodes.start()
             if (address := self.episodes.open_to_others(self.reporter.folder.path)) is not None:
-                self.reporter.console.note(f"the policy can be asked while it is trained: source {address}")
+                self.reporter.console.note(
+                    f"the policy can be asked while it is trained: source {shlex.quote(str(address))}"
+                )
         elif self.rewards.sink is not None:
             self.workers.rollout.set_reward_sink(self.rewards.sink)
 

@@ -6,7 +6,6 @@ still generated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -151,7 +150,7 @@ class RewardService:
             metrics: Receives the counters of the reward function and the means of the parts.
             validate: The batch was announced as that of a validation.
             of_environment: (B,), what an environment gave to each over all turns, nan where it gave nothing; None
-                without an environment. It is a part of the reward where there are others.
+                without an environment. It is a part of the reward where there are others, and it paid anybody.
             lengths: (B,), the tokens that a length penalty counts; None counts those of the response.
             counts: (B,) bool, rows whose rewards count, in whatever statistics; None counts all.
 
@@ -186,11 +185,13 @@ class RewardService:
         except NonFiniteScoreError as error:
             uid, sample = sample_keys(batch)[error.row]
             raise RewardError(f"{error.what} in {title}: uid {uid}, sample {sample}. {error.way_out}") from error
+        paid = of_environment if self.gives_scores and of_environment is not None else None
+        paid = None if paid is None or paid.isnan().all() else paid.nan_to_num(nan=0.0)
         for row, part in enumerate(parts):
             if model_scores is not None:
                 part["reward_model"] = float(model_scores[row])
-            if of_environment is not None and self.gives_scores and not math.isnan(of_environment[row]):
-                part["environment"] = float(of_environment[row])
+            if paid is not None:  # an episode that was not paid has 0, as in its score
+                part["environment"] = float(paid[row])
             if self._reward.overlong_buffer.enable:
                 part["overlong"] = float(combined.overlong[row])
         parts = [part if counted else {} for part, counted in zip(parts, counted_rows, strict=True)]

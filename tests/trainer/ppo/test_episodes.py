@@ -232,7 +232,7 @@ def test_rewards_of_episodes_that_do_not_count_are_in_no_statistic() -> None:
     assert "reward/environment/mean" not in metrics, "it is all of the reward"
 
 
-def test_what_an_environment_paid_is_a_part_of_the_reward_beside_others_and_where_it_paid() -> None:
+def test_what_an_environment_paid_is_a_part_of_the_reward_beside_others_where_it_paid_anybody() -> None:
     service = RewardService.__new__(RewardService)
     config = PPOTrainerConfig.model_validate({"environment": {"path": "x.py:X"}})
     service._reward, service._loop, service._has_model = config.reward, None, True
@@ -242,8 +242,8 @@ def test_what_an_environment_paid_is_a_part_of_the_reward_beside_others_and_wher
     batch.batch["rm_scores"] = torch.tensor([0.5, 0.25, 2.0])
     combined = service.collect(batch, metrics, of_environment=torch.tensor([1.0, math.nan, 0.0]), lengths=torch.ones(3))
     assert combined.plain.tolist() == [1.5, 0.25, 2.0]
-    assert [part.get("environment") for part in batch.non_tensor_batch["reward_parts"]] == [1.0, None, 0.0]
-    assert metrics["reward/environment/mean"] == 0.5
+    assert [part.get("environment") for part in batch.non_tensor_batch["reward_parts"]] == [1.0, 0.0, 0.0]
+    assert metrics["reward/environment/mean"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
