@@ -217,12 +217,18 @@ def test_scores_of_turns_reach_the_batch_from_the_functions_and_count_in_validat
     assert metrics["reward/turn_scores/mean"] == 0.75
 
 
-def test_rewards_of_episodes_that_do_not_count_are_in_no_statistic() -> None:
+def reward_service(*, has_model: bool) -> RewardService:
+    """The driver's side of rewards, without a reward function."""
     service = RewardService.__new__(RewardService)
     config = PPOTrainerConfig.model_validate({"environment": {"path": "x.py:X"}})
-    service._reward, service._loop, service._has_model = config.reward, None, False
+    service._reward, service._loop, service._has_model = config.reward, None, has_model
     service._max_response_tokens, service._rounds = 4, {False: (1, "step 1"), True: (0, "")}
     service.shaping = RewardShaping({})
+    return service
+
+
+def test_rewards_of_episodes_that_do_not_count_are_in_no_statistic() -> None:
+    service = reward_service(has_model=False)
     batch, metrics = batch_of().select_idxs([1, 2]), StepMetrics()
     counts = torch.tensor([True, False])
     combined = service.collect(
@@ -233,11 +239,7 @@ def test_rewards_of_episodes_that_do_not_count_are_in_no_statistic() -> None:
 
 
 def test_what_an_environment_paid_is_a_part_of_the_reward_beside_others_where_it_paid_anybody() -> None:
-    service = RewardService.__new__(RewardService)
-    config = PPOTrainerConfig.model_validate({"environment": {"path": "x.py:X"}})
-    service._reward, service._loop, service._has_model = config.reward, None, True
-    service._max_response_tokens, service._rounds = 4, {False: (1, "step 1"), True: (0, "")}
-    service.shaping = RewardShaping({})
+    service = reward_service(has_model=True)
     batch, metrics = batch_of(), StepMetrics()
     batch.batch["rm_scores"] = torch.tensor([0.5, 0.25, 2.0])
     combined = service.collect(batch, metrics, of_environment=torch.tensor([1.0, math.nan, 0.0]), lengths=torch.ones(3))
