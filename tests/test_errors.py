@@ -20,6 +20,7 @@ SIGNALS = {
     "NonFiniteScoreError",
     "RowError",
     "GarbledError",
+    "GoneError",
     "LeftOutError",
     "NotBegunError",
     "RequestRefusedError",

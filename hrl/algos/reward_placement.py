@@ -14,6 +14,7 @@ from torch import Tensor
 from hrl.algos.masked import keep
 
 TurnRewards = Sequence[float | None]
+TokenRewards = Sequence[Sequence[float] | None]
 
 
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
@@ -135,6 +136,52 @@ def place_turn_rewards(
         num_moved=int((found & ~has_token).sum()),
         num_lost=int((given & ~has_target).sum()),
     )
+
+
+def place_token_rewards(
+    token_rewards: Sequence[TokenRewards] | np.ndarray,
+    turn_rewards: Sequence[TurnRewards] | np.ndarray,
+    turn_index: Tensor,
+    response_mask: Tensor,
+    episode_ids: NDArray[np.int64] | None = None,
+) -> tuple[Tensor, list[list[float | None]]]:
+    """Put the rewards of tokens on these, and return them with what is left of the turns' for `place_turn_rewards`.
+
+    What a turn sampled stands in one row of its episode, and is trained there or not at all. Where it is not, the
+    turn's reward is left whole.
+
+    Args:
+        token_rewards: `(B,)`, for each row and each turn of its episode the rewards of the tokens that the turn
+            sampled, or None; nothing where no turn has any.
+        turn_rewards: `(B,)`, with the sums of these.
+        turn_index: As for `place_turn_rewards`.
+        response_mask: `(B, R)`.
+        episode_ids: As for `place_turn_rewards`.
+
+    Returns:
+        `(B, R)` float32; and the turns' rewards without those.
+
+    Raises:
+        ValueError: A turn has another number of trained tokens than of rewards; names row and turn.
+    """
+    placed = torch.zeros(response_mask.shape)
+    mask, turn_of = response_mask.bool().cpu(), turn_index.cpu()
+    episodes = range(len(mask)) if episode_ids is None else episode_ids.tolist()
+    paid: dict[tuple[int, int], float] = {}
+    for row, (episode, of_turns) in enumerate(zip(episodes, token_rewards, strict=True)):
+        for turn, rewards in enumerate(of_turns):
+            columns = (mask[row] & (turn_of[row] == turn)).nonzero()[:, 0] if rewards is not None else ()
+            if rewards is None or not len(columns):
+                continue
+            if len(columns) != len(rewards):
+                raise ValueError(f"row {row}, turn {turn}: {len(columns)} trained tokens, {len(rewards)} token rewards")
+            placed[row, columns] = torch.tensor(rewards)
+            paid[episode, turn] = math.fsum(rewards)
+    left = [
+        [(reward or 0.0) - paid[episode, turn] if (episode, turn) in paid else reward for turn, reward in enumerate(of)]
+        for episode, of in zip(episodes, turn_rewards, strict=True)
+    ]
+    return placed.to(response_mask.device), left
 
 
 def _rewards_of_episodes(

@@ -763,17 +763,20 @@ def _sums(values: np.ndarray, parts: list[list[int]]) -> np.ndarray:
 
 
 def _share_by_count(rows: RowLengths, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
-    """Give every rank the same number of rows, give or take one, of about equal cost; whole groups if they divide.
+    """Give every rank the same number of rows, give or take one, so that the heaviest rank is as light as was found.
 
-    Rows of trees are dealt out in their order instead: what is next to each other has the most in common.
+    Groups stay whole where that is even; else they are cut into neighbours, which have the most in common, as many as
+    an even deal needs.
     """
-    if rows.shared is not None:
-        return np.array_split(positions, world_size)
-    units: _Units = rows.runs(positions) if rows.share_prefix else []
-    if len(units) % world_size or len({len(unit) for unit in units}) != 1:
-        units = positions[:, None]
-    bins = balance(rows.cost(units), world_size, equal_size=True)
-    return [np.sort(_flat(_pick(units, share))) for share in bins]
+    groups = rows.runs(positions) if rows.share_prefix else []
+    size = len(groups[0]) if len({len(group) for group in groups}) == 1 else 1
+    found = [np.array_split(positions, world_size)] if rows.shared is not None else []
+    for length in (length for length in range(size, 0, -1) if size % length == 0):
+        units = positions.reshape(-1, length)
+        if length == 1 or len(units) % world_size == 0:
+            bins = balance(rows.cost(units), world_size, equal_size=True)
+            found.append([np.sort(_flat(units[share])) for share in bins])
+    return min(found, key=lambda shares: max(float(rows.cost(rows.runs(share)).sum()) for share in shares))
 
 
 def _in_order(rows: RowLengths, share: np.ndarray, max_rows: int, max_tokens: int) -> Iterator[np.ndarray]:

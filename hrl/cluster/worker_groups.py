@@ -274,7 +274,7 @@ class WorkerGroups:
             self._weight_group = self.actor.open_weight_broadcast(self.rollout.world_size, address)
 
     def sync_weights(self, version: int, timeout_s: float) -> dict[str, float]:
-        """Give every engine the policy's weights as `version`, and return the sender's figures as metrics.
+        """Give every engine the policy's weights as `version`, and return the sender's and engines' figures as metrics.
 
         On separate pools there is one group of trainer rank 0 and all processes of all engines. Engines that are alone
         keep the weights of the model's folder.
@@ -285,7 +285,7 @@ class WorkerGroups:
         if self.actor is self.rollout:  # weights pass by memory handles within each process
             engines = [engine for engine in actor.sync_weights(version) if engine]
             slowest = max(engines, key=lambda engine: engine["weight_sync/seconds"])
-            return slowest | _least_read_back(engines)
+            return slowest | _over_engines(engines)
         receiving = rollout.receive_weights(version, *self._weight_group)
         sending = actor.send_weights(version)
         try:
@@ -294,7 +294,7 @@ class WorkerGroups:
             if error.method.endswith(".send_weights"):
                 _raise_cause_in(receiving, error)
             raise
-        return senders[0] | _least_read_back([engine for engine in engines if engine])
+        return senders[0] | _over_engines([engine for engine in engines if engine])
 
     def save(self, folder: Path, contents: Sequence[str]) -> list[Path]:
         """Have the state of every model that learns written below `folder`, and a transformers folder `hf` where asked.
@@ -406,6 +406,9 @@ def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:
         raise cause from consequence
 
 
-def _least_read_back(engines: Sequence[dict[str, float]]) -> dict[str, float]:
-    key = "weight_sync/read_back_tensors"
-    return {key: min(engine[key] for engine in engines)} if engines else {}
+def _over_engines(engines: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the least that an engine read back, and what was counted in all."""
+    least, counted = "weight_sync/read_back_tensors", "rollout/split_waves"
+    metrics = {least: min(engine[least] for engine in engines)} if engines else {}
+    waves = sum(engine.get(counted, 0.0) for engine in engines)
+    return metrics | ({counted: waves} if waves else {})

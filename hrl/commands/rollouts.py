@@ -17,7 +17,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--end",
         action="append",
         metavar="WHY",
-        help="only those that ended so: done, truncated, max_turns, max_tokens, deadline or failed; stop or length",
+        help="only those that ended so: done, truncated, max_turns, max_prompt, max_tokens, deadline or failed; stop "
+        "or length",
     )
     parser.add_argument("--limit", type=at_least_one, default=10, help="how many to show; 10 by default")
     parser.add_argument("--val", action="store_true", help="samples of the validation after the step")

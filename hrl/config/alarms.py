@@ -59,8 +59,8 @@ ALARMS: Mapping[str, Alarm] = {
     "no_tokens": Alarm(
         1.0,
         "no sample has a token to learn from, for {} step",
-        "every answer is empty, or the reward function left all of them out",
-        "`response/aborted_ratio` tells which; look at the prompts and at the stop tokens",
+        "every answer is empty, or the reward function left all of them out, or every episode was too late",
+        "`response/aborted_ratio` and `episode/num_late` tell which; look at the prompts and at the stop tokens",
     ),
     "truncation": Alarm(
         0.5,

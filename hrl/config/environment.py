@@ -18,9 +18,12 @@ class EnvironmentConfig(Section):
 
     path: str | None = None
     """The environment: `my_env.py:Class`, `package.module:Class`, or a name that `hrl env-test --list` shows. A row's
-    column `env` names another one."""
+    column `env` may name another one."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor. A text `env:NAME` stands for the environment variable NAME."""
+    row_environments: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Environments that a row's `env` names, with arguments of their constructors as in `kwargs`. `mcp`, `openenv` and
+    `verifiers` can't be named by rows otherwise."""
     tools: list[str] = Field(default_factory=list)
     """What the policy may call, where the environment is `tools`: Python functions, as `my_tools.py:function`
     or `package.module:function`, or `python`, which runs programs in a sandbox."""
@@ -42,7 +45,8 @@ class EnvironmentConfig(Section):
     tool_timeout_s: PositiveFloat = 30.0
     """Seconds that one call of a tool may take; the policy is told when it takes longer."""
     episode_timeout_s: PositiveFloat = 600.0
-    """Seconds after which an episode is cut off, with all its attempts."""
+    """Seconds that an episode may take, with all its attempts; one that takes longer is cut off and trains nothing.
+    Time in which it waits for the engine does not count."""
     memory_limit_gib: PositiveFloat | None = 8.0
     """Address space of one such process in GiB; null sets no limit."""
     env: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(=.*)?$")]] = Field(default_factory=list)
@@ -53,8 +57,9 @@ class EnvironmentConfig(Section):
     max_attempts: PositiveInt = 2
     """How often an episode is begun before it counts as failed, where its process dies."""
     on_truncation: Literal["score", "mask", "bootstrap"] = "score"
-    """What becomes of an episode that a limit cut off: it has the rewards that it got (score), it trains nothing
-    (mask), or it has the rewards that it got and behind them what the critic expects (bootstrap)."""
+    """What becomes of an episode that was cut off, by its environment or by a limit other than seconds: it has the
+    rewards that it got (score), it trains nothing (mask), or it has the rewards that it got and behind them what the
+    critic expects (bootstrap)."""
     max_concurrent_episodes: Annotated[NonNegativeInt, Unit("episodes")] = 0
     """Episodes that are played at the same time; 0 plays all of a step at once."""
 

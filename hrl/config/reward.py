@@ -27,6 +27,7 @@ FUNCTION_NAMES = (
     "multiple_choice",
     "exact_match",
     "reasoning_gym",
+    "code",
     "regex",
     "tags",
     "length",

@@ -25,6 +25,7 @@ from hrl.config.trainer import BATCH_SHARE, JSON_CONSOLE
 from hrl.errors import Problem, Reason
 from hrl.masking import is_secret_variable, is_written_secret
 from hrl.nearest import did_you_mean
+from hrl.processes.sandbox import TIME_S
 
 Rule = Callable[[Any], Iterator[Problem]]
 """A rule; it takes the configuration of those kinds of run that list it."""
@@ -321,6 +322,8 @@ def _variables_written_out(key: str, variables: Sequence[str]) -> Iterator[Probl
 def environments_name_their_secrets(config: PPOTrainerConfig) -> Iterator[Problem]:
     """An argument of an environment that holds a secret names the variable that has it; so does `environment.env`."""
     yield from _arguments_written_out("environment.kwargs", "", config.environment.kwargs)
+    for name, kwargs in config.environment.row_environments.items():
+        yield from _arguments_written_out(f"environment.row_environments.{name}", "", kwargs)
     yield from _variables_written_out("environment.env", config.environment.env)
 
 
@@ -331,6 +334,23 @@ def a_tool_ends_before_its_turn(config: PPOTrainerConfig) -> Iterator[Problem]:
         what = f"is {settings.tool_timeout_s:g} s, and must be less than environment.step_timeout_s="
         what += f"{settings.step_timeout_s:g}, at which the episode fails."
         yield Problem("environment.tool_timeout_s", what, involves=("environment.step_timeout_s",))
+
+
+def a_program_ends_before_its_call(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """The policy is told what a program that took too long has printed; the tool's deadline has to be later."""
+    settings, tool = config.environment, "environment.tool_timeout_s"
+    arguments = {"environment.kwargs": settings.kwargs} if settings.path == "python" else {}
+    if (of_rows := settings.row_environments.get("python")) is not None:
+        arguments["environment.row_environments.python"] = of_rows
+    for key, given in arguments.items():
+        time_s = given.get("time_s", TIME_S)
+        if isinstance(time_s, int | float) and time_s >= settings.tool_timeout_s:
+            what = f"is {time_s:g} s, and must be less than {tool}={settings.tool_timeout_s:g}, at which the policy is "
+            what += "told that the tool took too long, and not what the program printed."
+            yield Problem(f"{key}.time_s", what, involves=(tool,))
+    if "python" in settings.tools and settings.is_used and settings.tool_timeout_s <= TIME_S:
+        what = f"is {settings.tool_timeout_s:g} s, and must be more than the {TIME_S:g} s that a program of the tool "
+        yield Problem(tool, f"{what}python may take.", "Or set environment.path=python and environment.kwargs.time_s.")
 
 
 def episodes_are_played_where_the_policy_is_served(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -645,6 +665,7 @@ PPO_RULES: tuple[Rule, ...] = (
     preferences_take_the_place_of_advantages,
     environments_name_their_secrets,
     a_tool_ends_before_its_turn,
+    a_program_ends_before_its_call,
     an_episode_ends_before_its_phase,
     episodes_are_played_where_the_policy_is_served,
 )

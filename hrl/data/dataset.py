@@ -27,6 +27,8 @@ from hrl.protocol import DataProto
 from hrl.user_file import UserFileError, load_user_file
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hrl.config.data import CustomClassConfig, DataConfig
 
 
@@ -165,8 +167,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return type(self)(rows, self.tokenizer, config)
 
     def render(self, row: PromptRow) -> str:
-        kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
-        return render_prompt(self.tokenizer, row.messages, kwargs)
+        return render_row(self.tokenizer, self.config, row)
 
     def shape(self, row: PromptRow) -> str:
         is_text = len(row.messages) == 1 and row.messages[0]["role"] == "user"
@@ -182,12 +183,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return len(tokens)
 
     def fit(self, tokens: np.ndarray) -> np.ndarray | None:
-        limit = self.config.max_prompt_length
-        if len(tokens) <= limit:
-            return tokens
-        if self.config.filter_overlong_prompts or self.config.truncation == "error":
-            return None
-        return tokens[-limit:] if self.config.truncation == "left" else tokens[:limit]
+        return fitting(self.config, tokens)
 
     def too_long(self) -> tuple[str, str] | None:
         if self.config.filter_overlong_prompts:
@@ -262,6 +258,21 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
         columns = {"prompts": prompts, "attention_mask": mask, "position_ids": positions}
         return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def render_row(tokenizer: PreTrainedTokenizerBase, config: DataConfig, row: PromptRow) -> str:
+    """Return the text of a row's prompt, with its tools."""
+    return render_prompt(tokenizer, row.messages, with_tools(config.apply_chat_template_kwargs, row.tools))
+
+
+def fitting(config: DataConfig, tokens: np.ndarray) -> np.ndarray | None:
+    """Return the tokens of a prompt, cut if they are too many; None where such a prompt is dropped or refused."""
+    limit = config.max_prompt_length
+    if len(tokens) <= limit:
+        return tokens
+    if config.filter_overlong_prompts or config.truncation == "error":
+        return None
+    return tokens[-limit:] if config.truncation == "left" else tokens[:limit]
 
 
 def columns_handed_on(rows: Iterable[PromptRow]) -> tuple[str, ...]:

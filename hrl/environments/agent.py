@@ -12,6 +12,8 @@ from typing import Any
 
 from hrl.environments.interface import Action, Environment, Message, Observation, StepResult
 
+_END_S = 1.0
+"""How long a program may take to end when its episode is over."""
 _AT_WORK: Message = {"role": "user", "content": "the agent is at work"}
 
 
@@ -42,19 +44,24 @@ class AgentEnvironment(Environment):
     for: temperature, top-p, top-k and seed are those of the run. Calls at the same time, and calls with a changed
     history, are branches. `environment.max_turns`, `data.max_prompt_length`, `data.max_response_length` and
     `environment.episode_timeout_s` hold for it: a call beyond one of them gets an error, and the episode counts as cut
-    off.
+    off. Its calls take none of its seconds.
 
     Attributes:
-        seed: Of the episode, for what the program draws itself; set by `reset`.
+        seed: For what the program draws itself, the same for all samples of a prompt; set by `reset`.
+        sample_seed: The same, of this sample alone.
     """
 
     seed: int = 0
+    sample_seed: int = 0
 
     @abstractmethod
     def run(
         self, row: Mapping[str, Any], client: ClientSettings
     ) -> float | StepResult | Awaitable[float | StepResult | None] | None:
         """Play the episode. A plain method runs on a thread of its own; it may also be `async def`.
+
+        It may take as long as the episode. When that is over, an `async` one is cancelled; a plain one ends with its
+        next call, which is refused. One that makes none has its process replaced once no other episode is there.
 
         Args:
             row: The row of the data set, as it was read.
@@ -65,8 +72,8 @@ class AgentEnvironment(Environment):
             `reward`, `truncated` and `metrics`.
         """
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        self._row, self.seed = row, seed
+    def reset(self, row: Mapping[str, Any], seed: int, sample_seed: int = 0) -> Observation:
+        self._row, self.seed, self.sample_seed = row, seed, sample_seed
         self._running: asyncio.Future[Any] | None = None
         return Observation(messages=row["prompt"], is_agent=True)
 
@@ -84,11 +91,19 @@ class AgentEnvironment(Environment):
         return StepResult(reward=value.reward, done=True, truncated=value.truncated, metrics=value.metrics)
 
     async def close(self) -> None:  # type: ignore[override]  # the base allows both
-        """Cancel an `async` program that still runs. A plain one ends with its next call: its key is no longer good."""
+        """Cancel an `async` program that still runs, and let a plain one end, as it does with its next call.
+
+        Its key is no longer good. A plain one that asks nothing goes on until its process is replaced.
+        """
         running = getattr(self, "_running", None)
-        if running is not None and not running.done():
+        if running is None:
+            return
+        if inspect.iscoroutinefunction(self.run):
             running.cancel()
-            await asyncio.wait({running}, timeout=1.0)
+        await asyncio.wait({running}, timeout=min(_END_S, self._poll_s))
+        running.cancel()
+        if running.done() and not running.cancelled():
+            running.exception()  # of a program that nobody waits for any more
 
     async def _called(self, client: ClientSettings) -> Any:
         if inspect.iscoroutinefunction(self.run):

@@ -32,14 +32,19 @@ class Row(dict[str, Any]):
         )
 
 
-def arguments_of_reset(reset: Any, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return what `reset` is called with beside the row: its seed, if it names it."""
+def arguments_of_reset(reset: Any, seeds: Mapping[str, int]) -> dict[str, int]:
+    """Return what `reset` is called with beside the row: those of the seeds that it names.
+
+    Args:
+        reset: The method.
+        seeds: `seed` and `sample_seed`. Arguments by any name (`**kwargs`) are given `seed` alone, as gymnasium's are.
+    """
     try:
         parameters = inspect.signature(reset).parameters.values()
     except (TypeError, ValueError):
         return {}  # written in C, without a signature
-    takes_seed = any(one.name == "seed" or one.kind is one.VAR_KEYWORD for one in parameters)
-    return {"seed": seed} if takes_seed else {}
+    named = {"seed" if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
+    return {name: seed for name, seed in seeds.items() if name in named}
 
 
 def first_observation(environment: Any, value: object) -> Observation:

@@ -49,11 +49,11 @@ def _set(state: tuple[Any, Any], numpy: Any) -> None:
 
 
 def game_seed(row: Mapping[str, Any], seed: int) -> int:
-    """Return the seed of an episode's game: the row's, so that all samples of a row play the same game, else `seed`.
+    """Return the seed of an episode's game: the row's, so that a row is the same game at every step, else `seed`.
 
     Args:
         row: Of the data set; those of `bundled:games` have `extra_info.game_seed`.
-        seed: The episode's own.
+        seed: Of the episode's `reset`.
     """
     info = row.get("extra_info")
     given = info.get("game_seed") if isinstance(info, Mapping) else None

@@ -87,14 +87,15 @@ class StepResult:
     Attributes:
         observation: What the policy is shown next: an `Observation`, a list of messages, or a text, which becomes the
             user's message. None where the episode is over.
-        reward: Of this turn. None in all turns leaves the reward to the run's reward functions.
+        reward: Of this turn, or of each of its tokens: a number for each of `action.token_ids`. None in all turns
+            leaves the reward to the run's reward functions.
         done: Whether the episode is over.
         truncated: Whether it is over because a limit of the environment's own was reached, and not by its nature.
         metrics: Numbers to report; the last value of an episode counts.
     """
 
     observation: Observation | Sequence[Message] | str | None = None
-    reward: float | None = None
+    reward: float | Sequence[float] | None = None
     done: bool = False
     truncated: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -105,7 +106,8 @@ class Environment(ABC):
 
     `reset`, `step` and `close` may also be `async def`. A class that has the three methods need not inherit from this
     one. Plain methods run on threads: what episodes of a process share, such as the state of the module `random`, is
-    not repeatable. An environment that draws takes its own generator from `seed`.
+    not repeatable. An environment that draws takes its own generator from `seed`. All samples of a prompt have the same
+    one, since their rewards are compared; a `reset` with an argument `sample_seed` is given that of the sample, too.
 
     Args of the constructor are `environment.kwargs`.
     """
@@ -115,7 +117,8 @@ class Environment(ABC):
 
         Args:
             row: The row of the data set, as it was read, with `prompt` as messages.
-            seed: The same for the same run, step, prompt and sample. A method that does not name it is not given it.
+            seed: The same for the same run, step and prompt; in a validation for the same run and row, at any step. A
+                method that does not name it is not given it.
         """
         prompt: Sequence[Message] = row["prompt"]
         return prompt

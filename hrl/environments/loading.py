@@ -15,22 +15,27 @@ from hrl.environments.interface import Environment
 from hrl.environments.registry import (
     ENVIRONMENTS,
     UnknownEnvironmentError,
+    check_row_choice,
+    check_row_kwargs,
     check_tool_name,
     load_named,
     load_named_tool,
+    named_by_rows,
 )
 from hrl.environments.replies import GYMNASIUM
 from hrl.environments.single_turn import SingleTurn
 from hrl.environments.tools import ToolEnvironment, tool_of
 from hrl.errors import RefusedError
 from hrl.files import expanded
+from hrl.nearest import did_you_mean
 from hrl.processes.pickled import NotPickledError, PickledObject, extend_import_path, import_path, name_of
 from hrl.processes.plain_data import from_plain, to_plain
 from hrl.user_file import UserFileError, load_user_file, member_of
 
 _ENV = "env:"
 _METHODS = {"reset": ("row", "seed"), "step": ("action",), "close": ()}
-"""Method → what it is called with; `seed` only where it is named."""
+"""Method → what it is called with; seeds only where they are named."""
+_SEEDS = ("seed", "sample_seed")
 _KIND = "class or function"
 
 
@@ -249,12 +254,14 @@ class EnvironmentSpec:
         kwargs: Of its constructor; a text `env:NAME` stands for the environment variable NAME.
         tools: Functions for a `ToolEnvironment`.
         tool_timeout_s: Seconds that one call of a tool may take.
+        row_environments: Name → arguments, of environments that rows may name; variables as in `kwargs`.
     """
 
     source: Source
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Tools, ...] = ()
     tool_timeout_s: float = 30.0
+    row_environments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -264,6 +271,7 @@ class EnvironmentSpec:
         tools: Sequence[str | Callable[..., Any]] = (),
         tool_timeout_s: float = 30.0,
         given: object = None,
+        row_environments: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Self:
         """Return the environment that a configuration names, or that the caller gives as an object.
 
@@ -274,6 +282,7 @@ class EnvironmentSpec:
             tool_timeout_s: `environment.tool_timeout_s`.
             given: A class, a function that makes environments, an environment of which each episode gets a copy, or a
                 list of functions, which are the tools of the environment `tools`.
+            row_environments: `environment.row_environments`.
 
         Raises:
             EnvironmentLoadError: Both or neither are given, or one can't be used; what is in a file is looked at later.
@@ -306,7 +315,8 @@ class EnvironmentSpec:
             source = _source_of(path)
             if isinstance(source, Named) and source.name not in ENVIRONMENTS:
                 source.load({})  # says so
-        return cls(source, dict(kwargs or {}), tuple(map(_tool_source, tools)), tool_timeout_s)
+        named = {name: dict(arguments) for name, arguments in (row_environments or {}).items()}
+        return cls(source, dict(kwargs or {}), tuple(map(_tool_source, tools)), tool_timeout_s, named)
 
     @property
     def title(self) -> str:
@@ -316,12 +326,15 @@ class EnvironmentSpec:
     @property
     def env(self) -> dict[str, str]:
         """Argument → environment variable, for the arguments that stand for one."""
-        texts = {name: value for name, value in self.kwargs.items() if isinstance(value, str)}
-        return {name: text.removeprefix(_ENV) for name, text in texts.items() if text.startswith(_ENV)}
+        found = _variables(self.kwargs)
+        for one, kwargs in self.row_environments.items():
+            found |= {f"{one}.{name}": variable for name, variable in _variables(kwargs).items()}
+        return found
 
     def resolve(self, environ: Mapping[str, str]) -> Self:
         """Fill in the environment variables that arguments name; called only in the environment's own process."""
-        return replace(self, kwargs={**self.kwargs, **{name: environ[key] for name, key in self.env.items()}})
+        named = {name: _filled(kwargs, environ) for name, kwargs in self.row_environments.items()}
+        return replace(self, kwargs=_filled(self.kwargs, environ), row_environments=named)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the specification as a dict for JSON.
@@ -334,6 +347,7 @@ class EnvironmentSpec:
             "kwargs": to_plain(self.kwargs, f"an argument of {self.title}"),
             "tools": [_source_to_plain(one) for one in self.tools],
             "tool_timeout_s": self.tool_timeout_s,
+            "row_environments": to_plain(self.row_environments, "an argument in environment.row_environments"),
         }
 
     @classmethod
@@ -341,7 +355,16 @@ class EnvironmentSpec:
         """Return the specification from the dict of `to_plain`."""
         tools = tuple(_source_from_plain(one) for one in plain["tools"])
         source, kwargs = _source_from_plain(plain["source"]), from_plain(plain["kwargs"])
-        return cls(source, kwargs, tools, plain["tool_timeout_s"])
+        return cls(source, kwargs, tools, plain["tool_timeout_s"], from_plain(plain["row_environments"]))
+
+
+def _variables(kwargs: Mapping[str, Any]) -> dict[str, str]:
+    texts = {name: value for name, value in kwargs.items() if isinstance(value, str)}
+    return {name: text.removeprefix(_ENV) for name, text in texts.items() if text.startswith(_ENV)}
+
+
+def _filled(kwargs: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    return {**kwargs, **{name: environ[variable] for name, variable in _variables(kwargs).items()}}
 
 
 def _tool_source(tool: str | Callable[..., Any]) -> Tools:
@@ -423,6 +446,13 @@ class EnvironmentMaker:
                 f"environment.tools names functions, and {spec.source.title} is no hrl.ToolEnvironment, which could "
                 "call them"
             )
+        for name in spec.row_environments:
+            if name not in ENVIRONMENTS:
+                hint = did_you_mean(name, ENVIRONMENTS)
+                raise EnvironmentLoadError(
+                    f"environment.row_environments lists {name!r}, and no environment has that name; there are "
+                    f"{', '.join(ENVIRONMENTS)}. {hint}".rstrip()
+                )
 
     @property
     def traits(self) -> EnvironmentTraits:
@@ -433,7 +463,8 @@ class EnvironmentMaker:
     @property
     def names(self) -> list[str]:
         """What a row's `env` may name."""
-        return list(ENVIRONMENTS)
+        own = [self._spec.source.name] if isinstance(self._spec.source, Named) else []
+        return named_by_rows([*own, *self._spec.row_environments])
 
     def is_async(self, name: str | None = None) -> bool:
         """Return whether an environment's `reset` is async, so that its constructor may need a running event loop.
@@ -443,39 +474,44 @@ class EnvironmentMaker:
 
         Raises:
             EnvironmentLoadError: There is none of this name, or its package is missing.
+            RowChoiceError: A row may not name it.
         """
-        if not self._is_own(name):
-            made = Named(str(name)).load({})
-        else:
-            made = type(self._own) if self._copied else self._own
-        return inspect.iscoroutinefunction(getattr(made, "reset", None))
+        return inspect.iscoroutinefunction(getattr(self._class_of(name), "reset", None))
 
     def _is_own(self, name: str | None) -> bool:
         return name is None or (isinstance(self._spec.source, Named) and name == self._spec.source.name)
+
+    def _class_of(self, name: str | None) -> Any:
+        """Return what makes the environment that a row names, or the run's own."""
+        if self._is_own(name):
+            return self._own
+        check_row_choice(str(name), self._spec.row_environments)
+        return Named(str(name)).load({})
 
     def make(self, name: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return a new environment.
 
         Args:
             name: Of the registry; None for the run's own.
-            kwargs: Of a row: arguments that replace those of the run's own environment, or all of another one's.
+            kwargs: Of a row: arguments that replace those of the configuration.
 
         Raises:
             EnvironmentLoadError: There is none of this name, or its package is missing, or it does not take the
-                arguments. Exceptions of the user's code are passed on.
+                arguments.
+            RowChoiceError: A row may not choose this. Exceptions of the user's code are passed on.
         """
-        is_own = self._is_own(name)
-        if not is_own:
-            made: Any = Named(str(name)).load({})
-            check_class(made, kwargs or {}, str(name))
-            environment = made(**(kwargs or {}))
-        elif self._copied:
+        is_own, given = self._is_own(name), kwargs or {}
+        made = self._class_of(name)
+        if is_own and self._copied:
             environment = self._spec.source.load({})
         else:
-            arguments = {**self._spec.kwargs, **(kwargs or {})}
-            if kwargs:
-                check_class(self._own, arguments, self._spec.source.title)
-            environment = self._own(**arguments)
+            title = self._spec.source.title if is_own else str(name)
+            configured = self._spec.kwargs if is_own else self._spec.row_environments.get(str(name), {})
+            check_row_kwargs(made, title, given)
+            arguments = {**configured, **given}
+            if given or not is_own:
+                check_class(made, arguments, title)
+            environment = made(**arguments)
         missing = [method for method in _METHODS if not callable(getattr(environment, method, None))]
         if missing:
             raise EnvironmentLoadError(f"{type(environment).__name__} has no method {' and no '.join(missing)}")
@@ -528,10 +564,10 @@ def _check_signatures(made: type, title: str) -> None:
         if not inspect.isfunction(function):
             continue  # made by a decorator or written in C: seen when it is called
         signature = inspect.signature(function)
-        seed = ("seed",) if "seed" in signature.parameters and "seed" in takes else ()
+        seeds = [name for name in _SEEDS if name in signature.parameters and "seed" in takes]
         given = [name for name in takes if name != "seed"]
         try:
-            signature.bind(None, *given, **dict.fromkeys(seed))
+            signature.bind(None, *given, **dict.fromkeys(seeds))
         except TypeError as error:
             meant = f"; {GYMNASIUM}" if {"seed", "options"} <= signature.parameters.keys() else ""
             raise EnvironmentLoadError(

@@ -65,15 +65,17 @@ def read_observation(value: object, longest_text: int | None = None) -> Observat
     return Observation(messages=messages, tools=tools, is_agent=_flag(value.is_agent, "is_agent"))
 
 
-def read_step(value: object, longest_text: int | None = None) -> StepResult:
+def read_step(value: object, longest_text: int | None = None, num_tokens: int | None = None) -> StepResult:
     """Read what `step` returned.
 
     Args:
         value: A `StepResult`.
         longest_text: As in `read_observation`.
+        num_tokens: How many tokens the turn has, each of which may have a reward; None looks at no number.
 
     Returns:
-        The result; its observation is an `Observation`, or None where the episode is over.
+        The result; its observation is an `Observation`, or None where the episode is over, and rewards of tokens are a
+        tuple.
 
     Raises:
         EnvironmentReplyError: It is nothing of the kind; the text begins with a verb.
@@ -90,7 +92,7 @@ def read_step(value: object, longest_text: int | None = None) -> StepResult:
     observation = None if value.observation is None else read_observation(value.observation, longest_text)
     if observation is not None and not done and not (observation.messages or observation.token_ids):
         raise EnvironmentReplyError("returned an empty observation although the episode is not done")
-    reward = None if value.reward is None else _finite(value.reward, "the reward")
+    reward = None if value.reward is None else _reward(value.reward, num_tokens)
     return StepResult(observation, reward, done, truncated, _metrics(value.metrics))
 
 
@@ -209,6 +211,21 @@ def _plain(value: object, where: str, left: _Budget, depth: int) -> Any:
     )
 
 
+def _reward(value: object, num_tokens: int | None) -> float | tuple[float, ...]:
+    """Return the reward of a turn, or those of its tokens."""
+    listed = value.tolist() if getattr(value, "shape", ()) else value  # type: ignore[attr-defined]
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes | bytearray):
+        return _finite(listed, "the reward")
+    if num_tokens is not None and len(listed) != num_tokens:
+        raise EnvironmentReplyError(
+            f"returned {len(listed):,} rewards for a turn of {num_tokens:,} tokens, where a number for the turn is "
+            "expected, or one for each of action.token_ids"
+        )
+    rewards = tuple(_finite(reward, f"the reward of token {place}") for place, reward in enumerate(listed))
+    _finite(math.fsum(rewards), "the sum of the tokens' rewards")
+    return rewards
+
+
 def _metrics(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise EnvironmentReplyError(f"returned {_short(value)} as metrics, where a dict of numbers is expected")
@@ -313,8 +330,12 @@ def step_to_plain(result: StepResult) -> dict[str, Any]:
     }
 
 
-def step_from_plain(plain: object) -> StepResult:
+def step_from_plain(plain: object, num_tokens: int | None = None) -> StepResult:
     """Undo `step_to_plain`.
+
+    Args:
+        plain: What it returned.
+        num_tokens: As in `read_step`.
 
     Raises:
         EnvironmentReplyError: It is no result.
@@ -322,7 +343,7 @@ def step_from_plain(plain: object) -> StepResult:
     fields = _fields(plain, ("observation", "reward", "done", "truncated", "metrics"))
     if fields.get("observation") is not None:
         fields["observation"] = observation_from_plain(fields["observation"])
-    return read_step(StepResult(**fields))
+    return read_step(StepResult(**fields), num_tokens=num_tokens)
 
 
 def action_to_plain(action: Action) -> dict[str, Any]:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hrl.environments.interface import Action, Environment, Observation, StepResult, ToolCall
+from hrl.environments.interface import (
+    Action,
+    Environment,
+    EnvironmentReplyError,
+    Observation,
+    StepResult,
+    ToolCall,
+)
 from hrl.environments.replies import clean_text, without_middle
 from hrl.environments.tool_functions import (
     ArgumentsMisfitError,
@@ -24,6 +31,7 @@ from hrl.environments.tool_functions import (
 )
 from hrl.nearest import did_you_mean
 from hrl.processes.evidence import memory_is_left
+from hrl.processes.waiting import Clock
 
 __all__ = ["ToolEnvironment", "ToolSignatureError", "tool", "tool_of"]
 
@@ -34,6 +42,7 @@ _LONGEST_SHOWN = 200
 _LONGEST_EXCEPTION = 1000
 
 _COUNTED = ("tool_calls", "tool_errors")
+"""What is counted here, of all tools and, behind a slash, of each. Metrics of these names are nobody else's."""
 
 
 class ToolEnvironment(Environment):
@@ -169,9 +178,10 @@ class ToolEnvironment(Environment):
         timeout_s = self._tool_timeout_s if chosen.timeout_s is None else chosen.timeout_s
         is_method = chosen.name in _tools_of(type(self))
         async with in_turn if is_method else contextlib.nullcontext():
-            running = asyncio.ensure_future(self._run(chosen, arguments, is_method))
+            with Clock() as clock:
+                running = asyncio.ensure_future(self._run(chosen, arguments, is_method))
             try:
-                await asyncio.wait({running}, timeout=timeout_s)
+                await clock.finishes_within(running, timeout_s)
             finally:
                 if not running.done():
                     running.cancel()
@@ -190,6 +200,27 @@ class ToolEnvironment(Environment):
         """Call a tool, on a thread if it is plain."""
         call = functools.partial(chosen.function, *([self] if is_method else []), **arguments)
         return await (_guarded(call()) if chosen.is_async else _on_thread(call))
+
+
+def is_count(metric: str) -> bool:
+    """Return whether a metric has the name of one that is counted here."""
+    return metric.partition("/")[0] in _COUNTED
+
+
+def check_counts(environment: object, result: StepResult) -> StepResult:
+    """Return what a step returned.
+
+    Raises:
+        EnvironmentReplyError: A metric stands where a count of tool calls does, which it would replace.
+    """
+    named = {name: value for name, value in result.metrics.items() if is_count(name)}
+    counted = environment._counted() if named and isinstance(environment, ToolEnvironment) else {}
+    for name, value in named.items():
+        if counted.get(name) != value:
+            raise EnvironmentReplyError(
+                f"returned {value:g} as the metric {name!r}, which is a count of hrl's own: give it another name"
+            )
+    return result
 
 
 @functools.lru_cache(maxsize=256)

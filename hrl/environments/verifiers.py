@@ -12,9 +12,12 @@ from typing import Any
 import verifiers
 
 from hrl.environments.interface import Action, Environment, Observation, StepResult
+from hrl.environments.tools import is_count
 from hrl.errors import RefusedError
 
 _CANCEL_S = 5.0
+_Asked = tuple[list[dict[str, Any]], list[Any]]
+"""Messages and tools."""
 
 
 class VerifiersError(RefusedError, ValueError):
@@ -32,7 +35,7 @@ class _Policy(verifiers.Client):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.asked: asyncio.Queue[tuple[list[dict[str, Any]], list[Any]]] = asyncio.Queue()
+        self.asked: asyncio.Queue[_Asked] = asyncio.Queue()
         self.answers: asyncio.Queue[Action] = asyncio.Queue()
 
     async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any) -> Any:
@@ -90,7 +93,7 @@ class VerifiersEnvironment(Environment):
                 f"the rubric of {env!r} compares the samples of a group with each other, and an environment here sees "
                 "its own episode alone: give the run a reward function that does it"
             )
-        self._seen = 0
+        self._env_name = env
         self._rollout: asyncio.Task[Any] | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:  # type: ignore[override]
@@ -100,8 +103,7 @@ class VerifiersEnvironment(Environment):
         asked = await self._next()
         if asked is None:
             raise VerifiersError("the rollout ended before it asked the policy anything")
-        messages, tools = asked
-        self._seen = len(messages)
+        self._asked = messages, tools = asked
         schemas = [
             {
                 "type": "function",
@@ -116,13 +118,13 @@ class VerifiersEnvironment(Environment):
         await self._policy.answers.put(action)
         asked = await self._next()
         if asked is not None:
-            # What it was asked before, the policy's turn, and what is new.
-            new = asked[0][self._seen + 1 :]
-            self._seen = len(asked[0])
-            return StepResult(new)
+            return StepResult(self._new_of(asked, action))
         assert self._rollout is not None
         state = self._rollout.result()
-        metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
+        metrics = {
+            f"rubric/{name}" if is_count(name) else name: float(value)
+            for name, value in (state.get("metrics") or {}).items()
+        }
         return StepResult(
             reward=float(state.get("reward") or 0.0),
             done=True,
@@ -149,7 +151,26 @@ class VerifiersEnvironment(Environment):
         await self._env.rubric.score_rollout(state)
         return state
 
-    async def _next(self) -> tuple[list[dict[str, Any]], list[Any]] | None:
+    def _new_of(self, asked: _Asked, action: Action) -> list[dict[str, Any]]:
+        """Return what stands behind what was asked before and the policy's turn.
+
+        Raises:
+            VerifiersError: Something else was asked before: the episode has one context, and would be played in it.
+        """
+        (messages, tools), (before, tools_before) = asked, self._asked
+        turn = len(before)
+        expected = _said(_plain(_response(action, "").message))
+        if messages[:turn] != before or tools != tools_before or [*map(_said, messages[turn : turn + 1])] != [expected]:
+            raise VerifiersError(
+                f"the rollout of {self._env_name!r} did not go on from the policy's turn {action.turn}: it rewrites "
+                "its history or its tools, or asks several times at once. An episode here is one conversation; play "
+                "it as a program (an hrl.AgentEnvironment whose `run` gives the rollout OpenAI's client), where each "
+                "history is a branch"
+            )
+        self._asked = asked
+        return messages[turn + 1 :]
+
+    async def _next(self) -> _Asked | None:
         """Return what the rollout asks; None when it is over."""
         assert self._rollout is not None
         asking = asyncio.ensure_future(self._policy.asked.get())
@@ -175,6 +196,11 @@ def _plain(message: Any) -> dict[str, Any]:
             for call in plain["tool_calls"]
         ]
     return plain
+
+
+def _said(message: Mapping[str, Any]) -> tuple[object, object, object]:
+    """Return what tells a turn of the policy from others; a rollout may leave its reasoning out of the history."""
+    return message.get("role"), message.get("content") or "", message.get("tool_calls") or None
 
 
 def _response(action: Action, model: str) -> Any:

@@ -34,6 +34,7 @@ from hrl.environments.beginning import NoColumnError, Row, arguments_of_reset, f
 from hrl.environments.interface import EnvironmentReplyError
 from hrl.environments.loading import EnvironmentMaker, EnvironmentSpec
 from hrl.environments.replies import action_from_plain, observation_to_plain, read_step, step_to_plain
+from hrl.environments.tools import check_counts
 from hrl.errors import RefusedError
 from hrl.processes import attributing_loop
 from hrl.processes.attributing_loop import CALLER, AttributingLoop
@@ -41,6 +42,7 @@ from hrl.processes.child import begin, describe, limit_memory, shortened
 from hrl.processes.evidence import memory_is_left
 from hrl.processes.messages import encode, open_stream, receive
 from hrl.processes.plain_data import from_plain
+from hrl.processes.sandbox import share_processors
 from hrl.processes.shared_state import SharedState
 
 _OURS = (
@@ -109,9 +111,13 @@ class CallerThreads(ThreadPoolExecutor):
             future, call, caller = self._waiting.get()
             if future.set_running_or_notify_cancel():
                 self._work(place, future, call, caller)
+            else:
+                self._is_idle()
             del future, call
-            with self._lock:
-                self._idle += 1
+
+    def _is_idle(self) -> None:
+        with self._lock:
+            self._idle += 1
 
     def _work(self, place: int | None, future: Future[Any], call: Callable[[], Any], caller: int) -> None:
         CALLER.set(caller)
@@ -131,6 +137,7 @@ class CallerThreads(ThreadPoolExecutor):
             del self._of_caller[caller]
         if isinstance(error, StopIteration):  # which no future can hold
             error = RuntimeError(f"StopIteration: {error}")
+        self._is_idle()  # before the answer: the next call may come at once, and must find this thread
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             if error is None:
                 future.set_result(value)
@@ -166,6 +173,7 @@ def main(socket_number: int, state_number: int) -> None:
         if settings is None:
             return
         limit_memory(settings["memory_limit_gib"])
+        share_processors(settings["processes"])
         try:
             maker = EnvironmentMaker(EnvironmentSpec.from_plain(settings["spec"]).resolve(os.environ))
         # The user's code may raise anything, also by `sys.exit`.
@@ -262,7 +270,7 @@ class _Environments:
                 return {"result": await self._reset(episode, message)}
             if method == "step":
                 action = action_from_plain(message["action"])
-                read = functools.partial(_plain_step, longest_text=self._longest_text)
+                read = functools.partial(_plain_step, episode.environment, self._longest_text, len(action.token_ids))
                 return {"result": await self._call(episode, episode.environment.step, (action,), {}, read)}
             await self._thread_calls_of(episode)
             if episode.environment is not None:
@@ -289,7 +297,7 @@ class _Environments:
             await asyncio.wait(running)
 
     async def _reset(self, episode: _Episode, message: dict[str, Any]) -> dict[str, Any]:
-        row, seed = Row(from_plain(message["row"])), message["seed"]
+        row = Row(from_plain(message["row"]))
         make = functools.partial(self._maker.make, message["env"], message["env_kwargs"])
 
         def made() -> Any:
@@ -301,7 +309,7 @@ class _Environments:
             await self._on_thread(episode, functools.partial(self._maker.is_async, name))  # imports take their time
             self._imported.add(name)
         environment = made() if self._maker.is_async(name) else await self._on_thread(episode, made)
-        arguments = arguments_of_reset(environment.reset, row, seed)
+        arguments = arguments_of_reset(environment.reset, message["seeds"])
 
         def read(value: object) -> dict[str, Any]:
             return observation_to_plain(first_observation(environment, value))
@@ -336,8 +344,8 @@ class _Environments:
         return await asyncio.wrap_future(running)
 
 
-def _plain_step(value: object, longest_text: int | None) -> dict[str, Any]:
-    return step_to_plain(read_step(value, longest_text))
+def _plain_step(environment: object, longest_text: int | None, num_tokens: int, value: object) -> dict[str, Any]:
+    return step_to_plain(check_counts(environment, read_step(value, longest_text, num_tokens)))
 
 
 def _describe(error: BaseException) -> str:

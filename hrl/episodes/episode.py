@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-EndReason = Literal["done", "truncated", "max_turns", "max_tokens", "deadline", "failed"]
-"""Why an episode ended: by its nature, by a limit of the environment's, by one of the run's three, or by a failure.
+if TYPE_CHECKING:
+    from hrl.config.environment import EnvironmentConfig
+
+EndReason = Literal["done", "truncated", "max_turns", "max_prompt", "max_tokens", "deadline", "failed"]
+"""Why an episode ended: by its nature, by a limit of the environment's, by one of the run's four, or by a failure.
 What the environment calls done is done, also if its last turn was cut off."""
 
-TRUNCATIONS: frozenset[EndReason] = frozenset({"truncated", "max_turns", "max_tokens", "deadline"})
+TRUNCATIONS: frozenset[EndReason] = frozenset({"truncated", "max_turns", "max_prompt", "max_tokens", "deadline"})
 """The ends by a limit."""
+
+LEFT_OUT: frozenset[EndReason] = frozenset({"deadline", "failed"})
+"""The ends that say how an environment or a machine was, and not what the policy did: such an episode is worth nothing,
+good or bad, and trains nothing."""
+
+
+def limits_by_end(settings: EnvironmentConfig, longest_prompt: int, longest_response: int) -> dict[EndReason, str]:
+    """Return, for each end by a limit of the run's, the key of the limit with its value."""
+    return {
+        "max_turns": f"environment.max_turns={settings.max_turns}",
+        "max_prompt": f"data.max_prompt_length={longest_prompt}",
+        "max_tokens": f"data.max_response_length={longest_response}",
+        "deadline": f"environment.episode_timeout_s={settings.episode_timeout_s:g}",
+    }
 
 
 @dataclass(frozen=True)
@@ -43,8 +60,9 @@ class Episode:
         key: `(uid, sample_index)`.
         rows: One, or one for each time that the chat template rewrote what was before. The first is branch 0.
         messages: The conversation as the policy and the environment had it, for people and for reward functions.
-        turn_rewards: Of each turn; None where the environment gave none.
-        texts: What the policy wrote in each turn, for reward functions; empty if a program asked for the turns.
+        turn_rewards: Of each turn, the sum of its tokens' where these have some; None where the environment gave none.
+        texts: What the policy wrote in each turn, for reward functions: what it sampled, without special tokens.
+        answer: What it wrote last; nothing where it had no turn.
         end: Why it ended.
         error: What failed, if something did.
         num_tool_calls, num_tool_errors: Over all turns; a call that could not be read is one that failed.
@@ -53,6 +71,7 @@ class Episode:
         engine_s, environment_s: Seconds that the episode waited for the engine and for its environment.
         attempts: How often it was begun; more than 1 where its environment's process had died.
         metrics: The environment's own.
+        token_rewards: Of each turn those of the tokens that it sampled; None where the turn has one number or none.
     """
 
     key: tuple[str, int]
@@ -69,7 +88,9 @@ class Episode:
     environment_s: float = 0.0
     attempts: int = 1
     texts: Sequence[str] = ()
+    answer: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    token_rewards: Sequence[Sequence[float] | None] = ()
 
     @property
     def num_turns(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, get_args
@@ -45,6 +46,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
         "episode/truncated_ratio": _mean([episode.is_truncated for episode in episodes]),
         "episode/failed_ratio": _mean([episode.end == "failed" for episode in episodes]),
         "episode/num_failed": Metric.total(sum(episode.end == "failed" for episode in episodes)),
+        "episode/num_late": Metric.total(sum(episode.end == "deadline" for episode in episodes)),
         "episode/num_replayed": Metric.total(sum(episode.attempts > 1 for episode in episodes)),
         **_own_metrics(whole),
     }
@@ -53,6 +55,18 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, Metric]:
 def pool_metrics(counts: PoolCounts) -> dict[str, Metric]:
     """Return what happened to the processes of a step's environments."""
     return {f"episode/pool/{name}": Metric.total(number) for name, number in asdict(counts).items()}
+
+
+def door_metrics(asked: Counter[str] | None) -> dict[str, Metric]:
+    """Return how much the policy was asked over OpenAI's protocol; nothing where no door is open."""
+    if asked is None:
+        return {}
+    return {
+        "serve/calls": Metric.total(asked["calls"]),
+        "serve/tokens": Metric.total(asked["sampled_tokens"]),
+        "serve/refused": Metric.total(asked["refused"]),
+        "serve/dropped": Metric.total(asked["dropped"]),
+    }
 
 
 def _sampled_by_turn(episode: Episode) -> list[int]:

@@ -10,8 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hrl.data.chat import ChatTemplateError
+from hrl.data.chat import ChatTemplateError, tools_of
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
+from hrl.environments.replies import read_observation
+from hrl.episodes.clock import EpisodeClock
 from hrl.episodes.episode import EndReason, Episode, EpisodeRow
 from hrl.episodes.parser_choice import known_parsers
 from hrl.episodes.parsing import TurnParsers
@@ -19,7 +21,7 @@ from hrl.episodes.pool import EnvironmentFailedError, EnvironmentFaultError, Env
 from hrl.episodes.tokens import Transcript
 from hrl.errors import HrlError
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import SampleOutput, sample_seed
+from hrl.workers.rollout.base import SampleOutput, hashed_seed, sample_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +48,7 @@ class World(Protocol):
 class Worlds(Protocol):
     """Where environments live, as `EnvironmentPool` is."""
 
-    def open(self, key: tuple[str, int], row: Mapping[str, Any], seed: int) -> World:
+    def open(self, key: tuple[str, int], row: Mapping[str, Any], seed: int, sample_seed: int | None = None) -> World:
         """Return the environment of an episode."""
 
 
@@ -70,6 +72,9 @@ class EpisodeTask:
         sampling: How the policy's turns are sampled; each gets a seed of its own. `max_tokens` holds for all tokens
             after the first prompt.
         run_seed, step: What seeds derive from.
+        held_out: Which of the held-out rows it plays. Their environments begin alike at every step, so that validations
+            can be compared; None where the policy is trained.
+        prompt_ids: The tokens of the row's prompt in a run without environment.
     """
 
     key: tuple[str, int]
@@ -77,6 +82,8 @@ class EpisodeTask:
     sampling: SamplingParams
     run_seed: int
     step: int
+    held_out: int | None = None
+    prompt_ids: Sequence[int] | None = None
 
     @property
     def name(self) -> str:
@@ -84,9 +91,11 @@ class EpisodeTask:
         return f"episode (uid {self.key[0]}, sample {self.key[1]})"
 
     @property
-    def environment_seed(self) -> int:
-        """The seed of its environment."""
-        return sample_seed(self.run_seed, self.step, *self.key, "environment")
+    def environment_seeds(self) -> tuple[int, int]:
+        """The seeds of its environment: that of all samples of its prompt, whose rewards are compared, and its own."""
+        uid, sample = self.key
+        of: tuple[int | str, ...] = (self.step, uid) if self.held_out is None else ("held out", self.held_out)
+        return hashed_seed(self.run_seed, *of, "environment"), hashed_seed(self.run_seed, *of, sample, "environment")
 
     def turn_sampling(self, turn: int, max_tokens: int) -> SamplingParams:
         """Return how a turn is sampled. The first turn's seed is that of a response of a single turn."""
@@ -142,7 +151,7 @@ class AgentPlay:
     Attributes:
         rows: What its calls make up.
         messages: The longest conversation.
-        num_turns: Answers.
+        texts, answer: As in `Episode`.
         num_tool_calls, num_tool_errors, num_unread_calls, engine_s: As in `Episode`.
         limit: The limit of the run that it ran into.
         metrics: Of its calls.
@@ -150,7 +159,8 @@ class AgentPlay:
 
     rows: Sequence[EpisodeRow]
     messages: Sequence[Mapping[str, Any]]
-    num_turns: int
+    texts: Sequence[str]
+    answer: str
     num_tool_calls: int
     num_tool_errors: int
     num_unread_calls: int
@@ -176,8 +186,8 @@ class AgentSession(Protocol):
 class AgentDoor(Protocol):
     """Lets programs ask the policy."""
 
-    async def open(self, task: EpisodeTask) -> AgentSession:
-        """Return the session of an episode; whoever opens it closes it."""
+    async def open(self, task: EpisodeTask, clock: EpisodeClock) -> AgentSession:
+        """Return the session of an episode, whose clock stands at its calls; whoever opens it closes it."""
 
 
 @dataclass(eq=False)
@@ -187,10 +197,11 @@ class _Play:
     task: EpisodeTask
     transcript: Transcript | None = None
     agent: AgentPlay | None = None
-    num_turns: int = 0
     rewards: list[float | None] = field(default_factory=list)
+    token_rewards: list[Sequence[float] | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
+    answer: str = ""
     num_tool_calls: int = 0
     num_tool_errors: int = 0
     num_unread_calls: int = 0
@@ -201,12 +212,12 @@ class _Play:
         """Return what is left of it."""
         script, agent = self.transcript, self.agent
         if agent is not None:
-            self.num_turns, self.engine_s = agent.num_turns, agent.engine_s
+            self.texts, self.answer, self.engine_s = [*agent.texts], agent.answer, agent.engine_s
             self.num_tool_calls, self.num_tool_errors = agent.num_tool_calls, agent.num_tool_errors
             self.num_unread_calls = agent.num_unread_calls
             self.metrics |= agent.metrics
             # The reward is that of the whole episode, so it stands at the last turn.
-            self.rewards = [*[None] * (agent.num_turns - len(self.rewards)), *self.rewards]
+            self.rewards = [*[None] * (len(self.texts) - len(self.rewards)), *self.rewards]
             return self._episode(agent.rows, agent.messages, end, attempts, error)
         rows, messages = ([], []) if script is None else (script.rows(), script.messages)
         return self._episode(rows, messages, end, attempts, error)
@@ -223,7 +234,7 @@ class _Play:
             key=self.task.key,
             rows=rows,
             messages=messages,
-            turn_rewards=[*self.rewards, *[None] * (self.num_turns - len(self.rewards))],
+            turn_rewards=[*self.rewards, *[None] * (len(self.texts) - len(self.rewards))],
             end=end,
             error=error,
             num_tool_calls=self.num_tool_calls,
@@ -234,8 +245,16 @@ class _Play:
             environment_s=self.environment_s,
             attempts=attempts,
             texts=self.texts,
+            answer=self.answer,
             metrics=self.metrics,
+            token_rewards=self.token_rewards if any(one is not None for one in self.token_rewards) else (),
         )
+
+    def pay(self, reward: float | Sequence[float] | None) -> None:
+        """Take what a turn was worth, or what each of its tokens was."""
+        of_tokens = reward if isinstance(reward, Sequence) else None
+        self.token_rewards.append(of_tokens)
+        self.rewards.append(reward if not isinstance(reward, Sequence) else math.fsum(reward))
 
 
 class Player:
@@ -273,7 +292,7 @@ class Player:
 
         Args:
             task: The episode.
-            batch_ends_at: Time of the event loop at which it is cut off in any case.
+            batch_ends_at: Time of the event loop at which it is cut off, whatever it waits for.
         """
         return self._fitting(await self._play_attempts(task, batch_ends_at))
 
@@ -292,16 +311,15 @@ class Player:
 
     async def _play_attempts(self, task: EpisodeTask, batch_ends_at: float) -> Episode:
         """Play an episode, anew where its process was lost; all attempts have one deadline."""
-        loop = asyncio.get_running_loop()
-        ends_at = min(batch_ends_at, loop.time() + self._settings.episode_timeout_s)
+        clock = EpisodeClock(self._settings.episode_timeout_s, batch_ends_at)
         attempts, blamed = 0, 0
         while True:
             play = _Play(task)
-            if loop.time() >= ends_at:
+            if clock.is_over:
                 return play.ended("deadline", attempts)
             attempts += 1
             try:
-                end = await self._play(play, ends_at)
+                end = await self._play(play, clock)
             except EnvironmentLostError as lost:
                 blamed += lost.is_to_blame
                 if blamed >= self._settings.max_attempts or attempts >= _MOST_INNOCENT_ATTEMPTS:
@@ -311,11 +329,11 @@ class Player:
             else:
                 return play.ended(end, attempts)
 
-    async def _play(self, play: _Play, ends_at: float) -> EndReason:
-        live = self._pool.open(play.task.key, play.task.row, play.task.environment_seed)
+    async def _play(self, play: _Play, clock: EpisodeClock) -> EndReason:
+        live = self._pool.open(play.task.key, play.task.row, *play.task.environment_seeds)
         try:
-            async with asyncio.timeout_at(ends_at) as deadline:
-                return await self._take_turns(play, live)
+            async with clock.running() as deadline:
+                return await self._take_turns(play, live, clock)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -323,19 +341,21 @@ class Player:
         finally:
             await live.close()
 
-    async def _take_turns(self, play: _Play, live: World) -> EndReason:
+    async def _take_turns(self, play: _Play, live: World, clock: EpisodeClock) -> EndReason:
         settings, task = self._settings, play.task
         began = time.perf_counter()
         first = await live.reset()
         play.environment_s += time.perf_counter() - began
         if first.is_agent:
-            return await self._let_agent_play(play, live)
+            return await self._let_agent_play(play, live, clock)
+        is_row = task.prompt_ids is not None and _is_prompt_of(task.row, first)
         script = Transcript(
             self._setup.tokenizer,
             self._setup.stop_ids,
             self._setup.template_kwargs,
-            first=first,
+            first=replace(first, tools=_tools_of(task.row)) if is_row else first,
             max_observation_tokens=settings.max_observation_tokens,
+            prompt_ids=task.prompt_ids if is_row else None,
         )
         if len(script.context) > self._limits.prompt:
             raise _UnplayableError(
@@ -351,14 +371,15 @@ class Player:
                 return "max_tokens"
             sampling = task.turn_sampling(turn, min(left, settings.max_turn_tokens or left))
             began = time.perf_counter()
-            output = await self._generate(script.context, sampling, task.key, f"turn {turn} of {task.name}")
+            with clock.standing():
+                output = await self._generate(script.context, sampling, task.key, f"turn {turn} of {task.name}")
             play.engine_s += time.perf_counter() - began
             if output.finish_reason == "abort":
                 raise _UnplayableError(f"the engine aborted turn {turn}")
             parsed = parser.parse(output.token_ids, turn=turn)
             script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
-            play.num_turns += 1
             play.texts.append(parsed.text)
+            play.answer = parsed.text
             play.num_tool_calls += len(parsed.tool_calls) + (parsed.error is not None)
             play.num_unread_calls += parsed.error is not None
             action = Action(
@@ -374,7 +395,7 @@ class Player:
             began = time.perf_counter()
             result = await live.step(action)
             play.environment_s += time.perf_counter() - began
-            play.rewards.append(result.reward)
+            play.pay(result.reward)
             play.metrics.update(result.metrics)
             play.num_tool_errors = int(play.metrics.get("tool_errors", 0)) + play.num_unread_calls
             # The environment knows whether its task is over, whatever the last tokens of its last turn would have been.
@@ -388,14 +409,14 @@ class Player:
                 script.add_observation(_full(result.observation))
         return "max_turns"
 
-    async def _let_agent_play(self, play: _Play, live: World) -> EndReason:
+    async def _let_agent_play(self, play: _Play, live: World, clock: EpisodeClock) -> EndReason:
         """Have an environment ask the policy itself until it has a result."""
         if self._agents is None:
             raise _UnplayableError(
                 "the environment asks the policy itself, and no server is there for it; try its program against "
                 "`hrl serve`"
             )
-        session = await self._agents.open(play.task)
+        session = await self._agents.open(play.task, clock)
         began = time.perf_counter()
         try:
             poll_s = min(_AGENT_POLL_S, self._settings.step_timeout_s / 4)
@@ -410,15 +431,31 @@ class Player:
             await session.close()
             play.agent = session.played()
             play.environment_s += max(time.perf_counter() - began - play.agent.engine_s, 0.0)
-        if not play.agent.num_turns:
+        if not play.agent.texts:
             raise _UnplayableError("the environment ended without asking the policy anything")
-        play.rewards.append(result.reward)
+        play.pay(result.reward)
         play.metrics.update(result.metrics)
         return play.agent.limit or ("truncated" if result.truncated else "done")
 
 
 class _UnplayableError(HrlError, RuntimeError):
     """An episode can't go on, for a reason that is neither the environment's failure nor a limit."""
+
+
+def _is_prompt_of(row: Mapping[str, Any], first: Observation) -> bool:
+    """Return whether an environment begins with the row's own prompt and brings no tools."""
+    if first.messages is None or first.tools is not None:
+        return False
+    try:
+        return first == read_observation(row["prompt"])
+    except EnvironmentReplyError:  # nobody can have returned it
+        return False
+
+
+def _tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools that the data set has found in a row."""
+    tools = tools_of(row)
+    return None if isinstance(tools, str) else tools
 
 
 def _full(observation: object) -> Observation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentSpec, EnvironmentTraits
+from hrl.environments.registry import RowChoiceError, check_row_choice
 from hrl.environments.replies import MOST_CHARACTERS, action_to_plain, observation_from_plain, step_from_plain
 from hrl.errors import HrlError
 from hrl.nearest import did_you_mean
@@ -186,7 +188,8 @@ def environment_of(settings: EnvironmentConfig, given: object = None) -> Environ
         EnvironmentLoadError: It can't be used.
     """
     path = settings.path if given is None else None
-    return EnvironmentSpec.of(path, settings.kwargs, settings.tools, settings.tool_timeout_s, given)
+    named = settings.row_environments
+    return EnvironmentSpec.of(path, settings.kwargs, settings.tools, settings.tool_timeout_s, given, named)
 
 
 async def try_environment(spec: EnvironmentSpec, settings: EnvironmentConfig) -> EnvironmentTraits:
@@ -229,6 +232,7 @@ class EnvironmentPool:
                 "memory_limit_gib": settings.memory_limit_gib,
                 "spec": spec.to_plain(),
                 "timeout_s": settings.step_timeout_s,
+                "processes": settings.num_workers,
                 "longest_text": None if most_tokens is None else most_tokens * _CHARACTERS_PER_TOKEN,
             }
         )
@@ -272,7 +276,7 @@ class EnvironmentPool:
             between = "\n" if "\n" in reason else " "  # lines of a traceback stand below each other
             raise EnvironmentLoadError(f"{self._spec.title} can't be loaded:{between}{reason}")
 
-    def open(self, key: Hashable, row: Mapping[str, Any], seed: int) -> LiveEnvironment:
+    def open(self, key: Hashable, row: Mapping[str, Any], seed: int, sample_seed: int | None = None) -> LiveEnvironment:
         """Return the environment of an episode, in the process with the fewest episodes.
 
         An episode that was to blame for the end of its process gets one apart from all others: the second time it
@@ -282,10 +286,11 @@ class EnvironmentPool:
             key: Of the episode; the same when it is begun again.
             row: The row, plain data. Its `env`, if it has one, names another environment than the run's, and its
                 `env_kwargs` are arguments of the constructor.
-            seed: Of the environment.
+            seed: Of the environment, and of those that play the same beside it.
+            sample_seed: Of this one alone; `seed` if None.
 
         Raises:
-            EnvironmentFailedError: The row names an environment that there is not.
+            EnvironmentFailedError: The row names an environment that there is not, or that it may not name.
             EnvironmentPoolError: No process is left, and none can be started.
             RuntimeError: The pool isn't running.
         """
@@ -293,6 +298,10 @@ class EnvironmentPool:
             raise RuntimeError("the pool of environments is not running: start it first")
         env, kwargs = row.get("env"), row.get("env_kwargs")
         if env is not None and (not isinstance(env, str) or (self.names and env not in self.names)):
+            try:
+                check_row_choice(str(env), self.names)
+            except RowChoiceError as error:
+                raise EnvironmentFailedError(f"episode {key}: {error}") from error
             hint = did_you_mean(str(env), self.names)
             raise EnvironmentFailedError(
                 f"the row of episode {key} has env {env!r:.80}, and no environment has that name; there are "
@@ -310,7 +319,8 @@ class EnvironmentPool:
         if self._broken is not None or not fitting:
             raise EnvironmentPoolError(f"no further process of {self._spec.title} starts: {self._broken}")
         process = min(fitting, key=lambda one: len(one.episodes))
-        opened = LiveEnvironment(self, process, next(self._numbers), key, row, seed)
+        seeds = {"seed": seed, "sample_seed": seed if sample_seed is None else sample_seed}
+        opened = LiveEnvironment(self, process, next(self._numbers), key, row, seeds)
         process.episodes[opened.number] = opened
         return opened
 
@@ -455,8 +465,13 @@ class EnvironmentPool:
         elif any(now - call.since > _PATIENCE * self._timeout_s + _GRACE_S for call in process.calls.values()):
             late = {call.episode.number for call in process.calls.values() if now - call.since > self._timeout_s}
             self._end(process, f"its process {process.pid} did not answer", late)
-        elif any(now - thread.since > self._timeout_s + _GRACE_S for thread in process.state.busy_threads()):
-            self._retire(process)
+        else:
+            # A program that asks the policy itself has until the end of its episode; what still runs then is given up.
+            at_leisure = {number for number, episode in process.episodes.items() if episode.is_agent}
+            late_since = now - self._timeout_s - _GRACE_S
+            threads = process.state.busy_threads()
+            if any(thread.since < late_since for thread in threads if thread.holder not in at_leisure):
+                self._retire(process)
 
     async def _end_still(self, process: _Process) -> None:
         """End a process that stands still, and find out for whom it does."""
@@ -578,19 +593,27 @@ class LiveEnvironment:
 
     Attributes:
         key: Of the episode.
+        is_agent: Whether it asks the policy itself, so that what it runs may take as long as the episode.
         lost: Why its process is gone, if it is.
     """
 
     def __init__(
-        self, pool: EnvironmentPool, process: _Process, number: int, key: Hashable, row: Mapping[str, Any], seed: int
+        self,
+        pool: EnvironmentPool,
+        process: _Process,
+        number: int,
+        key: Hashable,
+        row: Mapping[str, Any],
+        seeds: Mapping[str, int],
     ) -> None:
         self._pool = pool
         self._process = process
         self._row = row
-        self._seed = seed
+        self._seeds = seeds
         self._was_reset = self._is_closed = False
         self.number = number
         self.key = key
+        self.is_agent = False
         self.lost: EnvironmentLostError | None = None
 
     @property
@@ -612,9 +635,11 @@ class LiveEnvironment:
             "env_kwargs": to_plain(self._row.get("env_kwargs"), f"env_kwargs of the {self.title}"),
             # One by one, as the data set has checked them: together they would be nested a level deeper.
             "row": {name: to_plain(value, f"column {name} of the {self.title}") for name, value in self._row.items()},
-            "seed": self._seed,
+            "seeds": self._seeds,
         }
-        return self._read(observation_from_plain, await self._call("reset", fields))
+        first: Observation = self._read(observation_from_plain, await self._call("reset", fields))
+        self.is_agent = first.is_agent
+        return first
 
     async def step(self, action: Action) -> StepResult:
         """Take the policy's turn. The result's observation is an `Observation`, or None where the episode is over.
@@ -622,7 +647,8 @@ class LiveEnvironment:
         Raises:
             EnvironmentFailedError, EnvironmentTimeoutError, EnvironmentLostError: As for `reset`.
         """
-        return self._read(step_from_plain, await self._call("step", {"action": action_to_plain(action)}))
+        read = functools.partial(step_from_plain, num_tokens=len(action.token_ids))
+        return self._read(read, await self._call("step", {"action": action_to_plain(action)}))
 
     async def close(self) -> None:
         """Let go of the environment; what its `close` does wrong is counted and logged.

@@ -35,8 +35,8 @@ def episode_batch(
     Returns:
         `prompts (B, P)`, `responses, response_mask, turn_index, rollout_versions (B, R)`, `input_ids, attention_mask,
         position_ids (B, P+R)` int64 and `rollout_log_probs (B, R)` float32; non-tensors of `asked`, and `branch`,
-        `episode_id`, `num_turns`, `tool_calls`, `tool_errors`, `turn_rewards`, `env_metrics`, `messages`, `end`,
-        `finish_reason`, `episode_error`, `engine_s`, `environment_s`, `attempts`.
+        `episode_id`, `num_turns`, `tool_calls`, `tool_errors`, `turn_rewards`, `token_rewards`, `env_metrics`,
+        `messages`, `end`, `finish_reason`, `episode_error`, `engine_s`, `environment_s`, `attempts`.
     """
     place_of: list[int] = []
     branches: list[int] = []
@@ -85,6 +85,7 @@ def episode_batch(
         "tool_calls": [episode.num_tool_calls for episode in of_rows],
         "tool_errors": [episode.num_tool_errors for episode in of_rows],
         "turn_rewards": [list(episode.turn_rewards) for episode in of_rows],
+        "token_rewards": [episode.token_rewards for episode in of_rows],
         "env_metrics": [dict(episode.metrics) for episode in of_rows],
         "messages": [list(episode.messages) for episode in of_rows],
         "end": [episode.end for episode in of_rows],

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ray.exceptions import RayActorError
 
-from hrl.episodes.episode import Episode
+from hrl.episodes.episode import LEFT_OUT, Episode
 from hrl.episodes.play import (
     AgentDoor,
     EpisodeError,
@@ -55,6 +56,9 @@ class OpenAgentDoor(AgentDoor, Protocol):
 
     async def listen(self) -> str:
         """Return the address at which programs ask; it stays until the end."""
+
+    def new_counts(self) -> Counter[str] | None:
+        """Return what was counted of all that was asked since the last time; None where it does not listen."""
 
     async def close(self) -> None:
         """End what it listens with."""
@@ -95,10 +99,13 @@ class CollectedEpisodes:
     Attributes:
         episodes: In the order in which they were announced.
         pool: What happened to the environments' processes since the batch before was collected.
+        asked: What was counted since then of calls to the door of the run, by programs and from outside; None where
+            none is open.
     """
 
     episodes: list[Episode]
     pool: PoolCounts
+    asked: Counter[str] | None
 
 
 class EpisodeService:
@@ -177,23 +184,14 @@ class EpisodeService:
         Raises:
             EpisodeError: One failed and `environment.on_error=raise`, or too many did.
         """
-        episodes = await self._playing[batch]
-        del self._playing[batch]
-        failed = [episode for episode in episodes if episode.end == "failed"]
-        may_fail = 0 if self._setup.settings.on_error == "raise" else most_failed(len(episodes))
-        if len(failed) > may_fail:
-            rule = (
-                "environment.on_error=raise"
-                if self._setup.settings.on_error == "raise"
-                else f"environment.on_error=skip allows {may_fail}"
-            )
-            raise EpisodeError(
-                f"{len(failed)} of {len(episodes)} episodes failed ({rule}). The first, uid {failed[0].key[0]}, sample "
-                f"{failed[0].key[1]}: {failed[0].error}"
-            )
+        try:
+            episodes = await self._playing[batch]
+        finally:
+            self._playing.pop(batch, None)
         counts, told = replace(self._pool.counts), self._told
         self._told = counts
-        return CollectedEpisodes(episodes, counts.since(told))
+        asked = None if self._agents is None else self._agents.new_counts()
+        return CollectedEpisodes(episodes, counts.since(told), asked)
 
     async def close(self) -> None:
         """End all episodes and the environments' processes."""
@@ -209,16 +207,28 @@ class EpisodeService:
         await asyncio.wait({task})
 
     async def _play_all(self, tasks: Sequence[EpisodeTask], reward_round: int | None, ends_at: float) -> list[Episode]:
-        most = self._setup.settings.max_concurrent_episodes or len(tasks)
-        seats = asyncio.Semaphore(max(most, 1))
+        settings = self._setup.settings
+        seats = asyncio.Semaphore(max(settings.max_concurrent_episodes or len(tasks), 1))
+        may_fail = 0 if settings.on_error == "raise" else most_failed(len(tasks))
+        rule = f"environment.on_error={settings.on_error}" + (
+            f" allows {may_fail}" if settings.on_error == "skip" else ""
+        )
+        failed: list[str] = []
 
         async def one(task: EpisodeTask) -> Episode:
             async with seats:
                 episode = await self._player.play(task, ends_at)
             self.router.forget(task.key)
+            if episode.end == "failed":
+                failed.append(f"{self._title_of(task)}, uid {task.key[0]}, sample {task.key[1]}: {episode.error}")
+                if len(failed) > may_fail:  # none of the batch will be used, so the others need not be played on
+                    raise EpisodeError(
+                        f"{len(failed)} of {len(tasks)} episodes failed ({rule}), and the batch was given up; "
+                        f"`hrl env-test` plays some of them alone. The first, of {failed[0]}"
+                    )
             if reward_round is not None:
-                texts = [] if episode.end == "failed" else turn_texts(episode)
-                self._setup.rewards.submit.remote(reward_round, task.key, last_answer(episode), texts)
+                texts = [] if episode.end in LEFT_OUT else [*episode.texts]
+                self._setup.rewards.submit.remote(reward_round, task.key, episode.answer, texts)
             return episode
 
         try:
@@ -230,28 +240,15 @@ class EpisodeService:
             self.router.close()
         return [task.result() for task in playing]
 
+    def _title_of(self, task: EpisodeTask) -> str:
+        """Return what the environment of an episode is called in messages."""
+        named = task.row.get("env")
+        return self._setup.environment.title if named is None else f"environment {named}"
+
 
 def most_failed(num_episodes: int) -> int:
     """Return how many episodes of a batch may fail where failed ones are left out: a tenth, and one of a few."""
     return max(int(MAX_FAILED_SHARE * num_episodes), min(1, num_episodes - 1), 0)
-
-
-def last_answer(episode: Episode) -> str:
-    """Return what the policy wrote in its last turn, for a reward function; empty if it never had a turn."""
-    texts = [message.get("content") for message in episode.messages if message.get("role") == "assistant"]
-    return str(texts[-1] or "") if texts else ""
-
-
-def turn_texts(episode: Episode) -> list[str]:
-    """Return what the policy wrote in each turn, for a reward function.
-
-    Of a program's turns only the last ones of its longest conversation are known; the others are empty.
-    """
-    if len(episode.texts) == episode.num_turns:
-        return list(episode.texts)
-    said = [str(one.get("content") or "") for one in episode.messages if one.get("role") == "assistant"]
-    known = said[len(said) - min(len(said), episode.num_turns) :]
-    return [""] * (episode.num_turns - len(known)) + known
 
 
 # ---------------------------------------------------------------------- as a Ray actor

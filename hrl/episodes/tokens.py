@@ -146,6 +146,9 @@ class Transcript:
         first: What `reset` returned. Its messages become the same tokens as the prompt of a run without environment;
             a text in it that names a special token is that token, as there.
         max_observation_tokens: Longest text of a message in later observations; what is longer loses its middle.
+        prompt_ids: What stands for the messages of `first` where these are a row's own: the tokens of a run without
+            environment, which may have cut them, and begins a turn behind an assistant's message. None renders them;
+            a turn continues an assistant's message.
 
     Attributes:
         messages: The conversation as the policy and the environment had it.
@@ -164,6 +167,7 @@ class Transcript:
         *,
         first: Observation,
         max_observation_tokens: int | None = None,
+        prompt_ids: Sequence[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = EpisodeTemplate(tokenizer, stop_ids, template_kwargs, first.tools)
@@ -179,6 +183,7 @@ class Transcript:
         self._form = FORMS[0]
         self._num_given = 0
         self._only_ids = first.token_ids is not None
+        self._is_prompt_given = prompt_ids is not None
         self._rows = [_Row()]
         if self._only_ids:
             self._row.add(self._checked_ids(first), 0)
@@ -187,7 +192,7 @@ class Transcript:
             self.messages += self._checked_messages(first)
             self._num_given = len(self.messages)
             self._since = [*self.messages]
-            self._render_prompt()
+            self._render_prompt(prompt_ids)
 
     @property
     def _row(self) -> _Row:
@@ -283,13 +288,19 @@ class Transcript:
     @property
     def _goes_on(self) -> bool:
         """Whether the next turn continues the assistant's message that an observation ends with."""
+        if self._turn is None and self._is_prompt_given:
+            return False
         return self._template.has_template and bool(self._since) and self._since[-1].get("role") == "assistant"
 
-    def _render_prompt(self) -> None:
-        """Make the first row anew."""
+    def _render_prompt(self, given: Sequence[int] | None = None) -> None:
+        """Make the first row anew, with the ids that are given for it."""
+        self._is_prompt_given = given is not None
         text = self._text(self._since, self._form)
+        encoded = self._template.encode(text)
+        if given is not None and encoded.ids != [*given]:  # cut; where its control tokens stand is not looked for
+            encoded = Encoded([*given], [])
         row = _Row()
-        row.add_text(text, 0, self._template.encode(text), 0)
+        row.add_text(text, 0, encoded, 0)
         row.prompt_length = len(row.ids)
         self._rows = [row]
 

@@ -20,7 +20,7 @@ from hrl.data.chat import ChatTemplateError, render_prompt, text_of, with_tools
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
 from hrl.environments.loading import EnvironmentSpec
 from hrl.environments.replies import observation_to_plain, step_to_plain
-from hrl.episodes.episode import Episode
+from hrl.episodes.episode import Episode, limits_by_end
 from hrl.episodes.parser_choice import ParserChoiceError, tool_parser_for
 from hrl.episodes.play import EpisodeTask, Generate, Limits, Player, PlaySetup
 from hrl.episodes.pool import EnvironmentFaultError, EnvironmentPool
@@ -215,9 +215,9 @@ class _Watched:
     def __init__(self, pool: EnvironmentPool, records: dict[Key, Record], tasks: Mapping[Key, EpisodeTask]) -> None:
         self._pool, self._records, self._tasks = pool, records, tasks
 
-    def open(self, key: Key, row: Mapping[str, Any], seed: int) -> _WatchedEnvironment:
+    def open(self, key: Key, row: Mapping[str, Any], seed: int, sample_seed: int | None = None) -> _WatchedEnvironment:
         self._records[key] = Record(self._tasks[key])
-        return _WatchedEnvironment(self._pool.open(key, row, seed), self._records[key])
+        return _WatchedEnvironment(self._pool.open(key, row, seed, sample_seed), self._records[key])
 
 
 class _WatchedEnvironment:
@@ -260,11 +260,7 @@ def _replies(episodes: Sequence[Episode]) -> Check:
 def _ends(setup: TrialSetup, episodes: Sequence[Episode]) -> list[Check]:
     if all(episode.end == "failed" for episode in episodes):
         return []
-    limits = {
-        "max_turns": f"environment.max_turns={setup.settings.max_turns}",
-        "max_tokens": f"data.max_response_length={setup.limits.response}",
-        "deadline": f"environment.episode_timeout_s={setup.settings.episode_timeout_s:g}",
-    }
+    limits = limits_by_end(setup.settings, setup.limits.prompt, setup.limits.response)
     found = []
     for number, episode in enumerate(episodes, start=1):
         by = f" ({limits[episode.end]})" if episode.end in limits else ""
@@ -381,7 +377,7 @@ async def _repeats(pool: EnvironmentPool, played: Sequence[tuple[int, Record]]) 
 async def _difference(pool: EnvironmentPool, number: int, record: Record) -> str | None:
     """Do the same again, and return the first difference, a clause."""
     task = record.task
-    live = pool.open(task.key, task.row, task.environment_seed)
+    live = pool.open(task.key, task.row, *task.environment_seeds)
     try:
         place = f"`reset` of episode {number}"
         again = observation_to_plain(await live.reset())
@@ -415,7 +411,7 @@ def _short(value: object) -> str:
 async def _closes(pool: EnvironmentPool, records: Sequence[Record]) -> Check:
     """Return whether `close` works, at the end and after an episode that was cut off."""
     for record in records:
-        live = pool.open(record.task.key, record.task.row, record.task.environment_seed)
+        live = pool.open(record.task.key, record.task.row, *record.task.environment_seeds)
         try:
             await live.reset()
             if record.steps:

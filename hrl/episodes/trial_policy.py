@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hrl.data.chat import RENDERING_ERRORS
 from hrl.episodes.trial import Policy, Record
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import EngineSetup, SampleOutput
+from hrl.workers.rollout.base import EngineSetup, RolloutError, SampleOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ async def engine_of(setup: EngineSetup) -> AsyncIterator[Policy]:
     Raises:
         RolloutError: It does not start.
     """
-    from hrl.workers.rollout.host import RolloutHost
+    from hrl.workers.rollout.host import GENERATE_TIMEOUT_S, RolloutHost
 
     host = RolloutHost(setup, name="trial")
     await asyncio.to_thread(host.start)  # it has a thread of its own, and a deadline
@@ -113,7 +113,11 @@ async def engine_of(setup: EngineSetup) -> AsyncIterator[Policy]:
 
         async def sample(record: Record, context: list[int], sampling: SamplingParams) -> SampleOutput:
             name = f"turn {len(record.sampled)} of {record.task.name}"
-            return await asyncio.wrap_future(host.generate(context, sampling, name))
+            try:
+                async with asyncio.timeout(GENERATE_TIMEOUT_S):
+                    return await asyncio.wrap_future(host.generate(context, sampling, name))
+            except TimeoutError:
+                raise RolloutError(f"the engine did not answer {name} within {GENERATE_TIMEOUT_S:g} s") from None
 
         yield sample
     finally:

@@ -10,10 +10,13 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hrl.config.arithmetic import count
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.sources import source_title
-from hrl.data.dataset import PromptRow, check_prompt
+from hrl.data.chat import RENDERING_ERRORS, encode_texts
+from hrl.data.dataset import PromptRow, check_prompt, fitting, render_row
 from hrl.data.sources import BadRow, read_rows, sources_of
 from hrl.episodes.play import EpisodeTask, Limits
 from hrl.episodes.trial import Policy, Trial, TrialSetup, run_trial
@@ -28,6 +31,7 @@ from hrl.workers.requests import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hrl.config.data import DataConfig
     from hrl.environments.loading import EnvironmentSpec
 
 SCRIPTED = "scripted"
@@ -92,8 +96,16 @@ def try_environment_of(
         has_reward=bool(config.reward_entries) or config.needs_reward_model,
     )
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, data.max_response_length)
+    prompts = [_prompt_ids(tokenizer, data, row) for row in rows]
     tasks = [
-        EpisodeTask((f"{_CONTEXT}-{number}", 0), _as_read(rows[number % len(rows)]), sampling, config.trainer.seed, 0)
+        EpisodeTask(
+            (f"{_CONTEXT}-{number}", 0),
+            _as_read(rows[number % len(rows)]),
+            sampling,
+            config.trainer.seed,
+            0,
+            prompt_ids=prompts[number % len(rows)],
+        )
         for number in range(episodes)
     ]
 
@@ -138,6 +150,16 @@ def _rows(config: PPOTrainerConfig, number: int) -> list[PromptRow]:
     if not rows:
         raise DatasetError(f"data.train_files: {', '.join(map(source_title, data.train_files))} has no rows")
     return rows
+
+
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, data: DataConfig, row: PromptRow) -> list[int] | None:
+    """Return the tokens of a row's prompt; None if the template or the limit refuses it, which its episode tells."""
+    try:
+        (ids,) = encode_texts(tokenizer, [render_row(tokenizer, data, row)])
+    except RENDERING_ERRORS:
+        return None
+    prompt = fitting(data, np.array(ids, dtype=np.int32))
+    return None if prompt is None else prompt.tolist()
 
 
 def _as_read(row: PromptRow) -> dict[str, object]:

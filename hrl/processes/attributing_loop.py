@@ -6,10 +6,12 @@ import asyncio
 import contextvars
 import os
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hrl.processes.shared_state import SharedState
+from hrl.processes.waiting import Clock
 
 CALLER: contextvars.ContextVar[int] = contextvars.ContextVar("caller", default=0)
 """For whom the present code runs; 0 is nobody."""
@@ -26,6 +28,7 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         self._state = state
         self._held_s: dict[int, float] = {}
         self._all_held_s = 0.0
+        self._clocks: weakref.WeakKeyDictionary[asyncio.Task[Any], Clock] = weakref.WeakKeyDictionary()
         self._is_ending = False
         self._own_pid = os.getpid()
         super().__init__()
@@ -35,19 +38,24 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         context = contextvars.copy_context()
         context.run(CALLER.set, caller)
         self._held_s.setdefault(caller, 0.0)
-        return self.create_task(coroutine, context=context)
+        clock = Clock()
+        context.run(clock.__enter__)
+        task = self.create_task(coroutine, context=context)
+        self._clocks[task] = clock
+        return task
 
     async def finishes_within(self, call: asyncio.Task[Any], caller: int, timeout_s: float) -> bool:
         """Wait for a call of a caller, and return whether it is done by its deadline.
 
-        Its clock is paused while others occupy the loop, so that calls aren't charged for each other's computation.
+        Its clock is paused while others occupy the loop, so that calls aren't charged for each other's computation, and
+        while it waits in line (`hrl.processes.waiting`).
         """
-        left_s = timeout_s
-        begun_s, others_s = self.time(), self.held_by_others_s(caller)
+        left_s, clock = timeout_s, self._clocks[call]
+        begun_s, others_s = time.monotonic(), self.held_by_others_s(caller)
         while not call.done() and left_s > 0:
             await asyncio.wait({call}, timeout=left_s)
-            waited_s = self.held_by_others_s(caller) - others_s
-            left_s = timeout_s - (self.time() - begun_s - waited_s)
+            held_s = self.held_by_others_s(caller) - others_s
+            left_s = timeout_s - (clock.counted_s(begun_s, timeout_s) - held_s)
         return call.done()
 
     def held_by_others_s(self, caller: int) -> float:

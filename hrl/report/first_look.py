@@ -15,6 +15,7 @@ from typing import Any
 from hrl.algos.registry import estimator_traits
 from hrl.config.arithmetic import count
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.episodes.episode import limits_by_end
 from hrl.report.conversation import is_episode
 from hrl.report.samples import Sample, answer_text, expected, number, question
 
@@ -153,12 +154,8 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
 def _advice_on_ends(samples: Sequence[Sample], config: PPOTrainerConfig) -> Iterator[str]:
     """Say what to do about episodes that mostly ended the same bad way."""
     ends = Counter(sample.get("end") for sample in samples)
-    keys = {
-        "max_turns": f"environment.max_turns={config.environment.max_turns}",
-        "max_tokens": f"data.max_response_length={config.data.max_response_length}",
-        "deadline": f"environment.episode_timeout_s={config.environment.episode_timeout_s:g}",
-    }
-    for end, limit in keys.items():
+    limits = limits_by_end(config.environment, config.data.max_prompt_length, config.data.max_response_length)
+    for end, limit in limits.items():
         if ends[end] >= _MANY * len(samples):
             yield f"{ends[end]} of {len(samples)} episodes were cut off at {limit}: raise it"
     if ends["failed"] >= _MANY * len(samples):

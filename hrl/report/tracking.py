@@ -22,6 +22,7 @@ from typing import Any
 
 from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.files import write_whole
+from hrl.masking import masked_text
 from hrl.nearest import nearest
 from hrl.report.run_folder import read_object
 from hrl.report.samples import Sample, answer_text
@@ -81,14 +82,15 @@ _TABLE = "val/generations"
 def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
     """Return samples as the columns and rows of a table: prompt, truth, response, score, parts of the reward.
 
-    Texts stay as they are; a tracker that renders them has to escape them.
+    Texts are masked, since an environment may say what it was given, and not escaped: that is for the tracker that
+    renders them.
     """
     parts = list(dict.fromkeys(name for sample in samples for name in sample.get("reward_parts", {})))
     rows = []
     for sample in samples:
         texts = {"question": sample["prompt"], **sample, "response": answer_text(sample)}
         own = sample.get("reward_parts", {})
-        words = [None if (text := texts.get(name)) is None else str(text) for name in _COLUMNS]
+        words = [None if (text := texts.get(name)) is None else masked_text(str(text)) for name in _COLUMNS]
         rows.append([*words, sample.get("score"), *(_plain(own.get(name)) for name in parts)])
     return [*_COLUMNS.values(), "score", *parts], rows
 

@@ -46,9 +46,11 @@ class BuiltIn:
 
     Attributes:
         data_sources: Data sources of the rows; their scorers are loaded before the first sample.
+        deadline_s: Seconds for all runs of an answer that is a program.
     """
 
     data_sources: tuple[str, ...] = ()
+    deadline_s: float = 27.0
     title: ClassVar[str] = "the built-in reward function"
     is_ours: ClassVar[bool] = True
 
@@ -59,14 +61,18 @@ class BuiltIn:
             RewardFunctionError: No built-in function knows a data source, or its package can't be imported.
         """
         from hrl.reward.library.answer import Answer
-        from hrl.reward.score import find_scorer
+        from hrl.reward.library.code import Programs
+        from hrl.reward.score import PROGRAMS, find_scorer
+        from hrl.reward.scorers.programs import Trial
 
         try:
             for data_source in self.data_sources:
                 find_scorer(data_source).load()  # keeps the loading time out of the first sample's deadline
         except (ValueError, ImportError) as error:
             raise RewardFunctionError(str(error)) from error
-        return Answer()
+        if set(PROGRAMS).isdisjoint(self.data_sources):
+            return Answer()
+        return Programs(Trial(partial=True, deadline_s=self.deadline_s))
 
     def wrong(self, data_source: str) -> Any:
         """Return the reward of a response that could not be scored: that of a wrong answer."""

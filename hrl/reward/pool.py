@@ -174,6 +174,7 @@ class RewardPool:
         self._settings = encode(
             {
                 "memory_limit_gib": reward.memory_limit_gib,
+                "processes": reward.num_workers,
                 "spec": spec.to_plain(),
                 "timeout_s": reward.timeout_s,
                 "max_concurrency": reward.max_concurrency,

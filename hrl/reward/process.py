@@ -25,6 +25,7 @@ from hrl.processes.attributing_loop import AttributingLoop
 from hrl.processes.child import begin, describe, limit_memory
 from hrl.processes.messages import encode, open_stream, receive
 from hrl.processes.plain_data import from_plain
+from hrl.processes.sandbox import share_processors
 from hrl.processes.shared_state import SharedState
 from hrl.reward import function as function_file
 from hrl.reward.function import (
@@ -60,6 +61,7 @@ def main(socket_number: int, state_number: int) -> None:
         if settings is None:
             return
         limit_memory(settings["memory_limit_gib"])
+        share_processors(settings["processes"])
         spec = RewardSpec.from_plain(settings["spec"]).resolve(os.environ)
         function, error = _attempt(lambda: spec.source.load(spec.kwargs, spec.columns))
         if error is not None:

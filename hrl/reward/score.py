@@ -19,12 +19,15 @@ from hrl.reward.scorers import (
     math_text,
     multiple_choice,
     numbers,
+    programs,
     question_answering,
     reasoning_gym,
 )
 from hrl.reward.scorers.base import Reward, Scorer
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+PROGRAMS = ("codecontests", "apps", "codeforces", "taco", "livecodebench", "code")
+"""Data sources whose answers are programs."""
 _SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 
 SCORERS: dict[str, Scorer] = {
@@ -40,14 +43,12 @@ SCORERS: dict[str, Scorer] = {
     **{f"numina_{name}": math_graded.NUMINA for name in _NUMINA},
     "hiyouga/geometry3k": math_graded.GEOMETRY,
     **{f"searchR1_{name}": question_answering.EXACT_MATCH for name in _SEARCH},
+    **dict.fromkeys(PROGRAMS, programs.PROGRAMS),
 }
 """Exact data source → scorer. The short names are for use in your own rows."""
 
 PREFIXES: dict[str, Scorer] = {"aime": math_text.DAPO, REASONING_GYM: reasoning_gym.REASONING_GYM}
 """Prefix of a data source → scorer."""
-
-PROGRAMS = frozenset({"codecontests", "apps", "codeforces", "taco"})
-"""Data sources that verl has functions for but hrl does not, because the answers are programs."""
 
 _OWN = "Give a function of your own with reward.custom_reward_function.path"
 
@@ -56,11 +57,6 @@ def why_no_scorer(data_source: str) -> str | None:
     """Return why no built-in function scores a data source, and what to do; None if one does."""
     if data_source in SCORERS or data_source.startswith(tuple(PREFIXES)):
         return None
-    if data_source in PROGRAMS:
-        return (
-            f"no built-in reward function for data_source {data_source!r}: its answers are programs. {_OWN} that runs "
-            "them with their tests in hrl.environments.sandbox.Sandbox"
-        )
     near = nearest(data_source, SCORERS)
     known = [*sorted(SCORERS), *(f"{prefix}…" for prefix in sorted(PREFIXES))]
     return (

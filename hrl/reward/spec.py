@@ -163,10 +163,11 @@ class RewardSpec:
             # By its absolute path: the process that loads it need not run in this folder.
             return cls(UserFile(str(expanded(file).resolve()), name), entry.kwargs, columns)
         if entry.name == "data_source":
-            return cls(BuiltIn(data_sources), entry.kwargs, columns)
+            return cls(BuiltIn(data_sources, 0.9 * reward.timeout_s), entry.kwargs, columns)
         arguments = dict(entry.kwargs)
-        if entry.name == "judge":  # what it is not told itself follows from the run
+        if entry.name in ("judge", "code"):  # what they are not told themselves follows from the run
             arguments.setdefault("deadline_s", 0.9 * reward.timeout_s)
+        if entry.name == "judge":
             arguments.setdefault("processes", reward.num_workers)
             if folder is not None:
                 arguments.setdefault("cache", str(Path(folder) / "judge.sqlite"))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hrl.episodes.clock import EpisodeClock
 from hrl.episodes.play import AgentPlay, EpisodeTask, PlaySetup
 from hrl.episodes.router import Router
 from hrl.serve.door import Door, Served
 from hrl.serve.outside import OutsideCalls
 from hrl.serve.policy import PolicyWords, Reading
-from hrl.serve.rows import rows_of
+from hrl.serve.rows import Call, rows_of
 from hrl.serve.server import DoorServer
 from hrl.serve.sessions import FixedSampling, Session, Sessions
 from hrl.serve.sessions import Limits as SessionLimits
@@ -50,10 +53,11 @@ class AgentDoor:
         reading = Reading(setup.stop_ids, setup.template_kwargs, settings.tool_parser, settings.reasoning_parser)
         self._words = PolicyWords(setup.tokenizer, reading, longest)
         sessions = Sessions(None if outside is None else outside.key, SessionLimits(), keep_calls=False)
-        served = Served(MODEL, SamplingParams() if outside is None else outside.sampling, longest)
+        served = Served(MODEL, SamplingParams() if outside is None else outside.sampling, longest, limits.response)
         self._door = Door(served, self._words, OutsideCalls(router).generate, sessions)
         self._server: DoorServer | None = None
         self._opening = asyncio.Lock()
+        self._told: Counter[str] = Counter()
 
     async def listen(self) -> str:
         """Return the address, at which the door is open from now on."""
@@ -62,9 +66,17 @@ class AgentDoor:
                 self._server = await DoorServer(self._door).__aenter__()
         return self._server.base_url
 
-    async def open(self, task: EpisodeTask) -> AgentSession:
-        """Return the session of an episode; whoever opens it closes it."""
-        return AgentSession(self._door, await self.listen(), self._session(task), self._limits.room_of(task))
+    async def open(self, task: EpisodeTask, clock: EpisodeClock) -> AgentSession:
+        """Return the session of an episode, whose clock stands at its calls; whoever opens it closes it."""
+        return AgentSession(self._door, await self.listen(), self._session(task, clock), self._limits.room_of(task))
+
+    def new_counts(self) -> Counter[str] | None:
+        """Return what was counted since the last time, see `Session.counts`; None where the door is not open."""
+        if self._server is None:
+            return None
+        totals, told = self._door.sessions.totals.copy(), self._told
+        self._told = totals
+        return totals - told
 
     async def close(self) -> None:
         """End the server."""
@@ -73,13 +85,14 @@ class AgentDoor:
             await server.__aexit__(None, None, None)
         self._words.close()
 
-    def _session(self, task: EpisodeTask) -> Session:
+    def _session(self, task: EpisodeTask, clock: EpisodeClock) -> Session:
         settings, limits = self._settings, self._limits
 
         async def generate(
             ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None
         ) -> SampleOutput:
-            return await self._router.generate(ids, sampling, task.key, f"{name} of {task.name}")
+            with clock.standing():
+                return await self._router.generate(ids, sampling, task.key, f"{name} of {task.name}")
 
         fixed = FixedSampling(
             task.sampling,
@@ -88,8 +101,7 @@ class AgentDoor:
             limits.room_of(task),
             settings.max_turn_tokens,
         )
-        most = SessionLimits(calls=settings.max_turns, seconds=settings.episode_timeout_s)
-        return Session(f"{task.key[0]}-{task.key[1]}", most, fixed, generate)
+        return Session(f"{task.key[0]}-{task.key[1]}", SessionLimits(calls=settings.max_turns), fixed, generate)
 
 
 class AgentSession:
@@ -113,7 +125,8 @@ class AgentSession:
         return AgentPlay(
             rows=rows_of(session.calls, self._room),
             messages=session.messages,
-            num_turns=max((call.turn + 1 for call in session.calls), default=0),
+            texts=_texts(session.calls),
+            answer=max(session.calls, key=lambda call: call.turn).text if session.calls else "",
             num_tool_calls=counts["tool_calls"],
             num_tool_errors=counts["tool_errors"],
             num_unread_calls=counts["unread_calls"],
@@ -126,3 +139,9 @@ class AgentSession:
         """Refuse further calls, and end those that are being answered."""
         self._door.sessions.close(self._session)
         await self._session.stop()
+
+
+def _texts(calls: Sequence[Call]) -> list[str]:
+    """Return what the policy wrote in each turn; nothing where the program did not wait for the answer."""
+    texts = {call.turn: call.text for call in calls}
+    return [texts.get(turn, "") for turn in range(max(texts, default=-1) + 1)]

@@ -23,6 +23,7 @@ class Choice:
     Attributes:
         text: What the client is shown of it, without special tokens.
         pieces: What each token adds to the text; those of a stop text add nothing.
+        beginnings: Where in the text each piece begins.
         message: As a chat's answer in OpenAI's form; None for a continuation of a text.
         prompt_ids: Its context.
         token_ids: What was sampled.
@@ -34,6 +35,7 @@ class Choice:
 
     text: str
     pieces: Sequence[str]
+    beginnings: Sequence[int]
     message: Mapping[str, Any] | None
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
@@ -52,7 +54,8 @@ class Form:
         is_chat: Whether it answers a chat, or continues a text.
         log_probs: Those of the sampled tokens are shown.
         token_ids: Those of the prompt, what was sampled, and the policy's version are shown.
-        usage: A stream ends with an event that counts the tokens.
+        usage: A stream ends with an event that counts the tokens, and all others say that they do not.
+        calls: An answer may be nothing but calls of tools.
     """
 
     model: str
@@ -60,6 +63,7 @@ class Form:
     log_probs: bool = False
     token_ids: bool = False
     usage: bool = False
+    calls: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -75,7 +79,7 @@ class Form:
         """Return the events that a stream begins with, before anything is sampled."""
         if self.is_chat:
             for index in range(num_choices):
-                yield self._event(self._delta(index, {"role": "assistant", "content": ""}))
+                yield self._event(self._delta(index, {"role": "assistant", "content": None if self.calls else ""}))
 
     def piece(self, index: int, choice: Choice, begin: int, end: int) -> bytes:
         """Return the event of a stream that shows some tokens of a choice, as text."""
@@ -127,7 +131,8 @@ class Form:
             yield self.piece(index, replace(choice, pieces=[content, *[""] * (count - 1)]), 0, count)
         for place, call in enumerate(message.get("tool_calls") or ()):
             yield self._event(self._delta(index, {"tool_calls": [{"index": place, **call}]}))
-        last = self._delta(index, {}) if content else self._delta(index, {}, choice, 0, count)
+        delta = {"content": ""} if self.calls and message.get("content") == "" else {}
+        last = self._delta(index, delta) if content else self._delta(index, delta, choice, 0, count)
         context = {"prompt_token_ids": list(choice.prompt_ids)} if self.token_ids and not content else {}
         yield self._event({**last, **self._end(choice)}, context)
 
@@ -171,12 +176,12 @@ class Form:
                 for (text, raw), log_prob in zip(tokens, log_probs, strict=True)
             ]
             return {"content": entries, "refusal": None}
-        offset, offsets = len("".join(choice.pieces[:begin])), []
-        for piece in choice.pieces[begin:end]:
-            offsets.append(offset)
-            offset += len(piece)
-        texts = [text for text, _ in tokens]
-        return {"tokens": texts, "token_logprobs": list(log_probs), "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": [text for text, _ in tokens],
+            "token_logprobs": list(log_probs),
+            "top_logprobs": None,
+            "text_offset": list(choice.beginnings[begin:end]),
+        }
 
     # ---- around them
 
@@ -186,7 +191,8 @@ class Form:
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
     def _event(self, choice: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> bytes:
-        return _encoded({**self._head(streamed=True), **(beside or {}), "choices": [choice]})
+        uncounted = {"usage": None} if self.usage else {}
+        return _encoded({**self._head(streamed=True), **(beside or {}), "choices": [choice], **uncounted})
 
 
 def error_event(body: Mapping[str, Any]) -> bytes:

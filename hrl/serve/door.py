@@ -16,7 +16,7 @@ from hrl.serve.asked import ChatAsked, CompletionAsked
 from hrl.serve.policy import Context, GrowingChoice, PolicyWords, Read, too_long
 from hrl.serve.refusals import RequestRefusedError, bad_request, engine_failed, not_now, over_limit
 from hrl.serve.rows import Branches, Call
-from hrl.serve.sessions import FixedSampling, Generate, Session, Sessions
+from hrl.serve.sessions import Admission, FixedSampling, Generate, Session, Sessions
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineUnusableError, RolloutError, SampleOutput
 
@@ -35,16 +35,20 @@ class Served:
         model: The name that clients have to call it.
         sampling: Where a client names no temperature, top-p or top-k.
         max_model_len: The longest context with its response, in tokens.
+        longest_answer: Of a chat whose client names no limit, in tokens; None for what is left of the context.
     """
 
     model: str
     sampling: SamplingParams
     max_model_len: int
+    longest_answer: int | None = None
 
 
 Show = Callable[[int, Choice, int, int], None]
 """Is shown a choice of a request, by its number, as far as it has come, and which of its tokens are new: from, to."""
 ShowOne = Callable[[Choice, int, int], None]
+Count = Callable[[int], None]
+"""Is told how many tokens were sampled."""
 
 
 class _Shown:
@@ -52,18 +56,21 @@ class _Shown:
 
     Attributes:
         growing: The answer.
+        told: Tokens that were sampled.
         count: Tokens that were shown.
     """
 
-    def __init__(self, growing: GrowingChoice, show: ShowOne, words: PolicyWords) -> None:
-        self.growing, self._show, self._words = growing, show, words
-        self.count = 0
+    def __init__(self, growing: GrowingChoice, show: ShowOne, words: PolicyWords, sampled: Count) -> None:
+        self.growing, self._show, self._words, self._sampled = growing, show, words, sampled
+        self.told = self.count = 0
         self._new: tuple[list[int], list[float]] = ([], [])
         self._has_new = asyncio.Event()
         self._is_over = False
 
     def add(self, ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Take what was sampled."""
+        """Take what was sampled, which counts from now on: the client may go away with it."""
+        self._sampled(len(ids))
+        self.told += len(ids)
         self._new[0].extend(ids)
         self._new[1].extend(log_probs)
         self._has_new.set()
@@ -149,22 +156,25 @@ class Door:
             RequestRefusedError: The session has not that much left, or the engine failed.
         """
         wanted = [context for context in contexts for _ in range(asked.n)]
-        with session.admitted(len(wanted)) as turns:
+        with session.counting_refusals(), session.admitted(len(wanted)) as admission:
             samplings = [
-                self._sampling(session, asked, context, turn, place)
-                for place, (context, turn) in enumerate(zip(wanted, turns, strict=True))
+                self._sampling(session, asked, context, turn, place, admission.longest)
+                for place, (context, turn) in enumerate(zip(wanted, admission.turns, strict=True))
             ]
+            if admission.longest is not None:
+                admission.kept = sum(sampling.max_tokens for sampling in samplings)
             showing = [None if show is None else partial(show, place) for place in range(len(wanted))]
-            reads = await self._all(session, asked, wanted, turns, samplings, showing, log_probs=log_probs)
-        for context, turn, (read, version) in zip(wanted, turns, reads, strict=True):
+            reads = await self._all(session, asked, admission, wanted, samplings, showing, log_probs=log_probs)
+        for context, turn, (read, version) in zip(wanted, admission.turns, reads, strict=True):
             choice = read.choice
-            session.add(Call(turn, context.ids, choice.token_ids, choice.log_probs, version), context.conversation)
-            session.counts["tool_calls"] += len(read.parsed.tool_calls) + (read.parsed.error is not None)
-            session.counts["tool_errors"] += read.parsed.error is not None
-            session.counts["unread_calls"] += read.parsed.error is not None
-            session.counts["tool_errors"] += sum(call.arguments is None for call in read.parsed.tool_calls)
+            call = Call(turn, context.ids, choice.token_ids, choice.log_probs, version, read.parsed.text)
+            session.add(call, context.conversation)
+            unread, calls = int(read.parsed.error is not None), read.parsed.tool_calls
+            session.count("tool_calls", len(calls) + unread)
+            session.count("tool_errors", sum(call.arguments is None for call in calls) + unread)
+            session.count("unread_calls", unread)
             await self.words.remember(session, asked, context, read)
-            if isinstance(asked, ChatAsked):
+            if isinstance(asked, ChatAsked) and session.keeps_calls:
                 context.conversation.said([*asked.messages, read.parsed.message])
         return [read.choice for read, _ in reads]
 
@@ -172,20 +182,21 @@ class Door:
         self,
         session: Session,
         asked: ChatAsked | CompletionAsked,
+        admission: Admission,
         contexts: Sequence[Context],
-        turns: Sequence[int],
         samplings: Sequence[SamplingParams],
         showing: Sequence[ShowOne | None],
         *,
         log_probs: bool,
     ) -> list[tuple[Read, int]]:
         """Sample and read all choices at the same time."""
+        sampled = partial(session.sampled, admission)
         began = time.monotonic()
         try:
             async with asyncio.timeout(session.seconds_left()), asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._one(session, asked, *one, log_probs=log_probs))
-                    for one in zip(contexts, turns, samplings, showing, strict=True)
+                    group.create_task(self._one(session, asked, sampled, *one, log_probs=log_probs))
+                    for one in zip(contexts, admission.turns, samplings, showing, strict=True)
                 ]
         except TimeoutError:
             session.ran_into("deadline")
@@ -200,6 +211,7 @@ class Door:
         self,
         session: Session,
         asked: ChatAsked | CompletionAsked,
+        sampled: Count,
         context: Context,
         turn: int,
         sampling: SamplingParams,
@@ -208,7 +220,7 @@ class Door:
         log_probs: bool,
     ) -> tuple[Read, int]:
         growing = None if show is None else self.words.growing(asked, context, log_probs=log_probs)
-        shown = _Shown(growing, show, self.words) if growing is not None and show is not None else None
+        shown = _Shown(growing, show, self.words, sampled) if growing is not None and show is not None else None
         name = f"{session.name}-{turn}-{secrets.token_hex(4)}"
         try:
             output = await self._sampled(session.generate or self._generate, context, sampling, name, shown)
@@ -217,6 +229,7 @@ class Door:
         except RolloutError as error:
             logger.error("request %s failed: %s", name, error)
             raise engine_failed(f"the engine failed at this request: {error}") from error
+        sampled(len(output.token_ids) - (0 if shown is None else shown.told))
         if output.finish_reason == "abort" or len(output.token_ids) != len(output.log_probs):
             logger.error(
                 "request %s: the engine ended it with %s, %d tokens and %d log-probs",
@@ -225,7 +238,7 @@ class Door:
             raise engine_failed("the engine gave this request up")
         read = await self.words.read(output, turn, asked, context, log_probs=log_probs)
         if shown is not None:
-            shown.growing.require_beginning(read.choice, shown.count)
+            read = replace(read, choice=shown.growing.ended(read.choice, shown.count))
         return read, output.policy_version
 
     async def _sampled(
@@ -243,9 +256,15 @@ class Door:
         return output
 
     def _sampling(
-        self, session: Session, asked: ChatAsked | CompletionAsked, context: Context, turn: int, place: int
+        self,
+        session: Session,
+        asked: ChatAsked | CompletionAsked,
+        context: Context,
+        turn: int,
+        place: int,
+        most: int | None,
     ) -> SamplingParams:
-        """Return how a choice is sampled.
+        """Return how a choice is sampled, which may have so many tokens of what its session has left.
 
         Raises:
             RequestRefusedError: There is no room for it behind its context.
@@ -255,19 +274,19 @@ class Door:
             raise bad_request(f"{param} has no tokens", param)
         room = self.served.max_model_len - len(context.ids)
         if session.fixed is not None:
-            return self._fixed_sampling(session, session.fixed, asked, context, turn, room, param)
-        longest = asked.longest or (room if isinstance(asked, ChatAsked) else _COMPLETION_TOKENS)
+            return self._fixed_sampling(session, session.fixed, asked, context, turn, min(room, most or room), param)
+        unnamed = self.served.longest_answer or room if isinstance(asked, ChatAsked) else _COMPLETION_TOKENS
+        longest = asked.longest or unnamed
         if room < 1 or (asked.longest or 0) > room:
             wanted = f"{param} has {len(context.ids)} tokens, {asked.longest or 1} more are asked for"
             raise too_long(wanted, self.served.max_model_len, param)
-        left = session.tokens_left()
         served = self.served.sampling
         top_k = served.top_k if asked.top_k is None else asked.top_k
         return SamplingParams(
             temperature=served.temperature if asked.temperature is None else asked.temperature,
             top_p=served.top_p if asked.top_p is None else asked.top_p,
             top_k=top_k or -1,
-            max_tokens=min(longest, room, *([] if left is None else [left])),
+            max_tokens=min(longest, room, most or room),
             seed=_seed(asked.seed, place),
         )
 
@@ -282,24 +301,21 @@ class Door:
         param: str,
     ) -> SamplingParams:
         """Return how a turn of an episode is sampled, whatever the client asks for."""
-        branches = Branches(fixed.max_response_tokens)
-        for call in sorted(session.calls, key=lambda call: call.turn):
-            branches.add(call)
-        in_prompt = branches.prompt_length(context.ids)
+        in_prompt = Branches.of(session.calls, fixed.max_response_tokens).prompt_length(context.ids)
         in_response = len(context.ids) - in_prompt
         if in_prompt > fixed.max_prompt_tokens:
-            session.ran_into("max_tokens")
+            # What has become too long to fork from a row is taken for a prompt, and is none.
+            is_forked = Branches.of(session.calls).prompt_length(context.ids) <= fixed.max_prompt_tokens
+            session.ran_into("max_tokens" if is_forked else "max_prompt")
             raise too_long(f"{param} has {len(context.ids)} tokens", fixed.max_prompt_tokens, param)
         room = min(room, fixed.max_response_tokens - in_response, fixed.max_turn_tokens or room)
-        left = session.tokens_left()
-        room = room if left is None else min(room, left)
         if room < 1:
             session.ran_into("max_tokens")
             raise too_long(f"{param} has {len(context.ids)} tokens", len(context.ids), param)
         given, wanted = fixed.sampling, (asked.temperature, asked.top_p, asked.top_k or None, asked.seed)
         have = (given.temperature, given.top_p, given.top_k, None)
         if any(one is not None and one != other for one, other in zip(wanted, have, strict=True)):
-            session.counts["overridden"] += 1
+            session.count("overridden")
         return replace(given, seed=fixed.seed_of(turn), max_tokens=min(room, asked.longest or room))
 
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 16
 """Answers that are sampled at the same time; further ones wait, so that the run's own episodes go on."""
 _LONGEST_WAIT_S = 300.0
+_MOST_ROUNDS = 3
+"""That may leave a call unfinished; then it is too long for the rounds of this run."""
 _ONLY_THE_OWNER = 0o600
 
 
@@ -50,23 +52,28 @@ class OutsideCalls:
             on_tokens: Told nothing, for ranks hand over what is finished.
 
         Raises:
-            RequestRefusedError: There was no answer in time; the client is told to ask again.
+            RequestRefusedError: There was no answer in time, or in a few rounds; the client is told to ask again.
         """
         try:
-            async with asyncio.timeout(self._longest_wait_s), self._seats:
-                while True:
-                    await self._router.is_open.wait()
-                    try:
-                        return await self._router.generate(token_ids, sampling, name, name, may_fail=True)
-                    except RoundOverError:
-                        logger.debug("%s waits for the next round", name)
-                    finally:
-                        self._router.forget(name)
+            async with asyncio.timeout(self._longest_wait_s):
+                for _ in range(_MOST_ROUNDS):
+                    async with self._seats:  # for one round: others who wait come before it is sampled anew
+                        await self._router.is_open.wait()
+                        try:
+                            return await self._router.generate(token_ids, sampling, name, name, may_fail=True)
+                        except RoundOverError:
+                            logger.debug("%s waits for the next round", name)
+                        finally:
+                            self._router.forget(name)
         except TimeoutError:
             raise not_now(
                 f"the run answers while it samples, and had no time for this call within {self._longest_wait_s:g} s; "
                 "ask again"
             ) from None
+        raise not_now(
+            f"the run answers while it samples, and {_MOST_ROUNDS} rounds ended before this answer did; ask again for "
+            "a shorter one (max_tokens), or ask a checkpoint with `hrl serve`"
+        )
 
 
 def write_address(folder: Path, base_url: str, key: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,10 @@ from hrl.episodes.parsing import ParsedTurn, TurnParser, TurnParsers
 from hrl.episodes.tokens import Transcript
 from hrl.serve.answers import Choice, FinishReason
 from hrl.serve.asked import ChatAsked, plain_message
-from hrl.serve.refusals import RequestRefusedError, bad_request, engine_failed
+from hrl.serve.refusals import RequestRefusedError, bad_request
 from hrl.serve.rows import NO_VERSION
 from hrl.serve.sessions import Conversation
-from hrl.serve.tokens_as_text import Pieces, Stopped, decode, pieces, shown_token, stopped_at
+from hrl.serve.tokens_as_text import Pieces, Stopped, beginnings, decode, pieces, shown_token, stopped_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_DOCUMENTS = "documents"
+"""The only parameter of `apply_chat_template` that is data for the template and says nothing of how it is rendered."""
 _LONGEST_TOKEN_AT_LEAST = 64
 """Characters. Of a text with more of them than the longest context has room for, no token is looked at."""
 
@@ -94,30 +97,56 @@ class GrowingChoice:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Context, *, log_probs: bool) -> None:
         self._tokenizer, self._text, self._with_log_probs = tokenizer, Pieces(tokenizer), log_probs
         self._pieces: list[str] = []
+        self._beginnings: list[int] = []
+        self._length = 0
+        self._can_show = 0
         self._ids: list[int] = []
         self._log_probs: list[float] = []
         self._tokens: list[tuple[str, list[int] | None]] = []
         self.choice = Choice(
-            "", self._pieces, None, context.ids, self._ids, self._log_probs, self._tokens, "stop", NO_VERSION
+            text="",
+            pieces=self._pieces,
+            beginnings=self._beginnings,
+            message=None,
+            prompt_ids=context.ids,
+            token_ids=self._ids,
+            log_probs=self._log_probs,
+            tokens=self._tokens,
+            finish_reason="stop",
+            version=NO_VERSION,
         )
 
     def add(self, ids: Sequence[int], log_probs: Sequence[float]) -> int:
         """Take what was sampled; return how many tokens can be shown: those behind them may change the last text."""
         self._ids += ids
         self._log_probs += log_probs
-        self._pieces += [self._text.add(token) for token in ids]
+        for token in ids:
+            piece = self._text.add(token)
+            self._beginnings.append(self._length)
+            self._pieces.append(piece)
+            self._length += len(piece)
+            if piece:
+                self._can_show = len(self._pieces)
         if self._with_log_probs:
             self._tokens += [shown_token(self._tokenizer, token) for token in ids]
-        return max((end for end, piece in enumerate(self._pieces, start=1) if piece), default=0)
+        return self._can_show
 
-    def require_beginning(self, choice: Choice, shown: int) -> None:
-        """Refuse to go on with an answer that does not begin with what was shown of it.
+    def ended(self, choice: Choice, shown: int) -> Choice:
+        """Return the whole answer, which goes on from what was shown of it.
 
-        Raises:
-            RequestRefusedError: The tokenizer writes the beginning of this text in another way than the whole.
+        Some tokenizers write the beginning of a text in another way when more follows. What was shown can't be taken
+        back, so the text stays the one that its pieces make.
+
+        Args:
+            choice: As it was read.
+            shown: Tokens that were shown.
         """
-        if list(choice.pieces[:shown]) != self._pieces[:shown]:
-            raise engine_failed("the text of this answer can't be shown piece by piece; ask without stream=true")
+        if list(choice.pieces[:shown]) == self._pieces[:shown]:
+            return choice
+        pieces = [*self._pieces[:-1], self._pieces[-1] + self._text.rest()]
+        text = "".join(pieces)
+        message = None if choice.message is None else {**choice.message, "content": text}
+        return replace(choice, text=text, pieces=pieces, beginnings=self._beginnings, message=message)
 
 
 class PolicyWords:
@@ -131,6 +160,7 @@ class PolicyWords:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: Reading, max_model_len: int) -> None:
         self._tokenizer, self._reading, self._max_model_len = tokenizer, reading, max_model_len
+        self._not_of_clients = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {_DOCUMENTS}
         self._thread = ThreadPoolExecutor(1, "words")
         self._longest_token = max([_LONGEST_TOKEN_AT_LEAST, *map(len, tokenizer.get_vocab())])
         self._parsers = TurnParsers(tokenizer, reading.tool_parser, reading.reasoning_parser, stop_ids=reading.stop_ids)
@@ -145,8 +175,15 @@ class PolicyWords:
         A chat that goes on from an answer which the session was given keeps the tokens that were sampled.
 
         Raises:
-            RequestRefusedError: The chat template refuses the messages, or they are too long.
+            RequestRefusedError: The chat template refuses the messages, they are too long, or the request has a
+                template of its own: templates are programs, and this one would run here.
         """
+        if refused := sorted(self._not_of_clients & asked.chat_template_kwargs.keys()):
+            raise bad_request(
+                f"chat_template_kwargs has {', '.join(refused)}, which only the server's configuration sets; it takes "
+                "what the model's own template reads, such as enable_thinking",
+                "chat_template_kwargs",
+            )
         self._require_short(sum(len(str(message.get("content") or "")) for message in asked.messages), "messages")
         setting = _setting(asked)
         found = session.chats.longest(asked.messages, setting)
@@ -202,7 +239,8 @@ class PolicyWords:
         if isinstance(asked, ChatAsked) and context.script is not None:
             script = await self.run(self._with_turn, context.script, read)
             answer = plain_message({"role": "assistant", **(choice.message or {})}, len(asked.messages))
-            session.chats.add(asked.messages, _setting(asked), answer, (script, context.conversation))
+            known, num_tokens = (script, context.conversation), len(context.ids) + len(choice.token_ids)
+            session.chats.add(asked.messages, _setting(asked), answer, known, num_tokens)
         elif context.text is not None:
             whole = await self.run(decode, self._tokenizer, choice.token_ids)
             if choice.text != whole and read.num_text_tokens is not None:
@@ -262,9 +300,11 @@ class PolicyWords:
         finish: FinishReason = "length" if output.finish_reason == "length" and stopped is None else "stop"
         if parsed.tool_calls and finish == "stop":
             finish = "tool_calls"
+        text_pieces = _shown(pieces(self._tokenizer, ids), stopped)
         choice = Choice(
             text=shown.text,
-            pieces=_shown(pieces(self._tokenizer, ids), stopped),
+            pieces=text_pieces,
+            beginnings=beginnings(text_pieces),
             message=_message(shown) if context.script is not None else None,
             prompt_ids=context.ids,
             token_ids=ids,

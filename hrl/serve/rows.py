@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from hrl.batching.trie import common_length
 from hrl.episodes.episode import EpisodeRow
 
 NO_VERSION = -1
@@ -20,6 +23,7 @@ class Call:
         token_ids: What was sampled.
         log_probs: Of each sampled token.
         version: Of the policy.
+        text: What was sampled, read.
     """
 
     turn: int
@@ -27,6 +31,7 @@ class Call:
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     version: int
+    text: str
 
 
 @dataclass(eq=False)
@@ -69,6 +74,14 @@ class Branches:
         self._branches: list[_Branch] = []
         self._max_response_tokens = max_response_tokens
 
+    @classmethod
+    def of(cls, calls: Sequence[Call], max_response_tokens: int | None = None) -> Branches:
+        """Return the rows of a session's calls. Their turns decide the order, and not which one ended first."""
+        branches = cls(max_response_tokens)
+        for call in sorted(calls, key=lambda call: call.turn):
+            branches.add(call)
+        return branches
+
     def prompt_length(self, context: Sequence[int]) -> int:
         """Return how many tokens of a context would be the prompt of its row."""
         context = list(context)
@@ -106,10 +119,12 @@ class Branches:
         ]
         if not forked:
             return _Branch(context, list(context))
-        nearest = max(forked, key=lambda other: common_length(other.ids, context))
+        ids = np.array(context)
+        in_common = [common_length(np.array(other.ids), ids) for other in forked]
+        nearest = forked[int(np.argmax(in_common))]
         prompt = nearest.prompt_ids
         branch = _Branch(prompt, list(prompt))
-        common = max(common_length(nearest.ids, context) - len(prompt), 0)
+        common = max(in_common) - len(prompt)
         turns = list(nearest.turns[:common])
         rest = len(context) - len(prompt) - common
         branch.add_context(context[len(prompt) :], [*turns, *[turns[-1] if turns else turn] * rest])
@@ -125,16 +140,7 @@ def rows_of(calls: Sequence[Call], max_response_tokens: int | None = None) -> li
     common with; one that begins with no row's prompt has its whole context as prompt.
 
     Args:
-        calls: Of one session. Their turns decide the order, and not which one ended first.
+        calls: Of one session.
         max_response_tokens: See `Branches`.
     """
-    branches = Branches(max_response_tokens)
-    for call in sorted(calls, key=lambda call: call.turn):
-        branches.add(call)
-    return branches.rows()
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two lists have in common at their beginnings."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return Branches.of(calls, max_response_tokens).rows()

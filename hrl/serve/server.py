@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -46,6 +47,7 @@ class HttpLimits:
         body_bytes: Largest body.
         head_s: Until the first request of a connection has come.
         body_s: Until its body has come.
+        read_s: Until the client has read enough of an answer for more of it to be sent.
         idle_s: Between requests of a connection.
         connections: At the same time.
         still_there_s: How often a stream in which nothing is ready says so.
@@ -54,6 +56,7 @@ class HttpLimits:
     body_bytes: int = 8 * 2**20
     head_s: float = 30.0
     body_s: float = 60.0
+    read_s: float = 60.0
     idle_s: float = 75.0
     connections: int = 2048
     still_there_s: float = 15.0
@@ -106,11 +109,8 @@ class DoorServer:
         self._runner = web.AppRunner(
             app,
             handle_signals=False,
-            access_log=None,
             handler_cancellation=True,  # whoever hangs up is not sampled for
-            keepalive_timeout=self._limits.idle_s,
             shutdown_timeout=_SHUTDOWN_S,
-            auto_decompress=False,  # a small body may be a large one
         )
         await self._runner.setup()
         self._server = await asyncio.get_running_loop().create_server(self._connection, sock=self._socket)
@@ -134,11 +134,16 @@ class DoorServer:
 
     def _connection(self) -> asyncio.Protocol:
         assert self._runner is not None and self._runner.server is not None
-        server = self._runner.server
+        server, loop = self._runner.server, asyncio.get_running_loop()
         if len(server.connections) >= self._limits.connections:
             return _Closed()
-        protocol = server()
-        loop = asyncio.get_running_loop()
+        protocol = _Connection(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]  # which means none, in aiohttp's own runner too
+            keepalive_timeout=self._limits.idle_s,
+            auto_decompress=False,  # a small body may be a large one
+        )
         self._silent[id(protocol)] = loop.call_later(self._limits.head_s, self._close_silent, protocol)
         return protocol
 
@@ -150,10 +155,17 @@ class DoorServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Answer every refusal in OpenAI's form."""
+        """Answer every refusal in OpenAI's form, to whoever reads it."""
         spoke = self._silent.pop(id(request.protocol), None)
         if spoke is not None:
             spoke.cancel()
+        response = await self._answer(request, handler)
+        async with self._read_in_time(request):
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+
+    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         try:
             self._require_this_machine(request)
             return await handler(request)
@@ -167,6 +179,21 @@ class DoorServer:
         except Exception:
             logger.exception("a request to %s failed", request.path)
             return _refusal(_FAULT_OF_OURS)
+
+    @asynccontextmanager
+    async def _read_in_time(self, request: web.Request) -> AsyncIterator[None]:
+        """Send something, and hang up on a client that does not read: there is nothing else that it could be told.
+
+        Raises:
+            ConnectionError: It does not read, or went away.
+        """
+        try:
+            async with asyncio.timeout(self._limits.read_s):
+                yield
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionAbortedError(f"the client has read nothing for {self._limits.read_s:g} s") from None
 
     def _require_this_machine(self, request: web.Request) -> None:
         if self._allow_remote:
@@ -239,6 +266,7 @@ class DoorServer:
             log_probs=log_probs,
             token_ids=asked.return_token_ids,
             usage=asked.stream_options is not None and asked.stream_options.include_usage,
+            calls=isinstance(asked, ChatAsked) and asked.wants_tool_calls,
         )
         answer = partial(self._door.answer, session, asked, contexts, log_probs=log_probs)
         if not asked.stream:
@@ -263,22 +291,24 @@ class DoorServer:
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             await asyncio.sleep(0)  # the first step of the task is where the session lets it in, or does not
-            if task.done():
-                task.result()
+            if task.done() and isinstance(refused := task.exception(), RequestRefusedError):
+                raise refused
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-            await response.prepare(request)
+            async with self._read_in_time(request):
+                await response.prepare(request)
             for first in form.opening(num_choices):
-                await response.write(first)
+                await self._send(request, response, first)
             while (event := await self._next(events)) is not None:
-                async with asyncio.timeout(self._limits.body_s):  # a reader that doesn't read
-                    await response.write(event)
-            async with asyncio.timeout(self._limits.body_s):
-                for last in _rest(form, task, shown):
-                    await response.write(last)
-                await response.write_eof()
+                await self._send(request, response, event)
+            for last in _rest(form, task, shown):
+                await self._send(request, response, last)
             return response
         finally:
-            task.cancel()
+            await _ended(task)
+
+    async def _send(self, request: web.Request, response: web.StreamResponse, event: bytes) -> None:
+        async with self._read_in_time(request):
+            await response.write(event)
 
     async def _next(self, events: asyncio.Queue[bytes | None]) -> bytes | None:
         """Return the next event of a stream, or a sign of life if there is none for long; None at its end."""
@@ -287,6 +317,26 @@ class DoorServer:
                 return await events.get()
         except TimeoutError:
             return STILL_THERE
+
+
+class _Connection(web.RequestHandler):
+    """A connection whose errors, too, are in OpenAI's form, and are no news for the log where they are the client's."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Return the answer to what is no HTTP; a client that went away gets none."""
+        if isinstance(exc, ConnectionError):
+            raise exc
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        first = next(iter((message or "").splitlines()), "").rstrip(":")[:200]
+        refused = RequestRefusedError(status, f"the request is no HTTP that can be read: {first}", code="invalid_http")
+        response = _refusal(refused)
+        response.force_close()
+        return response
 
 
 class _Closed(asyncio.Protocol):
@@ -306,8 +356,16 @@ def _rest(form: Form, task: asyncio.Task[list[Choice]], shown: Mapping[int, int]
     elif isinstance(error, RequestRefusedError):
         yield error_event(error.body())
     else:
-        logger.error("a streamed request failed", exc_info=error)
         yield error_event(_FAULT_OF_OURS.body())
+
+
+async def _ended(task: asyncio.Task[list[Choice]]) -> None:
+    """Have a stream's answer ended when its request is; what failed is in the log, for the client may be gone."""
+    task.cancel()
+    await asyncio.wait([task])
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, RequestRefusedError):
+        logger.error("a streamed request failed", exc_info=error)
 
 
 _FAULT_OF_OURS = RequestRefusedError(

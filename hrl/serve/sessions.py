@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hrl.serve.history import Chats, Texts
+from hrl.serve.history import Chats, Memory, Texts
 from hrl.serve.refusals import RequestRefusedError, bad_request, over_limit, too_busy
 from hrl.serve.rows import Call
 from hrl.workers.requests import SamplingParams
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 
 Generate = Callable[[list[int], SamplingParams, str, OnTokens | None], Awaitable[SampleOutput]]
 """`RolloutEngine.generate`, or what does the same: samples a response to token ids; the text names the request."""
-LimitReached = Literal["max_turns", "max_tokens", "deadline"]
+LimitReached = Literal["max_turns", "max_prompt", "max_tokens", "deadline"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,22 @@ class Conversation:
 
 
 @dataclass(eq=False)
+class Admission:
+    """A request that is being answered.
+
+    Attributes:
+        turns: That it is.
+        longest: Of its answers, in tokens; None where the session sets no limit.
+        kept: Tokens that it may still sample, and no other request of the session.
+    """
+
+    turns: range
+    longest: int | None
+    kept: int
+    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
+
+
+@dataclass(eq=False)
 class Session:
     """Calls that belong together.
 
@@ -96,10 +112,13 @@ class Session:
         keeps_calls: Whether calls and what was said are kept.
         calls: Those that were answered.
         conversations: What was said.
+        memory: Bounds what is known of what its clients were told.
         chats, texts: What its clients were told, to be known again.
-        counts: `calls`, `sampled_tokens`, `refused`, `dropped` (the client went away), `overridden` (asked for other
-            sampling than `fixed`), `tool_calls`, `tool_errors` (of these, calls that can't be read), `unread_calls` (of
-            these, those that no parser makes a call of).
+        counts: `calls`, `sampled_tokens` (also of answers that nobody was given), `refused` (got an error instead of an
+            answer), `dropped` (the client went away), `overridden` (asked for other sampling than `fixed`),
+            `tool_calls`, `tool_errors` (of these, calls that can't be read), `unread_calls` (of these, those that no
+            parser makes a call of).
+        totals: The same of all sessions of a door, also of those that are over.
         reached: The first limit that it ran into.
     """
 
@@ -110,24 +129,28 @@ class Session:
     keeps_calls: bool = True
     calls: list[Call] = field(default_factory=list)
     conversations: list[Conversation] = field(default_factory=list)
-    chats: Chats[Any] = field(default_factory=Chats)
-    texts: Texts[Conversation] = field(default_factory=Texts)
+    memory: Memory = field(default_factory=Memory)
+    chats: Chats[Any] = field(init=False)
+    texts: Texts[Conversation] = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
+    totals: Counter[str] = field(default_factory=Counter)
     reached: LimitReached | None = None
     engine_s: float = 0.0
     _turns: int = 0
     _began: float | None = None
-    _in_flight: int = 0
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _admitted: set[Admission] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.chats, self.texts = Chats(self.memory), Texts(self.memory)
 
     @property
     def is_idle(self) -> bool:
         """Whether no call of it is being answered."""
-        return not self._in_flight
+        return not self._admitted
 
     @contextmanager
-    def admitted(self, choices: int) -> Iterator[range]:
-        """Let a request in, and yield the turns that it is.
+    def admitted(self, choices: int) -> Iterator[Admission]:
+        """Let a request in, for which the session keeps the tokens that its answers may need.
 
         Args:
             choices: Answers that it asks for.
@@ -135,43 +158,67 @@ class Session:
         Raises:
             RequestRefusedError: The session has not that much left, or too many calls in flight.
         """
+        at_once = self.limits.concurrent_calls
+        if at_once is not None and choices > at_once:  # in vain, however often it is asked for
+            raise bad_request(
+                f"{choices} answers are asked for at once (n for each prompt), and a session has at most {at_once} "
+                "sampled at the same time; ask for fewer",
+                "n",
+            )
         now = time.monotonic()
         if self._began is None:
             self._began = now
-        limits, counts = self.limits, self.counts
+        limits = self.limits
         if limits.seconds is not None and now - self._began >= limits.seconds:
             raise self._over("deadline", f"its {limits.seconds:g} seconds are over")
         if limits.calls is not None and self._turns + choices > limits.calls:
             raise self._over("max_turns", f"it has had {self._turns} of its {limits.calls} answers")
-        if limits.tokens is not None and counts["sampled_tokens"] >= limits.tokens:
-            raise self._over("max_tokens", f"its {limits.tokens} sampled tokens are used up")
-        if limits.concurrent_calls is not None and self._in_flight + choices > limits.concurrent_calls:
-            counts["refused"] += 1
+        left = self.tokens_left()
+        if left is not None and left < choices:
+            raise self._out_of_tokens(choices)
+        in_flight = sum(len(one.turns) for one in self._admitted)
+        if at_once is not None and in_flight + choices > at_once:
             raise too_busy(
-                f"session {self.name}: {self._in_flight} answers are being sampled, and at most "
-                f"{limits.concurrent_calls} may be at the same time; ask again when one has ended"
+                f"session {self.name}: {in_flight} answers are being sampled, and at most {at_once} may be at the same "
+                "time; ask again when one has ended"
             )
-        turns = range(self._turns, self._turns + choices)
+        longest = None if left is None else left // choices
+        admission = Admission(range(self._turns, self._turns + choices), longest, (longest or 0) * choices)
         self._turns += choices
-        self._in_flight += choices
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
+        self._admitted.add(admission)
         try:
-            yield turns
+            yield admission
         except asyncio.CancelledError:
-            counts["dropped"] += choices
+            self.count("dropped", choices)
             raise
         finally:
-            self._in_flight -= choices
-            if task is not None:
-                self._tasks.discard(task)
+            self._admitted.discard(admission)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Count something; see `counts`."""
+        self.counts[what] += number
+        self.totals[what] += number
 
     def tokens_left(self) -> int | None:
-        """Return how many tokens it may still sample; None for any number."""
+        """Return how many tokens a further request may sample; None for any number."""
         if self.limits.tokens is None:
             return None
-        return max(self.limits.tokens - self.counts["sampled_tokens"], 0)
+        kept = sum(one.kept for one in self._admitted)
+        return max(self.limits.tokens - self.counts["sampled_tokens"] - kept, 0)
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Count a request that gets an error instead of its answers."""
+        try:
+            yield
+        except RequestRefusedError:
+            self.count("refused")
+            raise
+
+    def sampled(self, admission: Admission, tokens: int) -> None:
+        """Count what was sampled for a request, whatever becomes of its answer."""
+        self.count("sampled_tokens", tokens)
+        admission.kept -= tokens
 
     def seconds_left(self) -> float | None:
         """Return how long it may still go on; None for ever."""
@@ -181,8 +228,7 @@ class Session:
 
     def add(self, call: Call, conversation: Conversation) -> None:
         """Count an answer that a client is given, and keep it."""
-        self.counts["calls"] += 1
-        self.counts["sampled_tokens"] += len(call.token_ids)
+        self.count("calls")
         if self.keeps_calls:
             self.calls.append(call)
             if not conversation.calls:
@@ -200,15 +246,24 @@ class Session:
 
     async def stop(self) -> None:
         """End the calls that are being answered."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        current = asyncio.current_task()
+        tasks = [one.task for one in self._admitted if one.task is not None and one.task is not current]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
+    def _out_of_tokens(self, choices: int) -> RequestRefusedError:
+        most, sampled = self.limits.tokens or 0, self.counts["sampled_tokens"]
+        if most - sampled < choices:
+            return self._over("max_tokens", f"{max(most - sampled, 0)} of its {most} sampled tokens are left")
+        return too_busy(
+            f"session {self.name}: what is left of its {most} sampled tokens is kept for answers that are being "
+            "sampled; ask again when one has ended, and name max_tokens, so that less is kept"
+        )
+
     def _over(self, limit: LimitReached, why: str) -> RequestRefusedError:
         self.ran_into(limit)
-        self.counts["refused"] += 1
         return over_limit(f"session {self.name}: {why}")
 
 
@@ -222,6 +277,9 @@ class Sessions:
         keep_calls: Whether these keep their calls.
         most: Sessions that clients may name. Of more, the one whose last call is longest ago goes, if it is idle.
         on_end: Told of a session that goes.
+
+    Attributes:
+        totals: What was counted in all sessions so far; see `Session.counts`.
     """
 
     def __init__(
@@ -233,6 +291,8 @@ class Sessions:
         most: int = 1000,
         on_end: Callable[[Session], None] = lambda session: None,
     ) -> None:
+        self.totals: Counter[str] = Counter()
+        self._memory = Memory()  # of all sessions that clients name
         self._digest = None if key is None else _digest(key)
         self._limits, self._keep_calls, self._most, self._on_end = limits, keep_calls, most, on_end
         self._named: OrderedDict[str, Session] = OrderedDict()
@@ -244,6 +304,7 @@ class Sessions:
     def open(self, session: Session) -> str:
         """Let a session be used, and return its key."""
         key = new_key()
+        session.totals = self.totals
         self._keyed[_digest(key)] = session
         return key
 
@@ -284,8 +345,13 @@ class Sessions:
                 idle = next((known for known, one in self._named.items() if one.is_idle), None)
                 if idle is None:
                     raise too_busy(f"{self._most} sessions are being answered, and no more are taken")
-                self._on_end(self._named.pop(idle))
-            session = self._named[name] = Session(name, self._limits, keeps_calls=self._keep_calls)
+                gone = self._named.pop(idle)
+                gone.chats.forget()
+                gone.texts.forget()
+                self._on_end(gone)
+            kept, totals, memory = self._keep_calls, self.totals, self._memory
+            session = Session(name, self._limits, keeps_calls=kept, totals=totals, memory=memory)
+            self._named[name] = session
         self._named.move_to_end(name)
         return session
 

@@ -33,10 +33,15 @@ class Pieces:
     def add(self, token: int) -> str:
         """Return what one more token adds: nothing where it ends within a character."""
         self._open.append(token)
-        before, now = decode(self._tokenizer, self._shown), decode(self._tokenizer, [*self._shown, *self._open])
-        if len(now) <= len(before) or now.endswith(_HALF_A_CHARACTER):
+        new = self.rest()
+        if not new or new.endswith(_HALF_A_CHARACTER):
             return ""
         self._shown, self._open = self._open, []
+        return new
+
+    def rest(self) -> str:
+        """Return what those tokens are that have added nothing, if no more come."""
+        before, now = decode(self._tokenizer, self._shown), decode(self._tokenizer, [*self._shown, *self._open])
         return now[len(before) :]
 
 
@@ -53,6 +58,11 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     if text.startswith(joined):  # it was cut off within a character
         return [*found[:-1], found[-1] + text[len(joined) :]]
     return [*[""] * (len(found) - 1), text]
+
+
+def beginnings(pieces: Sequence[str]) -> list[int]:
+    """Return where each piece begins in the text that they are."""
+    return [0, *accumulate(map(len, pieces))][: len(pieces)]
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,16 @@ class NodeService:
         NEEDED.add(self.pid, self.title)
         self._answer(self._starting, "start", self.start_timeout_s)
 
+    def require_alive(self) -> None:
+        """Raise why it has died, if it has; one that is there is let be, even if it does not answer.
+
+        Raises:
+            Exception: `gone`.
+        """
+        asked = self.handle.process_id.remote()
+        if ray.wait([asked], timeout=_SHUTDOWN_TIMEOUT_S)[0]:
+            self._answer(asked, "process_id", _SHUTDOWN_TIMEOUT_S)
+
     def shutdown(self) -> None:
         """End all that it has started, then the actor.
 

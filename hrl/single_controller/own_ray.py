@@ -30,7 +30,7 @@ _STORE_FILE = f"{SHARED_MEMORY}/plasma"
 _ROOM_FOR_A_BATCH_BYTES = 256 << 20
 """More than a batch takes at once: 4 million tokens."""
 #: Process type in Ray → what it is. The others (monitor, log monitor) may end, and a run goes on.
-_VITAL = {
+VITAL = {
     ray_constants.PROCESS_TYPE_GCS_SERVER: "Ray's control service (GCS)",
     ray_constants.PROCESS_TYPE_RAYLET: "Ray's raylet",
 }
@@ -54,7 +54,7 @@ class OwnRay:
     def __init__(self) -> None:
         processes = ray._private.worker._global_node.all_processes
         self._vital: dict[str, subprocess.Popen[bytes]] = {
-            title: processes[kind][0].process for kind, title in _VITAL.items() if kind in processes
+            title: processes[kind][0].process for kind, title in VITAL.items() if kind in processes
         }
         raylet = self.raylet_pid
         self._lost: str | None = None
@@ -67,7 +67,7 @@ class OwnRay:
     @property
     def raylet_pid(self) -> int:
         """Process id of the raylet, the parent of all workers."""
-        return self._vital[_VITAL[ray_constants.PROCESS_TYPE_RAYLET]].pid
+        return self._vital[VITAL[ray_constants.PROCESS_TYPE_RAYLET]].pid
 
     def lost(self) -> str | None:
         """Return the sentence about the first vital process that has ended; None while all are there."""

@@ -28,6 +28,7 @@ from hrl.processes.child_environment import changed_environment
 from hrl.processes.lifetime import guarded_environment, guarded_processes, guarded_start, telling_of
 from hrl.processes.signals import kept_from_children
 from hrl.single_controller.own_ray import OwnRay
+from hrl.single_controller.ray_start import coming_up
 from hrl.single_controller.worker_errors import PlacementError
 
 _PROBE_S = 10.0
@@ -95,7 +96,8 @@ def ray_cluster(
 
     Raises:
         PlacementError: No cluster answers at the address, or this machine has no loopback to listen on.
-        ClusterLostError: A process of the cluster that was started here has ended within the block.
+        ClusterLostError: The cluster that is started here does not come up, or a process of it has ended within the
+            block.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; avoids its warning
@@ -133,7 +135,8 @@ def _own_cluster(settings: Mapping[str, Any], inherited: Mapping[str, str]) -> I
     with guarded_environment() as mark, ExitStack() as starting:
         starting.enter_context(guarded_start())
         bare = _bare(with_dashboard=settings["include_dashboard"])
-        with reaching("local"), bare, changed_environment({**inherited, **mark}), kept_from_children(), _own_handlers():
+        environment = changed_environment({**inherited, **mark})
+        with reaching("local"), bare, environment, kept_from_children(), _own_handlers(), coming_up():
             ray.init(address="local", **settings)
         own: OwnRay | None = None
         try:

@@ -29,8 +29,8 @@ from hrl.trained.scores import Estimate, SourceScores, score_table
 
 SAMPLES = "samples.jsonl"
 SCORES = "scores.json"
-_OF_THE_RUN = ("data.", "environment.", "reward.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
-"""Keys of the model's own run that hold for its evaluation too, with the exceptions below."""
+_OF_THE_RUN = ("data", "environment", "reward", "actor_rollout_ref.model", "actor_rollout_ref.rollout")
+"""Keys and sections of the model's own run that hold for its evaluation too, with the exceptions below."""
 _NOT_OF_THE_RUN = (
     "data.train_files",
     "data.train_batch_size",
@@ -40,7 +40,7 @@ _NOT_OF_THE_RUN = (
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.serve",
-    "actor_rollout_ref.rollout.val_kwargs.",
+    "actor_rollout_ref.rollout.val_kwargs",
 )
 _INSTEAD_OF = {
     "reward.custom_reward_function.path": "reward.functions",
@@ -147,14 +147,14 @@ def run_arguments(
 
 
 def keys_of_the_run(
-    trained: Trained, kept: tuple[str, ...], left_out: tuple[str, ...], overrides: Sequence[str]
+    trained: Trained, kept: Sequence[str], left_out: Sequence[str], overrides: Sequence[str]
 ) -> dict[str, Any]:
     """Return the keys of the run that made a model, and that differ from their defaults; none without such a run.
 
     Args:
         trained: The model.
-        kept: How the keys begin.
-        left_out: How those begin that are left out.
+        kept: Keys, and sections for all that is in them.
+        left_out: Those of them that are left out.
         overrides: Further keys, which replace what says the same in another way.
 
     Raises:
@@ -168,27 +168,29 @@ def keys_of_the_run(
     ]
     folder_of_the_run = ["--config-path", str(trained.run), "--config-name", Path(CONFIG).stem]
     lost = masked_keys(trained.config, PPO.schema)
-    replaced = tuple(own for own, instead in _INSTEAD_OF.items() if _is_set(instead, overrides))
-    replaced = tuple(key.removesuffix(".path") for key in replaced)
-    unused = [f"~{key}" for key in lost if not key.startswith(kept) or key.startswith((*left_out, *replaced))]
-    again = [override for override in overrides if _gives(override, lost)]
+    replaced = [own.removesuffix(".path") for own, instead in _INSTEAD_OF.items() if _is_set(instead, overrides)]
+    unused = [f"~{key}" for key in lost if not _is_in(key, kept) or _is_in(key, [*left_out, *replaced])]
+    again = [override for override in overrides if _is_in(_key(override), lost)]
     config = compose_kind(PPO, [*folder_of_the_run, *stand_ins, *unused, *again])
     own = {
         key: value
         for key, (value, _) in changed_values(config).items()
-        if key.startswith(kept) and not key.startswith(left_out)
+        if _is_in(key, kept) and not _is_in(key, left_out)
     }
     return {key: value for key, value in own.items() if not _is_set(_INSTEAD_OF.get(key), overrides)}
 
 
-def _gives(override: str, keys: Sequence[str]) -> bool:
-    """Return whether an override gives one of these keys, or a part of it."""
-    given = override.lstrip("+").partition("=")[0]
-    return any(given == key or given.startswith(f"{key}.") for key in keys)
+def _is_in(key: str, wholes: Sequence[str]) -> bool:
+    """Return whether a key is one of these, or a part of one."""
+    return any(f"{key}.".startswith(f"{whole}.") for whole in wholes)
 
 
 def _is_set(key: str | None, overrides: Sequence[str]) -> bool:
-    return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
+    return any(_key(override) == key for override in overrides)
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
 
 
 def _why_none(trained: Trained) -> str:

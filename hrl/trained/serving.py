@@ -53,15 +53,15 @@ _OF_THE_RUN = (
     "data.apply_chat_template_kwargs",
     "environment.tool_parser",
     "environment.reasoning_parser",
-    "actor_rollout_ref.model.",
-    "actor_rollout_ref.rollout.",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.rollout",
 )
 _NOT_OF_THE_RUN = (
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.serve",
     "actor_rollout_ref.rollout.max_model_len",
-    "actor_rollout_ref.rollout.val_kwargs.",
+    "actor_rollout_ref.rollout.val_kwargs",
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -340,7 +340,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._host is None or report is None:
             return {}
         self._host.wake(("kv_cache",))
-        return sync_metrics(report)
+        return sync_metrics(report) | self._host.take_counts()
 
     def _push_weights(self, version: int) -> SyncReport | None:
         """Do this rank's part of a sync. Every rank gathers all weights and keeps none of them."""
@@ -389,7 +389,8 @@ class ActorRolloutRefWorker(ModelWorker):
         """Take the weights that trainer rank 0 broadcasts. Ranks of an engine are consecutive."""
         if self._host is None:
             return {}
-        return read_back_metrics(self._host.receive_weights(version, manifest, handle | {"first_rank": 1 + self.rank}))
+        reports = self._host.receive_weights(version, manifest, handle | {"first_rank": 1 + self.rank})
+        return read_back_metrics(reports) | self._host.take_counts()
 
 
 def own_device(visible: str | None, index: int) -> str:

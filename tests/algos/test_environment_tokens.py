@@ -60,6 +60,8 @@ def advantages(name: str, batch: Batch) -> Outcome:
     columns = advantage_input(MASK, GROUPS)
     noisy = {"values": batch.values, "old_log_probs": batch.old_log_prob, "sum_pi_squared": batch.returns.abs()}
     noisy["rollout_is_weights"] = batch.weights
+    noisy["token_level_rewards"] = torch.where(MASK == 1, columns.token_level_rewards, batch.values)
+    noisy["turn_index"] = torch.where(MASK == 1, columns.need("turn_index"), batch.values.long())
     there = {field.name for field in fields(columns)}
     inp = replace(columns, **{key: column for key, column in noisy.items() if key in there})
     found = compute_advantages(name, inp, AdvantageConfig(gamma=0.9, lam=0.8, gdpo_reward_weights=(1.0, 0.5, 2.0)))
@@ -97,7 +99,7 @@ def value_losses(name: str, batch: Batch) -> Outcome:
 
 
 def kl_estimators(name: str, batch: Batch) -> Outcome:
-    scores = torch.ones_like(batch.log_prob) * MASK
+    scores = torch.where(MASK == 1, 1.0, batch.values)
     rewards, mean = penalise_rewards(scores, batch.log_prob, batch.old_log_prob, MASK, 0.1, name)
     found = {"rewards": rewards, "mean": torch.tensor(mean)}
     for kind in (name, f"{name}+"):

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hrl.algos.numbering import number_groups
-from hrl.algos.reward_placement import move_scores, overlong_penalty, place_scores, place_turn_rewards
+from hrl.algos.reward_placement import (
+    move_scores,
+    overlong_penalty,
+    place_scores,
+    place_token_rewards,
+    place_turn_rewards,
+)
 
 
 def test_the_score_stands_on_the_last_trained_token() -> None:
@@ -122,3 +128,28 @@ def test_bad_rewards_of_turns_are_refused_by_row() -> None:
         place_turn_rewards([[1.0], [2.0]], turns, mask, np.array([0, 0]))
     with pytest.raises(ValueError, match="1 entries"):
         place_turn_rewards([[1.0]], turns, mask)
+
+
+# ------------------------------------------------------------------ rewards of tokens
+
+
+def test_rewards_of_tokens_stand_on_the_tokens_of_their_turn_and_leave_the_rest_of_the_turns() -> None:
+    """Rows 0 and 1 are an episode: turn 0 in the first and turn 1 in the second, which repeats turn 0 untrained."""
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0]])
+    turns = torch.tensor([[0, 0, 0, -1], [0, 0, 1, 1], [0, 0, 1, -1]])
+    of_tokens = [([1.0, 2.0], [3.0, -4.0])] * 2 + [(None, [0.5])]
+    placed, left = place_token_rewards(
+        of_tokens, [[3.0, -0.75], [3.0, -0.75], [7.0, 0.5]], turns, mask, np.array([0, 0, 1])
+    )
+    assert placed.tolist() == [[1, 2, 0, 0], [0, 0, 3, -4], [0, 0, 0.5, 0]]
+    assert left == [[0.0, 0.25], [0.0, 0.25], [7.0, 0.0]]
+
+
+def test_rewards_of_tokens_of_which_none_is_trained_are_left_to_their_turn() -> None:
+    placed, left = place_token_rewards([([1.0, 2.0],)], [[3.0]], torch.zeros(1, 2).long(), torch.zeros(1, 2))
+    assert placed.tolist() == [[0, 0]] and left == [[3.0]]
+
+
+def test_another_number_of_tokens_than_of_rewards_is_told_by_row_and_turn() -> None:
+    with pytest.raises(ValueError, match="row 0, turn 0: 2 trained tokens, 1 token rewards"):
+        place_token_rewards([([1.0],)], [[1.0]], torch.zeros(1, 2).long(), torch.ones(1, 2))

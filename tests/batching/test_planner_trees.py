@@ -90,17 +90,43 @@ def test_a_forward_runs_every_row_once_under_the_cap_in_equal_steps(batch, world
 
 
 @given(batches(), st.integers(1, 4), st.integers(1, 6))
-def test_a_fixed_number_of_rows_is_dealt_in_order_and_cut_where_the_budget_ends(batch, world_size, max_rows):
+def test_a_fixed_number_of_rows_is_run_in_order_and_cut_where_the_budget_ends(batch, world_size, max_rows):
     plan = Planner(share_prefix=True).forward(batch, world_size, limits(BUDGET, max_rows))
     ranks = micro_batches(plan)
-    order = [row for rank in ranks for rows in rank for row in rows]
-    assert order == row_lengths(batch).index.tolist()
+    place = np.argsort(row_lengths(batch).index)
+    for rank in ranks:
+        places = [place[row] for rows in rank for row in rows]
+        assert places == sorted(places)
+    assert sorted(itertools.chain(*itertools.chain(*ranks))) == list(range(len(batch)))
     assert max(map(len, plan.rows)) - min(map(len, plan.rows)) <= 1
     for rank in ranks:
         found = [rows for rows in rank if rows]
         assert all(len(rows) <= max_rows and nodes_of_groups(batch, rows) <= BUDGET for rows in found)
         for rows, after in itertools.pairwise(found):
             assert len(rows) == max_rows or nodes_of_groups(batch, [*rows, after[0]]) > BUDGET
+
+
+def share_of_heaviest(groups, lengths, shared, world_size):
+    """The tokens of the fullest rank against the mean of all, of trees dealt out by their number of rows."""
+    count = len(groups)
+    rows = RowLengths.of([100] * count, lengths, [1] * count, groups, True, Trie(np.arange(count), np.array(shared)))
+    plan = plan_forward(rows, world_size, limits(None, 4))
+    held = [int(rows.tokens(rows.runs(np.array(sorted(of_rank)))).sum()) for of_rank in plan.rows]
+    return max(held) / np.mean(held), [set(np.asarray(groups)[list(of_rank)].tolist()) for of_rank in plan.rows]
+
+
+def test_trees_of_a_fixed_number_of_rows_are_as_even_over_ranks_as_whole_groups_make_them():
+    eight = np.repeat(np.arange(8), 4)
+    evenness, groups = share_of_heaviest(eight, np.where(eight < 4, 2000, 100), [0, 100, 100, 100] * 8, 4)
+    assert evenness == 1.0
+    assert [len(of_rank) for of_rank in groups] == [2] * 4  # whole, one long and one short
+    # Three groups for two ranks: halves of four rows, since single rows would compute each prompt twice.
+    three = np.repeat(np.arange(3), 4)
+    evenness, groups = share_of_heaviest(three, [300] * 12, [0, 390, 390, 390] * 3, 2)
+    assert evenness == 1.0 and sorted(map(len, groups)) == [2, 2]
+    # Groups of unequal size have no such parts, and stay in their order where that is lighter.
+    evenness, groups = share_of_heaviest([0, 0, 0, 1], [300] * 4, [0, 390, 390, 0], 2)
+    assert groups == [{0}, {0, 1}]
 
 
 @given(batches(), st.integers(1, 3), st.integers(1, 9), st.integers(0, 3))

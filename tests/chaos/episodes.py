@@ -165,15 +165,42 @@ def in_all_rows(what: str, folder: Path, *, counts: Mapping[str, float]) -> Outc
 
 
 def none_is_left(what: str, says: str, folder: Path) -> Outcome:
-    """Have all episodes fail: the run ends in its first step, and is not started again."""
+    """Have all episodes fail: the run ends in its first step with one error, and is not started again."""
     run = played(folder / "run", *rows(f"all {what}", *[what] * ROWS), "trainer.max_restarts=1", start=as_command)
     line = last_line(run.said)
-    if run.status in (0, None) or run.left or read_metrics(run.folder):
+    if run.status != 1 or run.left or read_metrics(run.folder):
         return Outcome(0, run.seconds, f"status {run.status}, left {run.left}: {line}")
-    told = [each for each in run.said.splitlines() if "episodes failed (environment.on_error=skip allows 2)" in each]
+    rule = f"of {ROWS * SAMPLES} episodes failed (environment.on_error=skip allows 2)"
+    told = [each for each in run.said.splitlines() if rule in each]
     if len(told) != 1 or "Traceback" in run.said.partition(told[0])[0] or "restart 1" in run.said:
         return Outcome(1, run.seconds, f"it is told {len(told)} times: {run.said[-500:]}")
-    return Outcome(2 if says in run.said.partition(told[0])[2] + told[0] else 1, run.seconds, told[0])
+    named = all(part in told[0] for part in (f"environment Called in {WORLDS}", "`hrl env-test`", "sample "))
+    return Outcome(2 if named and says in run.said[run.said.index(told[0]) :] else 1, run.seconds, told[0])
+
+
+def no_answer(folder: Path) -> Outcome:
+    """Have the engine refuse all requests: the run ends in its first step with what the engine says."""
+    run = played(
+        folder / "run", *rows("undisturbed", *[""] * ROWS), start=functools.partial(in_one_process, before=refuse)
+    )
+    line = last_line(run.said)
+    if run.status != 1 or run.left or read_metrics(run.folder):
+        return Outcome(0, run.seconds, f"status {run.status}, left {run.left}: {line}")
+    return Outcome(2 if line.endswith(f"RolloutError: {REFUSAL}") else 1, run.seconds, line)
+
+
+REFUSAL = "the engine takes no request"
+
+
+def refuse() -> None:
+    """Let the engine of a run in this process refuse all requests."""
+    from hrl.workers.rollout.base import RolloutError
+    from hrl.workers.rollout.hf_engine import HfEngine
+
+    async def generate(*_: Any) -> Any:
+        raise RolloutError(REFUSAL)
+
+    HfEngine.generate = generate  # type: ignore[method-assign]
 
 
 def on_two_ranks(folder: Path) -> Outcome:
@@ -385,6 +412,12 @@ FAULTS: list[Fault] = [
         "the environment kills its process",
         functools.partial(none_is_left, "die", "was killed by SIGKILL"),
     ),
+    Fault(
+        "a run whose episodes all fail",
+        "the environment hangs",
+        functools.partial(none_is_left, "reset: sleep", "reset took longer than 3 s (environment.step_timeout_s)"),
+    ),
+    Fault("a run whose episodes all fail", "the engine refuses all requests", no_answer),
     Fault("a run that plays episodes", "on two ranks they are those of one", on_two_ranks),
     _ends("the episode service is killed", named(SERVICE), KILL, "the episode service (process PID"),
     _ends("the episode service is stopped", named(SERVICE), STOP, "the episode service (process PID", "SIGSTOP"),

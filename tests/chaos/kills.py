@@ -28,7 +28,7 @@ from hrl.report.run_folder import RunFolder, read_metrics
 from tests.chaos import small
 from tests.chaos.faults import Fault, Outcome
 from tests.chaos.same_run import differences, of_checkpoints
-from tests.chaos.victims import Driver, Family, as_command, family_of, in_one_process
+from tests.chaos.victims import Driver, Family, as_command, family_of, in_one_process, let_clock_jump
 
 GAMES = Path(__file__).parents[1] / "episodes" / "games.py"
 KIND = "the driver killed, and the same command again"
@@ -353,7 +353,7 @@ def clock_jumps(_: Path) -> Outcome:
     """Let the time of day jump to and fro by two days at each look: no deadline and no result depends on it."""
     scene, began = SHORT, time.monotonic()
     folder = scene.folder / "jumps"
-    family = family_of(lambda: in_one_process(scene.arguments(folder), clock_jumps=True))
+    family = family_of(lambda: in_one_process(scene.arguments(folder), before=let_clock_jump))
     status, seconds = wait(family, None), time.monotonic() - began
     if status != 0:
         return Outcome(0, seconds, f"it ended with {status}: {last_line(family.driver.output())}")

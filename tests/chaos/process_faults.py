@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import psutil
 
+from hrl.single_controller.ray_start import START_LIMIT_S
 from tests.chaos.checkpoints import NO_MOUNT, can_mount
 from tests.chaos.faults import Fault, Outcome, not_tried
 from tests.chaos.small import runner
@@ -44,11 +45,13 @@ class Run:
         process: Its driver.
         folder: Its run folder.
         output: File with what it wrote to the terminal.
+        known: Processes of it that are killed at the end, also where it has ended before them.
     """
 
     process: subprocess.Popen[bytes]
     folder: Path
     output: Path
+    known: list[psutil.Process] = field(default_factory=list)
 
     def steps(self) -> list[dict[str, float]]:
         """Records of the steps so far."""
@@ -86,8 +89,8 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, *overrides: str, before: Sequence[str] = ()) -> Iterator[Run]:
-    """Yield a run that has made two steps of a thousand; nothing of it is left after the block.
+def begun(folder: Path, *overrides: str, before: Sequence[str] = ()) -> Iterator[Run]:
+    """Yield a run of a thousand steps that has just begun; nothing of it is left after the block.
 
     Args:
         folder: Its folder.
@@ -109,17 +112,23 @@ def running(folder: Path, *overrides: str, before: Sequence[str] = ()) -> Iterat
             env={**os.environ, "NO_COLOR": "1"},
         )
     run = Run(process, folder / "run", output)
-    family: list[psutil.Process] = []
     try:
-        if not run.wait_for_steps(_STEPS_BEFORE, _START_S):
-            raise RuntimeError(f"the run never came to its second step:\n{output.read_text()[-3000:]}")
-        family = run.family()
         yield run
     finally:
-        for each in [*family, psutil.Process(process.pid)] if process.poll() is None else family:
+        for each in [*run.known, *(run.family() if process.poll() is None else [])]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         process.wait()
+
+
+@contextmanager
+def running(folder: Path, *overrides: str, before: Sequence[str] = ()) -> Iterator[Run]:
+    """Yield a run that has made two steps; see `begun`."""
+    with begun(folder, *overrides, before=before) as run:
+        if not run.wait_for_steps(_STEPS_BEFORE, _START_S):
+            raise RuntimeError(f"the run never came to its second step:\n{run.output.read_text()[-3000:]}")
+        run.known = run.family()
+        yield run
 
 
 Find = Callable[[Run], int]
@@ -157,10 +166,22 @@ def ends(
         return _end_of(run, lambda: os.kill(victim, sign), [word.replace("PID", str(victim)) for word in words])
 
 
-def _end_of(run: Run, disturb: Callable[[], object], words: Sequence[str]) -> Outcome:
-    """Disturb a run, which is to end within two steps and a minute, and say all of the words."""
+def never_up(pattern: str, words: Sequence[str], folder: Path) -> Outcome:
+    """Stop a process of Ray as soon as it is there, so that Ray is never up: the run ends in time and says so."""
+    with begun(folder, *_HF) as run:
+        deadline = time.monotonic() + _START_S
+        while not (found := run.find(pattern)):
+            if run.process.poll() is not None or time.monotonic() > deadline:
+                return Outcome(0, 0.0, f"there is none: {_message(run)}")
+            time.sleep(0.005)
+        run.known = run.family()
+        return _end_of(run, lambda: os.kill(found[0], signal.SIGSTOP), words, START_LIMIT_S + _GRACE_S)
+
+
+def _end_of(run: Run, disturb: Callable[[], object], words: Sequence[str], allowed_s: float | None = None) -> Outcome:
+    """Disturb a run, which is to end in time, within two steps and a minute, and say all of the words."""
     family = [each for each in run.family() if each.pid != run.process.pid]
-    allowed_s = 2 * run.step_s + _GRACE_S
+    allowed_s = 2 * run.step_s + _GRACE_S if allowed_s is None else allowed_s
     began = time.monotonic()
     disturb()
     try:
@@ -265,6 +286,11 @@ def _on(kind: str, variant: str, disturb: Callable[[Run], None], counted: str | 
     return Fault(kind, variant, partial(goes_on, disturb, counted, overrides=_HF))
 
 
+def _never(variant: str, pattern: str, *words: str) -> Fault:
+    told = ("ClusterLostError", "Ray did not come up on this machine", *words)
+    return Fault("a process of Ray is stopped while Ray comes up", variant, partial(never_up, pattern, told))
+
+
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 FAULTS: list[Fault] = [
@@ -273,6 +299,8 @@ FAULTS: list[Fault] = [
     _end("a process of Ray is killed", "agent", named("^ray::DashboardAgent"), KILL, "DashboardAgent", "(pid PID)"),
     _end("a process of Ray is stopped", "raylet", RAYLET, STOP, "Ray's raylet", "(pid PID", "SIGSTOP"),
     _end("a process of Ray is stopped", "GCS", GCS, STOP, "control service (GCS)", "(pid PID", "SIGSTOP"),
+    _never("raylet", "raylet/raylet ", "Ray's raylet", "SIGSTOP"),
+    _never("GCS", "gcs_server", "control service (GCS)", "SIGSTOP"),
     _on("a process that a run can do without is killed", "log monitor", _signalled(named("log_monitor"), KILL)),
     _on("a process that a run can do without is killed", "guard of a rank", _signalled(GUARD, KILL)),
     _end("a rank is killed", "the only one", RANK, KILL, "rank 0", "(pid PID)", "phase "),

@@ -55,6 +55,14 @@ def test_an_outcome_names_what_grew() -> None:
     assert judged([{("driver", "files"): 9.0}] * STEPS, 0.0, "a run").score == 2
 
 
+def test_a_part_whose_memory_is_judged_elsewhere_is_told_and_its_threads_still_count() -> None:
+    series = [{("ray", "KiB"): 1e5 + 40.0 * step, ("ray", "threads"): 9.0} for step in range(STEPS)]
+    outcome = judged(series, 0.0, "a run", elsewhere=["ray"])
+    assert outcome.score == 2 and "ray: 111600 KiB +40.000" in outcome.message
+    grown = [one | {("ray", "threads"): 9.0 + step // 20} for step, one in enumerate(series)]
+    assert "ray: " in judged(grown, 0.0, "a run", elsewhere=["ray"]).message.partition("grew per step")[2]
+
+
 def test_this_process_has_memory_files_and_threads() -> None:
     import os
 

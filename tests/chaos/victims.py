@@ -85,7 +85,11 @@ def as_command(arguments: Sequence[str], operation: int | None = None) -> Driver
 
 
 def in_one_process(
-    arguments: Sequence[str], operation: int | None = None, *, kind: str = "ppo", clock_jumps: bool = False
+    arguments: Sequence[str],
+    operation: int | None = None,
+    *,
+    kind: str = "ppo",
+    before: Callable[[], None] | None = None,
 ) -> Driver:
     """Start a run in one process.
 
@@ -94,11 +98,11 @@ def in_one_process(
         operation: Which writing operation in the run folder, or in a store beside it whose name begins with the
             folder's, is not made: it kills the process. Counted from 1.
         kind: Of the run.
-        clock_jumps: Whether the time of day is a day late and a day early by turns.
+        before: Called in its process before the run, a function of a module.
     """
     folder = run_folder(arguments)
     said = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.said")
-    process = warm_context().Process(target=_live, args=(kind, list(arguments), str(said), operation, clock_jumps))  # type: ignore[attr-defined]
+    process = warm_context().Process(target=_live, args=(kind, list(arguments), str(said), operation, before))  # type: ignore[attr-defined]
     process.start()
     return Forked(process, said)
 
@@ -109,7 +113,7 @@ def run_folder(arguments: Sequence[str]) -> Path:
     return Path(named)
 
 
-def _live(kind: str, arguments: list[str], said: str, operation: int | None, clock_jumps: bool) -> None:
+def _live(kind: str, arguments: list[str], said: str, operation: int | None, before: Callable[[], None] | None) -> None:
     os.setsid()
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -122,8 +126,8 @@ def _live(kind: str, arguments: list[str], said: str, operation: int | None, clo
     from hrl.workers.runtime import seed_everything
     from tests.runs.in_process import in_process, run_configured
 
-    if clock_jumps:
-        _jump()
+    if before is not None:
+        before()
     folder = run_folder(arguments)
     operations, of_first_step = _kill_at(folder, operation), list[int]()
     with in_process():
@@ -136,7 +140,7 @@ def _live(kind: str, arguments: list[str], said: str, operation: int | None, clo
     folder.with_name(f"{folder.name}.operations").write_text(json.dumps(made))
 
 
-def _jump() -> None:
+def let_clock_jump() -> None:
     """Let the time of day be a day late and a day early by turns."""
     now, days = time.time, itertools.cycle((-86400.0, 86400.0))
     time.time = lambda: now() + next(days)

@@ -81,12 +81,22 @@ class Varied(Called):
         return row["prompt"]
 
 
+class Meeting(Varied):
+    """All calls of `reset` meet: a process has as many threads as calls ever did, which chance would decide."""
+
+    def reset(self, row, seed):
+        time.sleep(0.3)
+        return super().reset(row, seed)
+
+
 kept = []
 
 
 def do(what):
     if what == "sleep":
         time.sleep(1000)
+    elif what == "meet":
+        time.sleep(0.3)
     elif what == "spin":
         while True:
             pass

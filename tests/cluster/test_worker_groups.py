@@ -160,6 +160,9 @@ def test_of_several_engines_in_the_trainers_processes_the_slowest_and_the_least_
     reports = [{"weight_sync/seconds": s, "weight_sync/read_back_tensors": read} for s, read in engines]
     groups.actor.sync_weights = lambda version: [reports[0], {}, *reports[1:]]
     assert groups.sync_weights(3, 1.0) == {"weight_sync/seconds": 3.0, "weight_sync/read_back_tensors": 7.0}
+    for report in reports[:2]:
+        report["rollout/split_waves"] = 2.0
+    assert groups.sync_weights(3, 1.0)["rollout/split_waves"] == 4.0
 
 
 @pytest.mark.parametrize("cause", [REFUSED, DIED])

@@ -131,6 +131,18 @@ CASES = [
         "environment.tool_timeout_s is 60 s, and must be less than environment.step_timeout_s=60, at which the episode",
     ),
     (
+        {"environment.path": "python", "environment.kwargs": {"time_s": 30}},
+        "environment.kwargs.time_s is 30 s, and must be less than environment.tool_timeout_s=30, at which the",
+    ),
+    (
+        {"environment.path": "tools", "environment.row_environments": {"python": {"time_s": 45}}},
+        "environment.row_environments.python.time_s is 45 s, and must be less than environment.tool_timeout_s=30",
+    ),
+    (
+        {"environment.path": "tools", "environment.tools": ["python"], "environment.tool_timeout_s": 10},
+        "environment.tool_timeout_s is 10 s, and must be more than the 10 s that a program of the tool python may",
+    ),
+    (
         {"environment.path": "tools", "environment.episode_timeout_s": 60},
         "environment.step_timeout_s is 60 s, and must be less than environment.episode_timeout_s=60, at which the",
     ),

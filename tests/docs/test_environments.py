@@ -61,6 +61,14 @@ def test_the_spelling_game_reads_its_row_and_its_arguments() -> None:
     assert [(result.reward, result.done) for result in results] == [(1.0, False), (-0.5, True)]
 
 
+def test_brief_answers_are_paid_by_token() -> None:
+    game = names_of("brief.py")["Brief"](free=2, price=0.5)
+    game.reset({"prompt": "6 * 7?", "answer": "42"})
+    for text, rewards in (("It is 42", (0.0, 0.0, -0.5, 0.5)), ("It is 43", (0.0, 0.0, -0.5, -0.5))):
+        result = read_step(game.step(Action(text, token_ids=(5, 6, 7, 8))), num_tokens=4)
+        assert (result.reward, result.done) == (rewards, True)
+
+
 @pytest.mark.usefixtures("of_a_reader")
 @pytest.mark.parametrize(
     "words", [words for words in command_lines(PAGE) if words[1] == "env-test" and "--engine" not in words]
@@ -78,7 +86,7 @@ def test_what_the_page_tries_fits(
         assert [line for line in its_own if " ".join(line.split()) not in is_written] == []
     for check in ("replies", "masks", "rewards", "repeats", "close"):
         assert f"✓  {check}" in out
-    assert "--say" in words or "the episodes' sums are 0.9, 0.5, 0.5" in out, "as on the page"
+    assert "--say" in words or "the episodes' sums are 0.9, 0.3, 0.8" in out, "as on the page"
 
 
 def test_the_tools_have_schemas_from_their_hints_and_docstrings() -> None:

@@ -16,6 +16,7 @@ from hrl.data.tasks import bundled_rows
 from hrl.environments.interface import Action, ToolCall
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec
 from hrl.environments.registry import ENVIRONMENTS
+from hrl.errors import RefusedError
 
 sys.path.append(str(Path(sys.prefix) / "environments"))
 
@@ -156,6 +157,7 @@ def test_what_gymnasium_can_not_tell_in_text_is_refused(kwargs, message):
 
 
 HUB = '''
+import asyncio
 import verifiers as vf
 from datasets import Dataset
 
@@ -187,6 +189,19 @@ def load_environment(kind: str = "echo", turns: int = 3):
         return vf.ToolEnv(tools=[add], max_turns=turns, **settings)
     if kind == "single":
         return vf.SingleTurnEnv(**settings)
+    if kind in ("rewrites", "asks twice"):
+        class Other(Echo):
+            async def get_prompt_messages(self, state):
+                messages = await super().get_prompt_messages(state)
+                if kind == "rewrites" and state["trajectory"]:
+                    return [{"role": "system", "content": "Judge."}, *messages[1:]]
+                return messages
+
+            async def get_model_response(self, state, prompt, **kwargs):
+                ask = super().get_model_response
+                asked = [prompt, prompt] if kind == "asks twice" else [prompt]
+                return (await asyncio.gather(*(ask(state, one, **kwargs) for one in asked)))[0]
+        return Other(max_turns=turns, **settings)
     if kind == "fails":
         class Fails(Echo):
             async def env_response(self, messages, state, **kwargs):
@@ -237,6 +252,32 @@ def test_tools_of_verifiers_are_the_policy_s(hub):
 
     last = asyncio.run(play())
     assert last.done and last.metrics["right"] == 1.0
+
+
+def test_rows_of_ones_own_are_the_same_game_for_samples_that_share_a_seed(hub):
+    async def question(seed):
+        environment = made("verifiers", env=hub)
+        observation = await environment.reset({"prompt": []}, seed)
+        await environment.close()
+        return observation.messages[-1]["content"]
+
+    asked = [asyncio.run(question(seed)) for seed in (12, 12, 13)]
+    played = [len(play_numbers(made("textarena", game="GuessTheNumber-v0"), {}, seed)[1]) for seed in range(8)]
+    again = [len(play_numbers(made("textarena", game="GuessTheNumber-v0"), {}, seed)[1]) for seed in range(8)]
+    assert asked == ["What is 2 + 1?", "What is 2 + 1?", "What is 3 + 1?"]
+    assert played == again and len(set(played)) > 1
+
+
+@pytest.mark.parametrize("kind", ["rewrites", "asks twice"])
+def test_a_rollout_that_does_not_go_on_from_the_policys_turn_is_refused_and_not_played_in_its_old_context(hub, kind):
+    async def play():
+        environment = made("verifiers", env=hub, arguments={"kind": kind})
+        await environment.reset(first_row(), 1)
+        with pytest.raises(RefusedError, match="did not go on from the policy's turn 0.*hrl.AgentEnvironment"):
+            await environment.step(say("3"))
+        await environment.close()
+
+    asyncio.run(play())
 
 
 def test_examples_for_validation_are_those_for_evaluation_and_one_turn_is_enough(hub):

@@ -108,7 +108,11 @@ def test_numbers_of_libraries_become_plain_ones():
         (StepResult("x", reward=-1e39), "returned -1e[+]39 as the reward, which is not finite"),
         (StepResult("x", reward=10**400), "returned inf as the reward"),
         (StepResult("x", reward="1"), "returned '1' as the reward, where a number"),
-        (StepResult("x", reward=[1.0]), "returned a list as the reward"),
+        (StepResult("x", reward={1: 1.0}), "returned a dict as the reward"),
+        (StepResult("x", reward=[1.0, math.nan]), "returned nan as the reward of token 1, which is not finite"),
+        (StepResult("x", reward=[1.0, "2"]), "returned '2' as the reward of token 1, where a number"),
+        (StepResult("x", reward=[3e38, 3e38]), "returned 6e[+]38 as the sum of the tokens' rewards"),
+        (StepResult("x", reward=[[1.0]]), "returned a list as the reward of token 0"),
         (StepResult("x", reward=Decimal("1")), "returned a Decimal as the reward"),
         (StepResult("x", done=1), "returned 1 as done, where True or False"),
         (StepResult("x", truncated=None), "returned None as truncated"),
@@ -124,6 +128,15 @@ def test_numbers_of_libraries_become_plain_ones():
 def test_what_is_no_result_is_refused(value, told):
     with pytest.raises(EnvironmentReplyError, match=told):
         read_step(value)
+
+
+@pytest.mark.parametrize("rewards", [[0.5, -1, 0], (0.5, -1.0, 0.0), np.array([0.5, -1.0, 0.0], np.float32)])
+def test_rewards_of_tokens_are_one_for_each_and_the_same_on_the_other_side(rewards):
+    read = read_step(StepResult("x", rewards), num_tokens=3)
+    assert read.reward == (0.5, -1.0, 0.0)
+    assert step_from_plain(json.loads(json.dumps(step_to_plain(read))), num_tokens=3) == read
+    with pytest.raises(EnvironmentReplyError, match="returned 3 rewards for a turn of 4 tokens, where a number for"):
+        read_step(StepResult("x", rewards), num_tokens=4)
 
 
 def test_what_is_truncated_is_done_and_needs_no_observation():

@@ -13,8 +13,8 @@ import pytest
 
 import hrl
 from hrl.environments.beginning import first_observation
-from hrl.environments.interface import Action, StepResult, ToolCall
-from hrl.environments.tools import ToolEnvironment, ToolSignatureError, text_of
+from hrl.environments.interface import Action, EnvironmentReplyError, StepResult, ToolCall
+from hrl.environments.tools import ToolEnvironment, ToolSignatureError, check_counts, text_of
 
 
 def add(a: int, b: int = 1) -> int:
@@ -163,6 +163,23 @@ def test_a_tool_may_have_a_deadline_of_its_own():
         await asyncio.sleep(10)
 
     assert answers(step(made(slow), call("slow"))) == ["Error: slow took longer than 0.05 s"]
+
+
+class Claims(ToolEnvironment):
+    def answered(self, action: Action) -> StepResult:
+        return StepResult(done=True, metrics={action.text: float(len(action.text))})
+
+
+def test_a_metric_of_ones_own_replaces_no_count_of_calls():
+    environment = Claims()
+    environment.set_up([add], 1.0)
+    step(environment, call("add", {"a": 1}), call("fail"))
+    assert check_counts(environment, asyncio.run(environment.step(Action("of mine")))).metrics["tool_calls"] == 2
+    claimed = asyncio.run(environment.step(Action("tool_errors")))
+    with pytest.raises(EnvironmentReplyError, match="11 as the metric 'tool_errors', which is a count of hrl's own"):
+        check_counts(environment, claimed)
+    with pytest.raises(EnvironmentReplyError, match="the metric 'tool_calls', which is a count of hrl's own"):
+        check_counts(object(), StepResult(done=True, metrics={"tool_calls": 3.0}))
 
 
 def test_calls_and_errors_are_counted_over_the_episode_and_for_each_tool():

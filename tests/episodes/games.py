@@ -27,6 +27,21 @@ class Game(hrl.Environment):
         return hrl.StepResult(said, reward=0.5, metrics={"said": float(len(said))})
 
 
+class Questions(hrl.Environment):
+    """The row's own prompt, and once more."""
+
+    def step(self, action):
+        return hrl.StepResult("Again.", done=action.turn == 1)
+
+
+class Draws(Game):
+    """Says what it is given to draw from."""
+
+    def reset(self, row, seed, sample_seed):
+        super().reset(row, seed)
+        return f"{seed} {sample_seed}"
+
+
 class Faulty(Game):
     """Does in its second turn what its row says."""
 
@@ -58,3 +73,14 @@ class Slow(Game):
         if action.turn == 1:
             await asyncio.sleep(60.0)
         return super().step(action)
+
+
+class Metered(Game):
+    """Pays by token in its second turn: 1 for the first token, 0.5 for the others."""
+
+    def step(self, action):
+        result = super().step(action)
+        if action.turn != 1:
+            return result
+        rewards = [1.0] + [0.5] * (len(action.token_ids) - 1)
+        return hrl.StepResult(result.observation, reward=rewards[: self.row.get("most")])

@@ -1,9 +1,11 @@
 """The numbers of a step's episodes, worked out by hand."""
 
+from collections import Counter
+
 import pytest
 
 from hrl.episodes.episode import Episode, EpisodeRow
-from hrl.episodes.metrics import episode_metrics, pool_metrics
+from hrl.episodes.metrics import door_metrics, episode_metrics, pool_metrics
 from hrl.episodes.pool import PoolCounts
 from hrl.metrics import StepMetrics
 
@@ -53,6 +55,16 @@ def test_calls_that_can_not_be_read_and_texts_that_were_cut_are_counted_in_episo
     assert (step["episode/unread_calls/mean"], step["episode/cut_observations/mean"]) == (1.5, 2.5)
 
 
+def test_episodes_that_their_seconds_cut_off_are_a_total_and_count_as_cut_off():
+    step = StepMetrics()
+    step.observe(episode_metrics([episode(end="deadline"), episode(end="deadline"), episode()]))
+    assert (
+        (step["episode/num_late"], step["episode/end/deadline"])
+        == (2.0, 2 / 3)
+        == (2.0, step["episode/truncated_ratio"])
+    )
+
+
 def test_what_happened_to_processes_since_the_last_step_is_a_total():
     then, now = PoolCounts(1, 2, 3, 4, 5, 6), PoolCounts(1, 3, 5, 7, 9, 11)
     step = StepMetrics()
@@ -60,6 +72,14 @@ def test_what_happened_to_processes_since_the_last_step_is_a_total():
     assert [step[f"episode/pool/{name}"] for name in ("failures", "timeouts", "lost_processes")] == [0, 1, 2]
     names = ("retired_processes", "lost_episodes", "failed_closes")
     assert [step[f"episode/pool/{name}"] for name in names] == [3, 4, 5]
+
+
+def test_calls_to_the_door_are_totals_and_absent_where_none_is_open():
+    assert door_metrics(None) == {}
+    step = StepMetrics()
+    for counted in (Counter(calls=2, sampled_tokens=9, tool_calls=4), Counter(calls=1, refused=3, dropped=5)):
+        step.observe(door_metrics(counted))
+    assert [step[f"serve/{name}"] for name in ("calls", "tokens", "refused", "dropped")] == [3, 9, 3, 5]
 
 
 def test_tokens_are_those_of_each_turn_and_of_the_environment(metrics):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import hashlib
+import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,9 @@ from ray.exceptions import ActorDiedError
 from transformers import PreTrainedTokenizerBase
 
 from hrl.columns import object_column
+from hrl.config.data import DataConfig
 from hrl.config.environment import EnvironmentConfig
+from hrl.data.dataset import RLHFDataset
 from hrl.environments.interface import Action, Observation, StepResult
 from hrl.environments.loading import EnvironmentLoadError
 from hrl.environments.single_turn import SingleTurn
@@ -31,13 +35,15 @@ from hrl.episodes.parsing import ParsedTurn, TurnParser
 from hrl.episodes.play import AgentPlay, EpisodeError, EpisodeTask, Limits, Player, PlaySetup
 from hrl.episodes.pool import EnvironmentLostError, PoolCounts, environment_of
 from hrl.episodes.rows import episode_batch
-from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed, turn_texts
+from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed
 from hrl.errors import may_pass
 from hrl.protocol import DataProto
-from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout.base import RolloutError, SampleOutput
+from hrl.trainer.ppo.episodes import tasks_of
+from hrl.trainer.ppo.generation import Asked, prompt_batch
+from hrl.workers.requests import SampleRequest, SamplingParams
+from hrl.workers.rollout.base import RolloutError, SampleOutput, sample_seed
 from hrl.workers.rollout.single_requests import serve_requests
-from tests.episodes.families import FAMILIES
+from tests.episodes.families import FAMILIES, TOOL
 
 GAMES = Path(__file__).with_name("games.py")
 TOKENIZER: PreTrainedTokenizerBase = FAMILIES["smollm2"].tokenizer
@@ -155,6 +161,83 @@ def test_every_trained_token_was_sampled_in_its_context_with_the_seed_of_its_tur
     assert len({sampling.seed for _, sampling in engine.asked}) == 3
 
 
+def test_samples_of_a_prompt_play_the_same_game_and_what_is_a_samples_own_has_to_be_asked_for() -> None:
+    asked = [replace(one, key=("same", place)) for place, one in enumerate(tasks(2))]
+    asked += [replace(asked[1], key=("other", 1)), replace(asked[1], step=3)]
+    said = [str(episode.messages[0]["content"]).split() for episode in play("Draws", asked)]
+    seeds, of_samples = zip(*said, strict=True)
+    assert seeds[0] == seeds[1] and len(set(seeds)) == 3, "another prompt is another game, and so is another step"
+    assert len({*seeds, *of_samples}) == 7
+
+
+CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
+#: Rows of all kinds; the last two are longer than they may be.
+ROWS = [
+    {"prompt": CHAT},
+    {"prompt": "What is 1 + 1?", "tools": json.dumps([TOOL])},
+    {"prompt": [*CHAT, {"role": "assistant", "content": "It is"}]},
+    {"prompt": "one two three " * 60},
+    {"prompt": "one two three " * 60, "tools": [TOOL]},
+]
+
+
+def episodes_of(
+    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, truncation: Any = "error"
+) -> tuple[RLHFDataset, list[Episode], dict[int, list[int]]]:
+    """What comes of rows that are asked again: as a run reads them, their episodes, and the context of each seed."""
+    data = RLHFDataset(rows, tokenizer, DataConfig(max_prompt_length=150, truncation=truncation, seed=0))
+    prompts = data.batch(range(len(rows)))
+    request: SampleRequest[Any] = SampleRequest(
+        plan=None, sampling=SamplingParams(max_tokens=100), seed=1, step=2, with_greedy=False, reward_round=None
+    )
+    asked, engine = tasks_of(Asked(prompts, prompt_batch(prompts, 1, step=2), request, validate=False)), Engine()
+    episodes = play("Questions", asked, engines=[engine], limits=Limits(150, 100))
+    assert [episode.end for episode in episodes] == ["done"] * len(rows)
+    return data, episodes, {sampling.seed: context for context, sampling in engine.asked}
+
+
+@pytest.fixture
+def with_tools(monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerBase:
+    """The tokenizer with a chat template that shows tools."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = FAMILIES["qwen2_5"].tokenizer.chat_template
+    monkeypatch.setattr("hrl.episodes.service.load_tokenizer", lambda *_, **__: tokenizer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("truncation", ["left", "right"])
+def test_a_rows_own_prompt_has_the_tokens_of_a_run_without_environment_and_the_episode_goes_on_behind_it(
+    truncation: str, with_tools: PreTrainedTokenizerBase
+) -> None:
+    data, episodes, contexts = episodes_of(ROWS, with_tools, truncation)
+    again = with_tools.encode("\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n")
+    lengths = []
+    for place, episode in enumerate(episodes):
+        prompt = data[place]["raw_prompt_ids"]
+        assert contexts[sample_seed(1, 2, *episode.key)] == prompt
+        (row,) = episode.rows
+        assert row.prompt_ids == prompt, "the episode has one row"
+        first = row.response_ids[: row.mask.index(0)]
+        behind = contexts[sample_seed(1, 2, *episode.key, 1)]
+        assert behind[: len(prompt) + len(first)] == [*prompt, *first] and behind[-len(again) :] == again
+        lengths.append(len(prompt))
+    assert lengths[0] < lengths[2] < lengths[1] < lengths[3] == lengths[4] == 150
+
+
+def test_a_branch_behind_a_rows_own_prompt_shows_the_rows_tools_and_goes_on_behind_its_last_words(
+    with_tools: PreTrainedTokenizerBase,
+) -> None:
+    template = str(with_tools.chat_template)
+    said = "(message.content if loop.last or message.role != 'assistant' else '(said)')"
+    written, instead = "message.content + '<|im_end|>", said + " + '<|im_end|>"
+    with_tools.chat_template = template.replace(rf"\n' + {written}", rf"\n' + {instead}")
+    assert with_tools.chat_template != template
+    _, episodes, contexts = episodes_of(ROWS[:3], with_tools)
+    shown = [with_tools.decode(contexts[sample_seed(1, 2, *episode.key, 1)]) for episode in episodes]
+    assert ["look_up" in text for text in shown] == [False, True, False]
+    assert [text.count("(said)") for text in shown] == [1, 1, 2] and [len(one.rows) for one in episodes] == [2, 2, 2]
+
+
 def test_an_environment_that_fails_ends_its_own_episode_alone() -> None:
     asked = tasks(20)
     asked[7] = replace(asked[7], row={"prompt": [], "what": "raise"})
@@ -165,14 +248,29 @@ def test_an_environment_that_fails_ends_its_own_episode_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "rule"), [({}, "on_error=skip allows 1"), ({"on_error": "raise"}, "on_error=raise")]
+    ("on_error", "rule", "num_first"),
+    [
+        ("skip", "2 of 4 episodes failed (environment.on_error=skip allows 1)", 2),
+        ("raise", "1 of 4 episodes failed (environment.on_error=raise)", 1),
+    ],
 )
-def test_too_many_that_fail_end_the_step_with_the_first_of_them(settings: dict[str, Any], rule: str) -> None:
-    with pytest.raises(
-        EpisodeError, match=rf"4 of 4 episodes failed \(environment.{rule}.*uid u0, sample 0: .*"
-    ) as end:
-        play("Faulty", tasks(4, what="raise"), **settings)
-    assert "no such drawer" in str(end.value)
+def test_too_many_that_fail_end_the_batch_with_the_first_of_them_and_none_is_waited_for(
+    on_error: str, rule: str, num_first: int
+) -> None:
+    asked = tasks(4, what="raise")
+    seeds = {task.turn_sampling(turn, 1).seed for task in asked[:num_first] for turn in range(2)}
+    engine = Engine(lambda seed: 0.0 if seed in seeds else 100.0)
+    with pytest.raises(EpisodeError) as end:
+        play("Faulty", asked, engines=[engine], on_error=on_error)
+    told, _, first = str(end.value).partition(" The first, of ")
+    assert told == f"{rule}, and the batch was given up; `hrl env-test` plays some of them alone."
+    assert first.startswith(f"environment Faulty in {GAMES}, uid u") and "KeyError: 'no such drawer'" in first
+    assert engine.cancelled == 4 - num_first
+
+
+def test_episodes_that_fail_are_told_with_the_environment_that_their_row_names() -> None:
+    with pytest.raises(EpisodeError, match="The first, of environment nowhere, uid u0, sample 0: the row .*'nowhere'"):
+        play("Game", tasks(1, env="nowhere"))
 
 
 def test_episodes_that_lose_their_process_are_played_again_from_their_seeds(tmp_path: Path) -> None:
@@ -255,10 +353,10 @@ class Program:
         self.row = EpisodeRow([7] * prompt, zeros, [1] * response, [0.0] * response, zeros, zeros)
 
     def played(self) -> AgentPlay:
-        return AgentPlay([self.row], [], 1, 0, 0, 0, 0.0, None, {})
+        return AgentPlay([self.row], [], [""], "", 0, 0, 0, 0.0, None, {})
 
     def open(self, *_: Any) -> Any:
-        return self if len(_) > 1 else asyncio.sleep(0, self)
+        return self if len(_) > 2 else asyncio.sleep(0, self)
 
     async def reset(self) -> Observation:
         return Observation(messages=[], is_agent=True)
@@ -460,7 +558,7 @@ def test_the_environments_own_limit_is_told_from_its_end() -> None:
 
 def test_an_episode_that_is_cut_off_while_its_turn_is_sampled_withdraws_the_request() -> None:
     engine = Engine(lambda seed: 60.0)
-    (episode,) = play("Game", tasks(1), engines=[engine], episode_timeout_s=0.5)
+    (episode,) = play("Game", tasks(1), engines=[engine], timeout_s=0.5)
     assert (episode.end, episode.num_turns, engine.cancelled) == ("deadline", 0, 1)
 
 
@@ -478,11 +576,75 @@ def test_last_answers_and_turns_go_to_the_rewards_as_episodes_end() -> None:
     assert {len(texts) for texts in said.values()} == {3}
 
 
-def test_of_a_programs_turns_the_last_of_its_longest_conversation_are_known() -> None:
-    said = [{"role": "assistant", "content": text} for text in ("shown", "one", "two")]
-    assert turn_texts(Episode(("u", 0), [], said, [None, 1.0], "done")) == ["one", "two"]
-    assert turn_texts(Episode(("u", 0), [], said[:1], [None, 1.0], "done")) == ["", "shown"]
-    assert turn_texts(Episode(("u", 0), [], [], [], "failed")) == []
+def test_rewards_of_tokens_come_with_the_episode_and_their_sum_is_the_turns() -> None:
+    (episode,) = play("Metered", tasks(1))
+    (row,) = episode.rows
+    sampled = sum(turn == 1 and bit for turn, bit in zip(row.turns, row.mask, strict=True))
+    assert sampled > 1 and episode.token_rewards == [None, (1.0, *[0.5] * (sampled - 1)), None]
+    assert episode.turn_rewards[:2] == [0.5, 1.0 + 0.5 * (sampled - 1)]
+    (other,) = play("Game", tasks(1))
+    assert other.token_rewards == (), "nobody pays by token"
+
+
+def test_another_number_of_rewards_than_of_tokens_fails_the_episode_by_name() -> None:
+    with pytest.raises(
+        EpisodeError, match=r"Metered.*step.* returned 1 rewards for a turn of \d+ tokens, where a number"
+    ):
+        play("Metered", tasks(1, most=1))
+
+
+class Shows(Lost):
+    """A world that shows messages first, and others after the policy's turn, where there are any."""
+
+    def __init__(self, first: Sequence[Mapping[str, Any]], later: Sequence[Mapping[str, Any]] | None = None) -> None:
+        self.first, self.later = first, later
+
+    def open(self, *_: Any) -> Any:
+        return self
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self.first)
+
+    async def step(self, action: Action) -> StepResult:
+        more = None if self.later is None or action.turn else Observation(messages=self.later)
+        return StepResult(more, done=more is None)
+
+
+ASKED = {"role": "user", "content": "?"}
+
+
+@pytest.mark.parametrize(
+    ("shown", "sampled", "max_turns", "answer"),
+    [
+        (Shows([ASKED]), ["it is 42"], 8, "it is 42"),
+        (Shows([ASKED], [ASKED]), ["hm", "42"], 8, "42"),
+        (Shows([ASKED], [{"role": "assistant", "content": "not the policy's"}, ASKED]), ["hm", ""], 8, ""),
+        (Shows([ASKED], [ASKED]), ["hm"], 1, "hm"),
+        (Shows([ASKED, {"role": "assistant", "content": "It is"}]), [" 42"], 8, " 42"),
+        (Shows([ASKED], [ASKED, {"role": "assistant", "content": "It is"}]), ["hm", " 42"], 8, " 42"),
+        (Shows([ASKED]), ["<think>6 * 7</think>42"], 8, "<think>6 * 7</think>42"),
+    ],
+)
+def test_what_a_reward_function_is_given_is_what_was_sampled_last_and_nothing_that_it_was_shown(
+    shown: Shows, sampled: list[str], max_turns: int, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a single response: all of its text, with reasoning, without the beginning that the prompt has."""
+
+    def parse(_: TurnParser, ids: list[int], *, turn: int) -> ParsedTurn:
+        text = TOKENIZER.decode(ids, skip_special_tokens=True)
+        content = text.rpartition("</think>")[2]
+        return ParsedTurn(text, content, None, (), {"role": "assistant", "content": content})
+
+    monkeypatch.setattr("hrl.episodes.parsing.TurnParser.parse", parse)
+    left = iter(sampled)
+
+    async def generate(*_: Any) -> SampleOutput:
+        ids = [*TOKENIZER.encode(next(left)), STOP]
+        return SampleOutput(ids, [-0.5] * len(ids), "stop", VERSION)
+
+    played = PlaySetup(TOKENIZER, (STOP,), {}, EnvironmentConfig(max_turns=max_turns), Limits(99, 999))
+    episode = asyncio.run(Player(played, shown, generate).play(*tasks(1)))
+    assert (episode.answer, [*episode.texts]) == (answer, sampled), episode.error
 
 
 def test_an_engine_that_fails_ends_the_batch_with_its_own_error() -> None:

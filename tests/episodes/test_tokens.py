@@ -68,9 +68,10 @@ class Game:
     def context(self) -> list[int]:
         return self.transcript.context
 
-    def sample(self, ids: Sequence[int], message: dict[str, Any]) -> None:
+    def sample(self, ids: Sequence[int], message: dict[str, Any], log_probs: Sequence[float] | None = None) -> None:
         turn = len(self.turns)
-        log_probs = [-(turn + 1) - i / 1024 for i in range(len(ids))]
+        if log_probs is None:
+            log_probs = [-(turn + 1) - i / 1024 for i in range(len(ids))]
         self.turns.append(Sampled(tuple(self.context), tuple(ids), tuple(log_probs), 10 + turn))
         self.transcript.add_turn(ids, log_probs, 10 + turn, message)
 

@@ -60,6 +60,14 @@ class ClosesBadly(Echo):
         raise ZeroDivisionError("at the close")
 
 
+class Program(hrl.AgentEnvironment):
+    """Asks the policy nothing."""
+
+    def run(self, row, client):
+        do(row.get("do"))
+        return 1.0
+
+
 kept = []
 
 
@@ -98,6 +106,8 @@ def do(what):
         return StepResult("a\ud800b\U0001f600")
     if what == "nan":
         return StepResult("go on", reward=float("nan"))
+    if what == "count":
+        return StepResult("go on", metrics={"found": 1, "tool_errors/add": 2})
     if what == "recursive":
         message = {"role": "user", "content": "x"}
         message["self"] = message

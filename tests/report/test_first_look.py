@@ -169,6 +169,7 @@ def test_an_episode_is_shown_with_its_turns_and_how_it_ended():
     ("end", "advice"),
     [
         ("max_turns", "2 of 2 episodes were cut off at environment.max_turns=3: raise it"),
+        ("max_prompt", f"data.max_prompt_length={CONFIG.data.max_prompt_length}: raise it"),
         ("max_tokens", f"data.max_response_length={CONFIG.data.max_response_length}: raise it"),
         ("deadline", "environment.episode_timeout_s=600: raise it"),
         ("failed", "2 of 2 episodes failed, most often with: it broke; `hrl env-test` plays some of them alone"),

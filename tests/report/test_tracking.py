@@ -119,6 +119,12 @@ def test_a_tracker_that_is_not_installed_names_its_package(tmp_path, monkeypatch
         Tracking("p", "e", "swanlab", run_dir=tmp_path)
 
 
+def test_a_table_shows_no_secret_that_an_environment_said():
+    key = "sk-proj-aB3dE5fG7hJ9kL1mN3pQ5rS7tU9v"
+    sample = {"prompt": "x", "response": "y", "question": f"Log in with {key}.", "ground_truth": None, "score": 1.0}
+    assert key not in str(sample_table([sample])) and "Log in with" in str(sample_table([sample]))
+
+
 def test_a_table_of_samples_has_truth_and_every_part():
     first = {"prompt": "<|user|>1+1", "question": "1+1", "response": "2", "score": 1.0, "ground_truth": 2}
     samples = [

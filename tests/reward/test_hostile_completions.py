@@ -12,7 +12,7 @@ import pytest
 
 from hrl.processes.child_environment import child_environment
 from hrl.reward.library.catalogue import CATALOGUE
-from hrl.reward.score import SCORERS
+from hrl.reward.score import PROGRAMS, SCORERS
 from hrl.reward.scorers.reasoning_gym import GRAMMARS, SAME_WORD
 from tests.reward.hostile import CANARY, TEXTS
 
@@ -55,7 +55,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[dict
 
 
 def names() -> list[str]:
-    distinct = {id(scorer): source for source, scorer in reversed(SCORERS.items())}
+    distinct = {id(scorer): source for source, scorer in reversed(SCORERS.items()) if source not in PROGRAMS}
     tasks = [f"reasoning_gym/{task}" for task in (*GRAMMARS, *SAME_WORD, "chain_sum")]
     library = [name for name, entry in CATALOGUE.items() if name != "judge" and not entry.needs_answer]
     return list(dict.fromkeys([*library, "regex that explodes", *distinct.values(), *tasks]))

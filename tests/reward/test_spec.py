@@ -150,7 +150,7 @@ def test_a_response_that_a_function_of_the_library_fails_on_loses_that_part_alon
     assert outcome.parts["math_verify"] == 0.0 and "too complex" in outcome.parts["math_verify/unscorable"]
 
 
-@pytest.mark.parametrize("beside", [None, "plain", "async"])
+@pytest.mark.parametrize("beside", [None, "plain", "async", "programs"])
 def test_a_response_breaks_a_scorer_in_the_same_way_whatever_stands_beside_it(beside):
     def plain(response):
         return 1.0
@@ -161,9 +161,11 @@ def test_a_response_breaks_a_scorer_in_the_same_way_whatever_stands_beside_it(be
 
     given = ["data_source", *({"plain": [plain], "async": [waits]}.get(beside, []))]
     outcome = score_by(
-        spec_of(given=given, data_sources=("math_verify",)), r"\boxed{10^{10^{10}}}", data_source="math_verify"
+        spec_of(given=given, data_sources=("math_verify", *(["apps"] if beside == "programs" else []))),
+        r"\boxed{10^{10^{10}}}",
+        data_source="math_verify",
     )
-    assert (outcome.status, outcome.score) == ("unscorable", 0.0 if beside is None else 1.0)
+    assert (outcome.status, outcome.score) == ("unscorable", 0.0 if beside in (None, "programs") else 1.0)
     assert outcome.parts["pred"] is None and outcome.error is None
 
 

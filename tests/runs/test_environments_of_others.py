@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +105,10 @@ def openenv() -> Iterator[str]:
     server.wait()
 
 
+def _of_hydra(arguments: dict[str, Any]) -> str:
+    return "{" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in arguments.items()) + "}"
+
+
 def test_every_environment_makes_two_steps(
     runner: Runner, openenv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,10 +134,7 @@ def test_every_environment_makes_two_steps(
     }
     games = list(bundled_rows(f"games/train?size={len(named)}"))
     truth = {"data_source": "numeric", "reward_model": {"style": "rule", "ground_truth": "7"}}
-    rows = [
-        {**game, **truth, "env": name, "env_kwargs": kwargs}
-        for game, (name, kwargs) in zip(games, named.items(), strict=True)
-    ]
+    rows = [{**game, **truth, "env": name} for game, name in zip(games, named, strict=True)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with in_process():
         run_in_process(
@@ -141,6 +143,7 @@ def test_every_environment_makes_two_steps(
             f"data.train_files={tmp_path / 'rows.jsonl'}",
             "data.val_files=[]",
             "environment.path=single_turn",
+            *(f"environment.row_environments.{name}={_of_hydra(arguments)}" for name, arguments in named.items()),
             "environment.tool_parser=hermes",
             "environment.max_turn_tokens=3",
             "environment.max_turns=3",

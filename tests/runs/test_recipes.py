@@ -261,6 +261,7 @@ def test_a_program_that_calls_the_policy_trains_what_it_was_answered(
     for step, record in enumerate(records, start=1):
         assert record["episode/turns/mean"] == 3.0 and record["episode/end/done"] == 1.0
         assert record["episode/branches/mean"] == 2.0
+        assert record["serve/calls"] >= 12 * 3 and record["serve/tokens"] >= 12 * 3
         assert record["rollout/logprob_diff_mean"] < 0.02, "the trainer has the sampler's log-probs in these contexts"
         assert record["actor/grad_norm"] > 0
         samples = read_jsonl(tmp_path / "run" / "rollouts" / f"step_{step}.jsonl")

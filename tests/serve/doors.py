@@ -57,6 +57,9 @@ class Engine:
     Attributes:
         record: Every answer: context, what was sampled, how it was sampled.
         seats: Lets two more tokens of a stream come; None lets all.
+        held: Answers wait for it; None lets them come.
+        begun: How many answers were begun.
+        error_when_cancelled: Raised by an answer that is given up.
     """
 
     tokenizer: Any
@@ -68,15 +71,26 @@ class Engine:
     version: int = 3
     cancelled: int = 0
     seats: asyncio.Semaphore | None = None
+    held: asyncio.Event | None = None
+    error_when_cancelled: Exception | None = None
+    begun: int = 0
 
     async def generate(
         self, ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None = None
     ) -> SampleOutput:
+        self.begun += 1
         try:
             await asyncio.sleep(self.delay_s)
+            if self.held is not None:
+                await self.held.wait()
+            return await self._sampled(ids, sampling, on_tokens)
         except asyncio.CancelledError:
             self.cancelled += 1
+            if self.error_when_cancelled is not None:
+                raise self.error_when_cancelled from None
             raise
+
+    async def _sampled(self, ids: list[int], sampling: SamplingParams, on_tokens: OnTokens | None) -> SampleOutput:
         if self.error is not None:
             raise self.error
         tokens = [*self.one_by_one(self.say(self.tokenizer.decode(ids))), self.tokenizer.eos_token_id]
@@ -122,6 +136,21 @@ class Opened:
     def calls(self, name: str = "default") -> Sequence[Call]:
         """What a session has kept."""
         return self.session(name).calls
+
+    async def idle(self) -> None:
+        """Return when no call is being answered: one whose client went away ends after that."""
+        await until(lambda: all(session.is_idle for session in self.door.sessions))
+
+    async def busy(self) -> None:
+        """Return when a call is being answered."""
+        await until(lambda: any(not session.is_idle for session in self.door.sessions))
+
+
+async def until(holds: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Return when something holds that other tasks bring about; a test that waits in vain fails."""
+    async with asyncio.timeout(within_s):
+        while not holds():
+            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager

@@ -55,6 +55,21 @@ class Several(AgentEnvironment):
         return StepResult(reward=0.5, metrics={"agents": 3.0})
 
 
+class Critic(AgentEnvironment):
+    """Shows an answer that it wrote itself, asks, has a longer conversation of its own, and asks on."""
+
+    def run(self, row: Mapping[str, Any], client: ClientSettings) -> float:
+        shown = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "mine"}]
+        other: list[Any] = [*shown, *shown, {"role": "user", "content": "second"}]
+        messages: list[Any] = [*shown, {"role": "user", "content": "first"}]
+        with OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as ask:
+            answer = ask.chat.completions.create(model=client.model, messages=messages)
+            ask.chat.completions.create(model=client.model, messages=other)
+            messages += [answer.choices[0].message, {"role": "user", "content": "third"}]
+            ask.chat.completions.create(model=client.model, messages=messages)
+        return 1.0
+
+
 class Endless(AgentEnvironment):
     """Asks until it is refused."""
 
@@ -64,6 +79,18 @@ class Endless(AgentEnvironment):
             while True:
                 answer = ask.chat.completions.create(model=client.model, messages=messages)
                 messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
+
+
+class Wordy(AgentEnvironment):
+    """Asks, and then with a long chat, which goes on from the first one if the row's answer is `on`."""
+
+    def run(self, row: Mapping[str, Any], client: ClientSettings) -> float:
+        messages: list[Any] = list(row["prompt"])
+        begun = [*messages, {"role": "assistant", "content": "mine"}] if row["answer"] == "on" else []
+        with OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as ask:
+            for asked in (messages, [*begun, {"role": "user", "content": "x" * 200}]):
+                ask.chat.completions.create(model=client.model, messages=asked)
+        return 1.0
 
 
 class Hanging(AgentEnvironment):
@@ -76,11 +103,21 @@ class Hanging(AgentEnvironment):
         return 0.0
 
 
+class HangingOnThread(AgentEnvironment):
+    """The same, as a plain method."""
+
+    def run(self, row: Mapping[str, Any], client: ClientSettings) -> float:
+        with OpenAI(base_url=client.base_url, api_key=client.api_key) as ask:
+            ask.chat.completions.create(model=client.model, messages=row["prompt"])
+        time.sleep(1000)
+        return 0.0
+
+
 class Slow(AgentEnvironment):
     """Takes longer than one call of an environment may."""
 
     def run(self, row: Mapping[str, Any], client: ClientSettings) -> float:
-        time.sleep(0.7)
+        time.sleep(1.5)
         with OpenAI(base_url=client.base_url, api_key=client.api_key) as ask:
             ask.chat.completions.create(model=client.model, messages=row["prompt"])
         return 1.0

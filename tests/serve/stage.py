@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,16 @@ from tests.serve.doors import Engine, echo, tokenizer_with_merges
 
 
 class Stage:
-    """A pool of one process for the environment that `path` names, on a loop of its own."""
+    """A pool of one process for the environment that `path` names, on a loop of its own.
+
+    Attributes:
+        asked: What the door of the last episodes has counted.
+    """
 
     def __init__(self, path: str, **changes: Any) -> None:
         self.loop = LoopThread("stage")
         self._settings = EnvironmentConfig(path=path, num_workers=1, memory_limit_gib=None, **changes)
+        self.asked: Counter[str] | None = None
         self.pool = EnvironmentPool(environment_of(self._settings), self._settings)
 
     def __enter__(self) -> Stage:
@@ -66,6 +72,7 @@ class Stage:
             try:
                 return [await player.play(task) for task in tasks]
             finally:
+                self.asked = agents.new_counts()
                 await agents.close()
 
         return self.loop.run(run(), timeout_s=60, what="the episodes"), engine

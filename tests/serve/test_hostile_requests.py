@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from hrl.serve.server import DoorError, DoorServer, HttpLimits
 from hrl.serve.sessions import Limits
-from tests.serve.doors import KEY, MODEL, Opened, opened
+from tests.serve.doors import KEY, MODEL, Opened, opened, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
 BEARER = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -40,9 +41,15 @@ def play(
             await attack(http, door)
             if still_answers:
                 assert (await post(http, door, CHAT))[0] == 200
-            assert all(session.is_idle for session in door.door.sessions)
+            await door.idle()
 
     asyncio.run(run())
+
+
+def errors_of_the_server(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log has of them."""
+    ours = ("hrl", "aiohttp")
+    return [one.getMessage() for one in caplog.records if one.levelname != "INFO" and one.name.startswith(ours)]
 
 
 def require_error(answer: tuple[int, dict[str, Any]], status: int, part: str = "", param: str | None = None) -> None:
@@ -137,6 +144,27 @@ def test_a_value_of_a_wrong_type_is_refused_by_the_name_of_its_field():
     play(attack)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"chat_template": "OWN{% for i in range(10 ** 9) %}{% endfor %}"},
+        {"chat_template": 5},
+        {"tokenize": True},
+        {"continue_final_message": True},
+        {"tools": []},
+        {"return_dict": True, "enable_thinking": False},
+    ],
+)
+def test_a_client_brings_no_template_and_does_not_say_how_it_is_rendered(arguments: dict[str, Any]):
+    async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
+        body = CHAT | {"chat_template_kwargs": arguments}
+        message = f"has {next(iter(arguments))}, which only the server's configuration sets"
+        require_error(await post(http, door, body), 400, message, "chat_template_kwargs")
+        assert not door.engine.record
+
+    play(attack)
+
+
 def test_what_changes_nothing_is_taken():
     async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
         harmless = {
@@ -145,6 +173,7 @@ def test_what_changes_nothing_is_taken():
             "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "temperature": None,
             "tools": [],
             "service_tier": "auto", "top_logprobs": 0, "tool_choice": "none",
+            "chat_template_kwargs": {"enable_thinking": False, "documents": []},
         }  # fmt: skip
         assert (await post(http, door, CHAT | harmless))[0] == 200
 
@@ -257,6 +286,51 @@ def test_slow_requests_are_ended_and_others_are_answered_meanwhile():
     play(attack, http=limits)
 
 
+@pytest.mark.parametrize("stalled", ["opening", "stream", "whole"])
+def test_a_client_that_does_not_read_loses_its_connection(stalled: str, caplog: pytest.LogCaptureFixture):
+    """Nothing else can be said to it, and it is no fault of the server's."""
+    name = "m" * 3000 if stalled == "opening" else MODEL  # each event names the model
+
+    async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
+        asked = {
+            **CHAT,
+            "model": name,
+            "stream": stalled != "whole",
+            "n": 64 if stalled == "opening" else 8,
+            "logprobs": True,
+            "return_token_ids": True,
+        }
+        door.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        loop, body = asyncio.get_running_loop(), json.dumps(asked)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, address(door))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+            await loop.sock_sendall(client, f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            await until(lambda: bool(list(door.door.sessions)) and not door.server._runner.server.connections)
+            said = b""
+            with contextlib.suppress(ConnectionError):
+                while more := await loop.sock_recv(client, 65536):
+                    said += more
+        assert said.count(b"HTTP/1.1") == 1 and b"200 OK" in said and b"[DONE]" not in said
+        await door.idle()
+
+    seats = asyncio.Semaphore(0) if stalled == "opening" else None
+    play(attack, say=lambda _: "x" * 800, model=name, seats=seats, http=HttpLimits(read_s=0.2), still_answers=False)
+    assert not errors_of_the_server(caplog)
+
+
+@pytest.mark.parametrize("head", ["nonsense", "GET / HTTP/9.9", "GET /v1/models HTTP/1.1\r\nHost : x", "GET /\x00 x"])
+def test_what_is_no_http_is_told_so_in_openais_form(head: str, caplog: pytest.LogCaptureFixture):
+    async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
+        answer, _, body = (await raw(door, f"{head}\r\n\r\n")).decode().partition("\r\n\r\n")
+        require_error((int(answer.split(" ")[1]), json.loads(body)), 400, "the request is no HTTP that can be read")
+
+    play(attack)
+    assert not errors_of_the_server(caplog)
+
+
 def test_connections_have_a_limit():
     async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
         ends = [await asyncio.open_connection(*address(door)) for _ in range(3)]
@@ -290,16 +364,19 @@ def test_a_line_break_in_a_session_name_makes_no_header_and_no_session():
 def test_a_thousand_connections_at_the_same_time_are_answered():
     async def attack(http: aiohttp.ClientSession, door: Opened) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as many:
-            asked = [post(many, door, CHAT | {"max_tokens": 1}) for _ in range(1000)]
-            answers = await asyncio.gather(*asked)
+            asked = asyncio.gather(*(post(many, door, CHAT | {"max_tokens": 1}) for _ in range(1000)))
+            most = Limits().concurrent_calls
+            await until(lambda: door.engine.begun == most and door.session().counts["refused"] == 1000 - most)
+            door.engine.held.set()
+            answers = await asked
         statuses = {status for status, _ in answers}
         assert statuses == {200, 429}, "those that are more than a session may have at the same time are to ask again"
         for answer in answers:
             if answer[0] != 200:
                 require_error(answer, 429, "at the same time")
-        assert sum(status == 200 for status, _ in answers) == len(door.engine.record)
+        assert sum(status == 200 for status, _ in answers) == len(door.engine.record) == most
 
-    play(attack, delay_s=0.3)
+    play(attack, held=asyncio.Event())
 
 
 def test_guessed_keys_are_refused_alike_and_say_nothing_of_the_key():

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
 from functools import partial
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, RateLimitError
+from transformers import PreTrainedTokenizerFast
 
 from hrl.episodes.episode import EpisodeRow
 from hrl.serve.refusals import not_now
 from hrl.serve.rows import rows_of
 from hrl.serve.sessions import Limits
-from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError
-from tests.serve.doors import KEY, MODEL, Engine, Opened, opened
+from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError
+from tests.serve.doors import CHATML, KEY, MODEL, Engine, Opened, opened, tokenizer_with_merges, until
 
 TOOLS: Any = [
     {
@@ -159,6 +162,7 @@ def test_tools_are_called_and_answered(streamed: bool):
             (call,) = message["tool_calls"]
             assert json.loads(call["function"]["arguments"]) == {"a": 20, "b": 22} and call["function"]["name"] == "add"
             assert message["finish_reason"] == "tool_calls" and not message["content"]
+            call["function"]["arguments"] = '{"b":22,   "a":20}'  # equal, and not the text that was sampled
             messages += [
                 {"role": "assistant", "content": message["content"], "tool_calls": message["tool_calls"]},
                 {"role": "tool", "tool_call_id": call["id"], "content": "42"},
@@ -238,6 +242,88 @@ def test_a_stream_says_what_the_whole_answer_says():
     asyncio.run(play())
 
 
+def text_and_two_calls(_: str) -> str:
+    """Some text before two calls of the tool."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 22}}\n</tool_call>'
+    return f"Let me see. {call}{call}"
+
+
+def test_a_client_puts_a_stream_together_to_the_whole_answer_whatever_is_in_it():
+    async def play() -> None:
+        for say in (use_tool, text_and_two_calls, lambda _: "one two", lambda _: ""):
+            async with opened(say) as door:
+                for number, asked in enumerate(({"tools": TOOLS}, {"tools": TOOLS, "n": 2}, {"stop": ["two"]})):
+                    whole, put_together = await both_ways(door, number, asked | {"logprobs": True, "seed": 1})
+                    assert put_together == whole
+                await completions_both_ways(door)
+
+    asyncio.run(play())
+
+
+def test_reasoning_beside_calls_is_the_same_in_a_stream_and_a_history_with_or_without_it_keeps_its_tokens():
+    thought = "{% if m['reasoning_content'] %}<think>{{ m['reasoning_content'] }}</think>{% endif %}"
+    tokenizer = tokenizer_with_merges(CHATML.replace("{{ m['content']", thought + "{{ m['content']"))
+    tokenizer.add_tokens(["<think>", "</think>"])
+
+    def say(context: str) -> str:
+        return "<think>hm</think>Done." if "tool\n" in context else f"<think>a sum</think>Well. {use_tool(context)}"
+
+    async def play() -> None:
+        async with opened(say, tokenizer=tokenizer, reading={"reasoning_parser": "deepseek_r1"}) as door:
+            whole, put_together = await both_ways(door, 0, {"tools": TOOLS, "logprobs": True, "seed": 1})
+            message = whole["choices"][0]["message"]
+            assert message["reasoning_content"] == "a sum" and len(message["tool_calls"]) == 1
+            assert put_together == whole
+            answer = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
+            for name, kept in (("whole-0", message), ("stream-0", {**message, "reasoning_content": None})):
+                last = await door.client.chat.completions.create(
+                    model=MODEL, messages=[user("x"), kept, answer], tools=TOOLS, extra_headers={"X-Session-Id": name}
+                )
+                assert last.choices[0].message.content == "Done."
+                assert len(rows_of(door.calls(name))) == 1, "no branch"
+
+    asyncio.run(play())
+
+
+async def both_ways(door: Opened, number: int, asked: dict[str, Any]) -> tuple[Any, Any]:
+    """An answer as a whole, and as OpenAI's client puts it together, each from a session that knows nothing."""
+
+    def plain(answer: Any) -> dict[str, Any]:
+        found = json.loads(json.dumps(answer.model_dump(exclude_none=True)))
+        for choice in found["choices"]:
+            choice["content"] = choice["message"].get("content")
+            for call in choice["message"].get("tool_calls", []):
+                call.pop("index", None)  # the client's helpers leave it
+                call["function"].pop("parsed_arguments", None)
+        return {"choices": found["choices"], "usage": found["usage"]}
+
+    asked = {"model": MODEL, "messages": [user("x")]} | asked
+    whole = await door.client.chat.completions.create(**asked, extra_headers={"X-Session-Id": f"whole-{number}"})
+    streamed = asked | {"stream_options": {"include_usage": True}}
+    async with door.client.chat.completions.stream(
+        **streamed, extra_headers={"X-Session-Id": f"stream-{number}"}
+    ) as stream:
+        events = [event async for event in stream]
+        put_together = await stream.get_final_completion()
+    chunks = [event.chunk for event in events if event.type == "chunk"]
+    assert all("usage" in chunk.model_fields_set for chunk in chunks) and all(not one.usage for one in chunks[:-1])
+    return plain(whole), plain(put_together)
+
+
+async def completions_both_ways(door: Opened) -> None:
+    """Continuations of texts are the same in a stream."""
+    for asked in ({"prompt": ["a", "b"], "n": 2}, {"prompt": "a", "stop": "two"}):
+        ask = partial(door.client.completions.create, model=MODEL, seed=1, logprobs=0, max_tokens=50, **asked)
+        whole, events = await ask(), [event async for event in await ask(stream=True)]
+        for choice in whole.choices:
+            parts = [event.choices[0] for event in events if event.choices[0].index == choice.index]
+            assert "".join(part.text for part in parts) == choice.text
+            assert [part.finish_reason for part in parts] == [*[None] * (len(parts) - 1), choice.finish_reason]
+            for name in ("tokens", "token_logprobs", "text_offset"):
+                listed = [entry for part in parts for entry in getattr(part.logprobs, name)]
+                assert listed == getattr(choice.logprobs, name)
+
+
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_stream_shows_tokens_while_the_engine_samples_the_next(is_chat: bool):
     """A character of three tokens that come apart, an end that is a part of one, log-probs and ids with their text."""
@@ -288,6 +374,34 @@ def test_a_stream_that_ends_within_a_character_says_what_the_whole_answer_says()
     asyncio.run(play())
 
 
+class _Hyphens(PreTrainedTokenizerFast):
+    """Writes `A B` otherwise as soon as all of it is there."""
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        return str(super().decode(*args, **kwargs)).replace("A B", "A-B")
+
+
+def test_a_stream_that_begins_as_its_tokenizer_writes_no_longer_ends_in_order_and_is_known_again():
+    async def play() -> None:
+        tokenizer = tokenizer_with_merges()
+        tokenizer.__class__ = _Hyphens
+        async with opened(lambda _: "A B and €", tokenizer=tokenizer, seats=asyncio.Semaphore(1)) as door:
+            assert door.engine.seats is not None
+            async with door.client.chat.completions.stream(model=MODEL, messages=[user("x")], logprobs=True) as stream:
+                async for _ in stream:
+                    door.engine.seats.release()
+                choice = (await stream.get_final_completion()).choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("A B and €", "stop")
+            assert [one.logprob for one in choice.logprobs.content] == door.engine.record[0][1].log_probs
+            history = [user("x"), {"role": "assistant", "content": choice.message.content}, user("more")]
+            door.engine.seats = None
+            await door.client.chat.completions.create(model=MODEL, messages=history)
+            (row,) = rows_of(door.calls())
+            require_sampled([row], door.engine)
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("asked", [{"stop": ["two"]}, {"tools": TOOLS}])
 def test_what_has_to_be_read_as_a_whole_is_streamed_at_its_end(asked: dict[str, Any]):
     async def play() -> None:
@@ -307,12 +421,30 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_stream_is_not_sampled_for():
                 if event.choices[0].delta.content:
                     break
             await stream.close()
-            async with asyncio.timeout(10):
-                while not door.session().is_idle:
-                    await asyncio.sleep(0.005)
+            await door.idle()
             assert not door.engine.record and door.session().counts["dropped"] == 1 and not door.calls()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"), [(RolloutError("no more"), "no more"), (ValueError("a fault"), "a streamed request failed")]
+)
+def test_what_fails_as_its_client_goes_away_is_in_the_log_once(
+    error: Exception, logged: str, caplog: pytest.LogCaptureFixture
+):
+    async def play() -> None:
+        async with opened(seats=asyncio.Semaphore(0)) as door:
+            door.engine.error_when_cancelled = error
+            stream = await door.client.chat.completions.create(model=MODEL, messages=[user("x")], stream=True)
+            await until(lambda: door.engine.begun == 1)
+            await stream.close()
+            await door.idle()
+        gc.collect(1)
+
+    asyncio.run(play())
+    (said,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert logged in said
 
 
 def test_a_text_that_goes_on_keeps_the_tokens_that_were_sampled():
@@ -341,7 +473,11 @@ def test_a_stop_text_ends_the_answer_where_it_is_complete():
     async def play() -> None:
         async with opened(lambda _: "one\nObservation: two") as door:
             answer = await door.client.chat.completions.create(
-                model=MODEL, messages=[user("x")], stop=["Obs", "two"], extra_body={"return_token_ids": True}
+                model=MODEL,
+                messages=[user("x")],
+                stop=["Obs", "two"],
+                max_tokens=10,  # which the engine reaches
+                extra_body={"return_token_ids": True},
             )
             choice = answer.choices[0]
             assert (choice.message.content, choice.finish_reason) == ("one\n", "stop")
@@ -378,7 +514,7 @@ def test_parameters_reach_the_engine():
         async with opened() as door:
             for asked in (
                 {"temperature": 0.0, "top_p": 0.5, "seed": 7, "max_tokens": 2},
-                {"seed": 2**32 + 7, "max_completion_tokens": 3, "extra_body": {"top_k": 5}},
+                {"seed": 2**32 + 7, "max_tokens": 5, "max_completion_tokens": 3, "extra_body": {"top_k": 5}},
                 {"seed": 7, "n": 2},
             ):
                 await door.client.chat.completions.create(model=MODEL, messages=[user("abcdef")], **asked)
@@ -411,9 +547,8 @@ def test_sessions_are_told_apart_by_header_and_by_key():
         (Limits(calls=2), RateLimitError),
         (Limits(tokens=5), RateLimitError),
         (Limits(seconds=0.0), RateLimitError),
-        (Limits(concurrent_calls=1), RateLimitError),
     ],
-    ids=["calls", "tokens", "seconds", "concurrent"],
+    ids=["calls", "tokens", "seconds"],
 )
 def test_a_session_over_its_limit_is_refused_and_others_are_not(limits: Limits, error: type[Exception]):
     async def play() -> None:
@@ -421,11 +556,88 @@ def test_a_session_over_its_limit_is_refused_and_others_are_not(limits: Limits, 
             create = door.client.chat.completions.create
             with pytest.raises(error):
                 for _ in range(3):
-                    await create(model=MODEL, messages=[user("abc")], n=2 if limits.concurrent_calls == 1 else 1)
+                    await create(model=MODEL, messages=[user("abc")])
             assert door.session().counts["refused"] == 1
             async with AsyncOpenAI(base_url=door.server.base_url, api_key=f"{KEY}:other") as other:
                 if limits.seconds is None:
                     await other.chat.completions.create(model=MODEL, messages=[user("abc")])
+
+    asyncio.run(play())
+
+
+def test_more_choices_than_a_session_may_have_at_once_make_no_sense_and_fewer_wait_for_those_that_are_sampled():
+    async def play() -> None:
+        async with opened(limits=Limits(calls=9, concurrent_calls=2), held=asyncio.Event()) as door:
+            ask = partial(door.client.chat.completions.create, model=MODEL, messages=[user("abc")])
+            with pytest.raises(BadRequestError, match="3 answers are asked for at once .* at most 2 sampled") as found:
+                await ask(n=3)
+            assert found.value.param == "n"
+            with pytest.raises(BadRequestError, match="4 answers are asked for at once"):
+                await door.client.completions.create(model=MODEL, prompt=["a", "b"], n=2)
+            first = asyncio.ensure_future(ask())
+            await door.busy()
+            with pytest.raises(RateLimitError, match="1 answers are being sampled") as found:
+                await ask(n=2)
+            assert found.value.response.headers["Retry-After"] == "1"
+            second = asyncio.ensure_future(ask())
+            await until(lambda: door.engine.begun == 2)
+            door.engine.held.set()
+            await asyncio.gather(first, second)
+            assert len((await ask(n=2)).choices) == 2
+            assert door.session().counts["refused"] == 3 and door.session().counts["calls"] == 4
+
+    asyncio.run(play())
+
+
+def test_what_was_sampled_counts_though_its_client_goes_away_with_it():
+    async def play() -> None:
+        async with opened(lambda _: "one two three", limits=Limits(tokens=12)) as door:
+            streams = 0
+            with pytest.raises(RateLimitError, match="0 of its 12 sampled tokens are left"):
+                while streams <= 12:
+                    door.engine.seats = asyncio.Semaphore(2)
+                    stream = await door.client.chat.completions.create(model=MODEL, messages=[user("x")], stream=True)
+                    async for event in stream:
+                        if event.choices[0].delta.content:
+                            break
+                    await stream.close()
+                    streams += 1
+                    await door.idle()
+            counts = door.session().counts  # the last one may have been whole before its client went
+            assert streams >= 3 and counts["dropped"] >= 2 and counts["sampled_tokens"] == 12
+
+    asyncio.run(play())
+
+
+def test_what_was_sampled_counts_though_the_engine_gives_the_answer_up():
+    async def play() -> None:
+        for streamed in (False, True):
+            async with opened(lambda _: "one", ends_with="abort") as door:
+                with pytest.raises(Exception, match="gave this request up"):
+                    await said(door, [user("x")], streamed=streamed)
+                await door.idle()
+                assert door.session().counts["sampled_tokens"] == len("one") + 1
+
+    asyncio.run(play())
+
+
+def test_choices_and_calls_at_the_same_time_share_the_tokens_of_their_session():
+    async def play() -> None:
+        async with opened(lambda _: "one two three", limits=Limits(tokens=30), held=asyncio.Event()) as door:
+            ask = partial(door.client.chat.completions.create, model=MODEL, messages=[user("x")])
+            both = asyncio.ensure_future(ask(n=2))
+            await door.busy()
+            with pytest.raises(RateLimitError, match="kept for answers that are being sampled") as found:
+                await ask()
+            assert found.value.response.headers["Retry-After"] == "1", "what they do not need comes back"
+            door.engine.held.set()
+            await both
+            assert [sampling.max_tokens for _, _, sampling in door.engine.record] == [15, 15]
+            assert (await ask()).choices[0].finish_reason == "length"
+            assert door.engine.record[-1][2].max_tokens == 30 - 2 * len("one two three" + "!")
+            with pytest.raises(RateLimitError, match="0 of its 30 sampled tokens are left"):
+                await ask()
+            assert door.session().counts["refused"] == 2 and door.session().counts["sampled_tokens"] == 30
 
     asyncio.run(play())
 
@@ -451,12 +663,9 @@ def test_a_client_that_hangs_up_is_not_sampled_for():
                     events = await asking
                     await events.close()
                 else:
-                    while not door.door.sessions or not any(not one.is_idle for one in door.door.sessions):
-                        await asyncio.sleep(0.005)
+                    await door.busy()
                     asking.cancel()
-                async with asyncio.timeout(5):
-                    while not door.session().is_idle:
-                        await asyncio.sleep(0.005)
+                await door.idle()
             assert door.engine.cancelled == 2 and door.session().counts["dropped"] == 2 and not door.calls()
 
     asyncio.run(play())

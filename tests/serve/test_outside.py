@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, AuthenticationError, InternalServerError
+from openai import AsyncOpenAI, AuthenticationError, BadRequestError, InternalServerError
 
 from hrl.config.environment import EnvironmentConfig
 from hrl.episodes.play import Limits, PlaySetup
@@ -21,7 +21,7 @@ from hrl.serve.outside import OutsideCalls, write_address
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import RolloutError, SampleOutput
 from hrl.workers.rollout.single_requests import serve_requests
-from tests.serve.doors import Engine, echo, tokenizer_with_merges
+from tests.serve.doors import Engine, echo, tokenizer_with_merges, until
 
 KEY = "hrl-of-this-run"
 CHAT: list[Any] = [{"role": "user", "content": "abc"}]
@@ -77,8 +77,7 @@ def test_a_call_between_rounds_is_answered_in_the_next_one_with_the_newest_polic
             for version in (3, 4):
                 one.engine.version = version
                 asking = asyncio.ensure_future(one.ask(extra_body={"return_token_ids": True}))
-                while not any(not session.is_idle for session in one.door._door.sessions):
-                    await asyncio.sleep(0.005)
+                await until(lambda: any(not session.is_idle for session in one.door._door.sessions))
                 assert not one.engine.record[version - 3 :], "no engine is asked between rounds"
                 over = asyncio.Event()
                 serving = asyncio.ensure_future(one.round(over))
@@ -98,9 +97,7 @@ def test_a_call_that_a_round_leaves_unfinished_is_sampled_anew_and_holds_no_roun
             over = asyncio.Event()
             serving = asyncio.ensure_future(one.round(over))
             asking = asyncio.ensure_future(one.ask())
-            while not sum(one.router.outstanding_tokens):
-                await asyncio.sleep(0.005)
-            await asyncio.sleep(0.05)
+            await until(lambda: one.engine.begun == 1)
             over.set()
             async with asyncio.timeout(10):
                 await serving
@@ -114,12 +111,79 @@ def test_a_call_that_a_round_leaves_unfinished_is_sampled_anew_and_holds_no_roun
     asyncio.run(play())
 
 
+def test_a_call_that_is_too_long_for_the_rounds_is_given_up_after_a_few_and_makes_way_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def play() -> None:
+        monkeypatch.setattr("hrl.serve.outside._AT_ONCE", 1)
+        async with run(monkeypatch, delay_s=60.0) as one:
+            calls, sampled = [asyncio.ensure_future(one.ask(max_tokens=7))], []
+            for _ in range(5):
+                over = asyncio.Event()
+                serving = asyncio.ensure_future(one.round(over))
+                await until(lambda: one.router.is_open.is_set() and sum(one.router.outstanding_tokens) > 0)
+                sampled.append(sum(one.router.outstanding_tokens))
+                if len(calls) < 2:
+                    calls.append(asyncio.ensure_future(one.ask(max_tokens=5)))
+                    await until(lambda: sum(len(session._admitted) for session in one.door._door.sessions) == 2)
+                over.set()
+                await serving
+            long, other = calls
+            assert [tokens - min(sampled) for tokens in sampled] == [2, 0, 2, 0, 2], "by turns"
+            with pytest.raises(InternalServerError, match="3 rounds ended before this answer did") as found:
+                await long
+            assert found.value.status_code == 503 and "Retry-After" in found.value.response.headers
+            assert not other.done()
+            other.cancel()
+
+    asyncio.run(play())
+
+
+def test_a_call_that_names_no_length_is_as_long_as_a_response_of_the_run(monkeypatch: pytest.MonkeyPatch):
+    async def play() -> None:
+        async with run(monkeypatch) as one:
+            over = asyncio.Event()
+            serving = asyncio.ensure_future(one.round(over))
+            await one.ask()
+            await one.ask(max_tokens=400)
+            assert [sampling.max_tokens for _, _, sampling in one.engine.record] == [300, 400]
+            over.set()
+            await serving
+
+    asyncio.run(play())
+
+
 def test_a_call_that_no_round_has_time_for_is_to_be_made_again(monkeypatch: pytest.MonkeyPatch):
     async def play() -> None:
         async with run(monkeypatch, longest_wait_s=0.05) as one:
             with pytest.raises(InternalServerError, match="answers while it samples") as found:
                 await one.ask()
             assert found.value.status_code == 503 and "Retry-After" in found.value.response.headers
+
+    asyncio.run(play())
+
+
+def test_a_stream_of_a_run_says_what_the_whole_answer_says_and_calls_are_counted_since_the_last_batch(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def play() -> None:
+        async with run(monkeypatch) as one:
+            over = asyncio.Event()
+            serving = asyncio.ensure_future(one.round(over))
+            whole = (await one.ask(seed=1, logprobs=True)).choices[0]
+            assert one.door.new_counts() == {"calls": 1, "sampled_tokens": 4}
+            with pytest.raises(BadRequestError):
+                await one.ask(n=65)
+            stream = one.client.chat.completions.stream(model=MODEL, messages=CHAT, seed=1, logprobs=True)
+            async with stream as events:
+                streamed = (await events.get_final_completion()).choices[0]
+            assert (streamed.message.content, streamed.finish_reason) == (whole.message.content, "stop")
+            assert streamed.logprobs.content == whole.logprobs.content
+            assert one.door.new_counts() == {"calls": 1, "sampled_tokens": 4, "refused": 1}
+            assert one.door.new_counts() == {}
+            over.set()
+            await serving
+        assert one.door.new_counts() is None
 
     asyncio.run(play())
 

@@ -7,11 +7,11 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hrl.serve.rows import Branches, Call, common_length, rows_of
+from hrl.serve.rows import Branches, Call, rows_of
 
 
 def call(turn: int, context: list[int], sampled: list[int]) -> Call:
-    return Call(turn, context, sampled, [-(turn + token / 10) for token in sampled], version=turn + 10)
+    return Call(turn, context, sampled, [-(turn + token / 10) for token in sampled], version=turn + 10, text="")
 
 
 def test_a_conversation_a_branch_and_another_prompt_by_hand():
@@ -33,6 +33,11 @@ def test_a_conversation_a_branch_and_another_prompt_by_hand():
 def test_choices_of_one_request_are_branches_even_if_they_say_the_same():
     rows = rows_of([call(0, [1], [2]), call(1, [1], [2]), call(2, [1, 2, 3], [4])])
     assert [row.mask for row in rows] == [[1, 0, 1], [1]]
+
+
+def test_a_call_makes_the_longest_row_longer_that_it_continues():
+    rows = rows_of([call(0, [1], [2]), call(1, [1], [2]), call(2, [1, 2, 3], [4]), call(3, [1, 2, 3, 4, 5], [6])])
+    assert [row.mask for row in rows] == [[1, 0, 1, 0, 1], [1]]
 
 
 def test_a_branch_that_would_be_too_long_has_its_context_as_prompt():
@@ -87,7 +92,7 @@ def test_every_call_is_trained_once_in_its_context(seed: int):
             assert own == list(range(own[0], own[-1] + 1))
             of_turn = [[column[place] for place in own] for column in columns]
             context = ids[: len(row.prompt_ids) + own[0]]
-            trained.append(Call(turn, context, of_turn[0], of_turn[2], of_turn[3][0]))
+            trained.append(Call(turn, context, of_turn[0], of_turn[2], of_turn[3][0], ""))
             assert len(set(of_turn[3])) == 1
         others = [place for place in range(len(ids) - len(row.prompt_ids)) if place not in places]
         assert all((row.log_probs[place], row.versions[place]) == (0.0, -1) for place in others)
@@ -109,10 +114,3 @@ def test_rows_have_the_prompts_that_were_foretold_and_fit(seed: int, longest: in
         )
         assert len(row.prompt_ids) <= max(in_prompt, len(one.prompt_ids))
         assert all(len(row.response_ids) <= longest for row in branches.rows())
-
-
-@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
-def test_what_two_lists_have_in_common_is_their_longest_common_beginning(one: list[int], other: list[int]):
-    length = common_length(one, other)
-    assert one[:length] == other[:length]
-    assert one[: length + 1] != other[: length + 1] or length == len(one) == len(other)

@@ -34,6 +34,7 @@ def test_an_evaluation_takes_data_reward_and_template_of_the_models_run(tmp_path
         "data.apply_chat_template_kwargs={enable_thinking: false}",
         "reward.custom_reward_function.path=mine.py",
         "actor_rollout_ref.actor.optim.lr=1",
+        "actor_rollout_ref.rollout.name=hf",
         "recipe=ppo",
     )
     config = compose_cli(run_arguments(trained, [], Sampling(n=4), tmp_path / "out", ["reward.timeout_s=5"]))
@@ -41,6 +42,7 @@ def test_an_evaluation_takes_data_reward_and_template_of_the_models_run(tmp_path
     assert (data.prompt_key, data.max_response_length, data.val_files) == ("question", 77, ["held_out.jsonl"])
     assert data.apply_chat_template_kwargs == {"enable_thinking": False}
     assert (config.reward.custom_reward_function.path, config.reward.timeout_s) == ("mine.py", 5)
+    assert (rollout.name, rollout.n) == ("hf", 1)
     assert (rollout.val_kwargs.n, rollout.val_kwargs.temperature) == (4, 1.0)
     assert config.actor_rollout_ref.model.path == str(tmp_path / "run" / "model")
     assert not (config.needs_critic or config.needs_reference)  # nothing is trained

@@ -18,6 +18,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl import cli
+from hrl.config.compose import compose_cli, to_yaml
 from hrl.errors import ConfigError
 from hrl.report.rollouts import show_rollouts
 from hrl.serve.sessions import Limits
@@ -139,6 +140,17 @@ def test_keys_are_those_of_a_run(model: Path) -> None:
     assert config.actor_rollout_ref.model.override_config == {"a": 1}
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.nme"):
         serving_config(trained, ["rollout.nme=hf"])
+
+
+def test_a_run_brings_all_keys_of_its_engine_but_those_that_serving_decides(model: Path, tmp_path: Path) -> None:
+    ours = ["n=4", "serve=true", "val_kwargs.top_p=0.5", "name=hf", "dtype=float32"]
+    more = ["environment.path=single_turn", "data.train_files=rows.jsonl"]
+    config = compose_cli([*(f"actor_rollout_ref.rollout.{key}" for key in ours), *more])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "model").symlink_to(model)
+    rollout = serving_config(find_trained(str(tmp_path)), []).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.dtype) == ("hf", "float32")
+    assert (rollout.n, rollout.serve, rollout.val_kwargs.top_p) == (1, False, 1.0)
 
 
 def test_what_is_no_model_is_refused_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,10 @@ def test_the_trainers_state_is_off_the_gpu_before_the_engine_starts_and_before_i
     monkeypatch.setattr(actor_rollout_ref, "release_cached_memory", lambda device: calls.append("release"))
     monkeypatch.setattr(actor_rollout_ref, "sync_metrics", lambda report: {})
     engine = Recorder(
-        calls, engine=SimpleNamespace(own_process=True), push_weights=lambda *args: calls.append("push") or 1
+        calls,
+        engine=SimpleNamespace(own_process=True),
+        push_weights=lambda *args: calls.append("push") or 1,
+        take_counts=lambda: {"rollout/split_waves": 2.0},
     )
     for name, made in {"_engine_devices": "0", "model_source": None, "_build_host": engine}.items():
         monkeypatch.setattr(worker, name, lambda *args, made=made: made)
@@ -83,7 +86,7 @@ def test_the_trainers_state_is_off_the_gpu_before_the_engine_starts_and_before_i
     worker.init_model()
     assert calls == ["load", "offload", "release", "start"]
     calls.clear()
-    worker.sync_weights(1)
+    assert worker.sync_weights(1) == {"rollout/split_waves": 2.0}
     wanted = [
         "offload",
         "release",

@@ -55,6 +55,9 @@ class Sender:
     def refuse_weights(self, reason: str) -> None:
         self._events.append(f"refuse: {reason}")
 
+    def take_counts(self) -> dict[str, float]:
+        return {"rollout/split_waves": 1.0}
+
     def push_weights(self, version: int, specs: Any, weights: Any, kept: Any) -> SyncReport:
         for _ in weights:
             pass

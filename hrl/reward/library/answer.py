@@ -52,7 +52,7 @@ class Answer:
             raise ArgumentError(
                 "the row has no answer to compare with: a column `answer`, or reward_model.ground_truth"
             )
-        scorer = find_scorer(data_source) if self._scorer is None else self._scorer
+        scorer = self._scorer_of(data_source)
         truth = scorer.read_truth(data_source, ground_truth, extra_info or {})
         blames_response(True)
         try:
@@ -64,6 +64,9 @@ class Answer:
             return wrong_answer(scorer, reason)
         finally:
             blames_response(False)
+
+    def _scorer_of(self, data_source: str) -> Scorer:
+        return find_scorer(data_source) if self._scorer is None else self._scorer
 
 
 def wrong_answer(scorer: Scorer, reason: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from hrl.nearest import did_you_mean
 from hrl.reward.library.answer import Answer, wrong_answer
 from hrl.reward.library.base import ArgumentError, CatalogueEntry, Example, Function
+from hrl.reward.library.code import Code
 from hrl.reward.library.json_schema import JsonSchema
 from hrl.reward.library.judge import Judge
 from hrl.reward.library.language import Language
@@ -17,6 +18,7 @@ from hrl.reward.library.repetition import Repetition
 from hrl.reward.library.tags import Tags
 from hrl.reward.scorers import math_equal, math_text, multiple_choice, numbers, question_answering, reasoning_gym
 from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.programs import NO_PROGRAM
 
 _SUM = {"prompt": "What is 7 + 5?", "answer": "12"}
 
@@ -98,6 +100,19 @@ _ENTRIES = (
         ),
         scores="0 to 1",
         needs="reasoning-gym",
+    ),
+    CatalogueEntry(
+        "code",
+        "A program, fenced, that passes the row's tests in a sandbox.",
+        Code,
+        Example(
+            "```python\nprint(sum(map(int, input().split())))\n```",
+            1.0,
+            {"prompt": "Read two numbers and print their sum.", "answer": '{"inputs": ["7 5"], "outputs": ["12"]}'},
+        ),
+        scores="0 or 1; 0 to 1 with `partial`",
+        needs_answer=True,
+        wrong=NO_PROGRAM,
     ),
     CatalogueEntry(
         "regex",

@@ -25,7 +25,7 @@ class TruthError(HrlError, ValueError):
 
 
 class RowError(ValueError):
-    """A row that turned out to be bad only when a response was scored."""
+    """A row that turned out to be bad only when a response was scored; or that could not be tried on this machine."""
 
 
 @dataclass(frozen=True)

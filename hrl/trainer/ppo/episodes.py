@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from hrl.algos.episodes import FoldedEpisodes
-from hrl.algos.reward_placement import place_scores, place_turn_rewards
+from hrl.algos.reward_placement import place_scores, place_token_rewards, place_turn_rewards
 from hrl.batching.episodes import episode_numbers
 from hrl.columns import object_column
 from hrl.config.trainer import BATCH_SHARE
-from hrl.episodes.episode import TRUNCATIONS
-from hrl.episodes.metrics import episode_metrics, pool_metrics
-from hrl.episodes.play import EpisodeTask, Limits
+from hrl.episodes.episode import LEFT_OUT, TRUNCATIONS, limits_by_end
+from hrl.episodes.metrics import door_metrics, episode_metrics, pool_metrics
+from hrl.episodes.play import EpisodeError, EpisodeTask, Limits
 from hrl.episodes.pool import environment_of
 from hrl.episodes.rows import episode_batch, policy_version_of
 from hrl.episodes.service import EpisodeActor, EpisodeServiceError, EpisodeSetup
@@ -33,6 +35,7 @@ from hrl.serve.agents import AgentDoor, Outside
 from hrl.serve.outside import write_address
 from hrl.serve.sessions import new_key
 from hrl.single_controller.worker_errors import WorkerError
+from hrl.trainer.ppo.samples import sample_rows
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import sample_keys
 
@@ -140,15 +143,15 @@ class EpisodeDriver:
             engines.serve_requests(self._service.inbox(self._num_batches))
         except WorkerError as error:
             if isinstance(error.__cause__, EpisodeServiceError):
-                # A rank sees that the service is gone; whoever collects is told why.
-                self._service.collect(self._num_batches)
+                # A rank sees that the service is gone; the driver knows why. If it is there, the rank's word counts.
+                self._service.require_alive()
             raise
         collected = self._service.collect(self._num_batches)
         episodes = collected.episodes
         # The greedy baselines of a training step say how the policy is at another temperature.
         is_greedy = asked.rows.non_tensor_batch["greedy"] if request.with_greedy else [False] * len(episodes)
         sampled = [episode for episode, greedy in zip(episodes, is_greedy, strict=True) if not greedy]
-        metrics.observe(episode_metrics(sampled) | pool_metrics(collected.pool))
+        metrics.observe(episode_metrics(sampled) | pool_metrics(collected.pool) | door_metrics(collected.asked))
         batch = episode_batch(
             asked.rows,
             episodes,
@@ -169,11 +172,31 @@ class EpisodeDriver:
         return self._actor
 
 
+def require_sampled(batch: DataProto, config: PPOTrainerConfig) -> None:
+    """Refuse a batch of episodes in which the policy sampled nothing.
+
+    Raises:
+        EpisodeError: It says how the episodes ended.
+    """
+    if (batch.batch["rollout_versions"] >= 0).any():
+        return
+    first, columns = sample_rows(batch).numpy(), batch.non_tensor_batch
+    ends, errors = Counter(columns["end"][first]), [error for error in columns["episode_error"][first] if error]
+    limits = limits_by_end(config.environment, config.data.max_prompt_length, config.data.max_response_length)
+    found = [f"{number} {end}" + (f" ({limits[end]})" if end in limits else "") for end, number in ends.most_common()]
+    failed = f". The first that failed: {errors[0]}" if errors else ""
+    raise EpisodeError(
+        f"the policy sampled nothing in any of {first.sum()} episodes. How they ended: {', '.join(found)}{failed}. "
+        "`hrl env-test` plays some of them alone, and shows how long calls take"
+    )
+
+
 def tasks_of(asked: Asked) -> list[EpisodeTask]:
     """Return the episodes that a batch asks for."""
     rows, request = asked.rows.non_tensor_batch, asked.request
     is_greedy = rows["greedy"] if request.with_greedy else np.zeros(len(asked.rows), dtype=bool)
-    names = ("raw_prompt", "data_source", "reward_model", "extra_info", "columns")
+    prompts, is_prompt = asked.rows.batch["prompts"], asked.rows.batch["attention_mask"].bool()
+    names = ("index", "raw_prompt", "data_source", "reward_model", "extra_info", "columns")
     return [
         EpisodeTask(
             key,
@@ -187,9 +210,11 @@ def tasks_of(asked: Asked) -> list[EpisodeTask]:
             replace(request.sampling, temperature=0.0) if greedy else request.sampling,
             request.seed,
             request.step,
+            held_out=int(index) if asked.validate else None,
+            prompt_ids=array("i", ids[is_there].tolist()),
         )
-        for key, greedy, prompt, source, reward_model, extra, columns in zip(
-            sample_keys(asked.rows), is_greedy, *(rows[name] for name in names), strict=True
+        for key, greedy, ids, is_there, index, prompt, source, reward_model, extra, columns in zip(
+            sample_keys(asked.rows), is_greedy, prompts, is_prompt, *(rows[name] for name in names), strict=True
         )
     ]
 
@@ -199,8 +224,9 @@ class EpisodeScores:
     """What the episodes of a batch are worth, row by row.
 
     Attributes:
-        tokens: `(B, R)`, rewards of turns on the last trained token of each (an environment's, and `turn_scores` of
-            reward functions), what functions and models gave to the whole on the last one of the episode.
+        tokens: `(B, R)`, rewards of tokens on these, of turns on the last trained token of each (an environment's, and
+            `turn_scores` of reward functions), what functions and models gave to the whole on the last one of the
+            episode.
         scores: `(B,)`, all of it, of the row's episode.
         plain: `(B,)`, the same without weights and penalties of `reward`.
         kept: `(B,)` bool, whether the row's episode counts.
@@ -235,7 +261,7 @@ def score_episodes(
     last = batch.select_idxs(heads)
     of_row = torch.from_numpy(codes)
     ends = last.non_tensor_batch["end"]
-    counts = torch.tensor([end != "failed" for end in ends])
+    counts = torch.tensor([end not in LEFT_OUT for end in ends])
     if counts.any() and not (rewards.gives_scores or is_paid.any()):
         raise RewardError(
             f"no episode got a reward, such as that of uid {last.non_tensor_batch['uid'][0]}: the environment gave "
@@ -261,15 +287,17 @@ def score_episodes(
     batch.batch["response_mask"] = batch.batch["response_mask"] * kept[:, None]
     batch.non_tensor_batch["reward_parts"] = last.non_tensor_batch["reward_parts"][codes]
     mask = batch.batch["response_mask"]
-    placed = place_turn_rewards(turn_rewards, batch.batch["turn_index"], mask, codes)
+    turn_index, token_rewards = batch.batch["turn_index"], batch.non_tensor_batch["token_rewards"]
+    of_tokens, others = place_token_rewards(token_rewards, turn_rewards, turn_index, mask, codes)
+    placed = place_turn_rewards(others, turn_index, mask, codes)
     metrics.observe(
         {
             "episode/rewards_moved": Metric.total(placed.num_moved),
             "episode/rewards_lost": Metric.total(placed.num_lost),
         }
     )
-    fold = FoldedEpisodes.of(mask, of_row, batch.batch["turn_index"])
-    tokens = placed.scores + fold.unfold(place_scores(combined.scores, fold.mask()))
+    fold = FoldedEpisodes.of(mask, of_row, turn_index)
+    tokens = of_tokens + placed.scores + fold.unfold(place_scores(combined.scores, fold.mask()))
     scores = combined.scores[of_row] + totals
     return EpisodeScores(tokens, torch.where(kept, scores, 0.0), combined.plain[of_row], kept)
 
@@ -307,7 +335,7 @@ def values_behind_truncations(batch: DataProto, last_values: Callable[[DataProto
     """
     numbers, heads = episode_numbers(batch), heads_of(batch)
     codes = torch.arange(len(batch)) if numbers is None else torch.from_numpy(numbers)
-    is_cut_off = torch.tensor([end in TRUNCATIONS for end in batch.non_tensor_batch["end"][heads.numpy()]])
+    is_cut_off = torch.tensor([end in TRUNCATIONS - LEFT_OUT for end in batch.non_tensor_batch["end"][heads.numpy()]])
     of_episodes = torch.zeros(len(heads))
     if is_cut_off.any():
         of_episodes[is_cut_off] = last_values(batch.select_idxs(heads[is_cut_off])).float()

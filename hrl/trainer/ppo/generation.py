@@ -35,11 +35,13 @@ class Asked:
         prompts: One row per prompt.
         rows: One per sample.
         request: How they are sampled.
+        validate: They are not trained on.
     """
 
     prompts: DataProto
     rows: DataProto
     request: SampleRequest[BatchPlan]
+    validate: bool
 
     def is_for(self, prompts: DataProto, step: int, seed: int) -> bool:
         """Return whether these are the first samples of a step (or validation, by the seed) from these prompts."""

@@ -116,9 +116,10 @@ _TROUBLES = (
     "rollout/aborted_responses",
     "rollout/truncated_responses",
     "episode/num_failed",
+    "episode/num_late",
     "episode/num_replayed",
 )
-_EPISODES = ("env/", "episode/end/", "episode/turns/", "episode/truncated_ratio")
+_EPISODES = ("env/", "episode/end/", "episode/turns/", "episode/truncated_ratio", "serve/")
 CORRECT_AT = 1.0
 """The least score of a correct answer, where the reward function does not say which answers are correct."""
 
@@ -133,7 +134,7 @@ def validation_troubles(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def validation_episodes(counters: Mapping[str, float]) -> dict[str, float]:
-    """Return how the episodes of a validation went, as `val/env/<name>`, `val/episode/turns/mean` and the like."""
+    """Return how the episodes of a validation went, as `val/env/<name>`, `val/serve/calls` and the like."""
     return {f"val/{name}": value for name, value in counters.items() if name.startswith(_EPISODES)}
 
 

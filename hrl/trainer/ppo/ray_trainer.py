@@ -32,7 +32,7 @@ from hrl.trainer.ppo.advantage import (
     rows_without_advantage,
 )
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
-from hrl.trainer.ppo.episodes import heads_of, score_episodes, values_behind_truncations
+from hrl.trainer.ppo.episodes import heads_of, require_sampled, score_episodes, values_behind_truncations
 from hrl.trainer.ppo.finite_columns import FiniteColumns, LeftOutError
 from hrl.trainer.ppo.generation import (
     Asked,
@@ -328,6 +328,8 @@ class RayPPOTrainer(TrainingLoop):
         else:
             self._begun.remove(asked)
         sampled = self._responses(asked, metrics)
+        if self.episodes is not None:
+            require_sampled(sampled, self.config)
         check_policy_version(sampled, self.policy_version)
         metrics.observe(count_troubles(sampled))
         return sampled
@@ -346,7 +348,7 @@ class RayPPOTrainer(TrainingLoop):
             with_greedy=with_greedy,
             reward_round=self.rewards.begin(rows, step, validate=validate),
         )
-        return Asked(prompts, rows, request)
+        return Asked(prompts, rows, request, validate)
 
     def _request(
         self,
@@ -407,7 +409,7 @@ class RayPPOTrainer(TrainingLoop):
         samples = prompt_batch(prompts, n, step=step, validate=True)
         request = self._request(samples, step, sampling, seed_of(self.config.trainer.seed, validate=True))
         self._begun = []
-        sampled = self._responses(Asked(prompts, samples, request), StepMetrics())
+        sampled = self._responses(Asked(prompts, samples, request, validate=True), StepMetrics())
         records = rollout_records(sampled, self.tokenizer)
         if self.episodes is not None and (failed := [record for record in records if record["end"] == "failed"]):
             first = next(error for error in sampled.non_tensor_batch["episode_error"] if error)
@@ -643,8 +645,8 @@ class RayPPOTrainer(TrainingLoop):
         scored, left_out = batch.select_idxs(kept), count_left_out(counted, kept_samples)
         if left_out:
             count = f"{sum(left_out.values()):g} of {len(counted)} samples"
-            who = "the reward function" if self.episodes is None else "a failed environment or the reward function"
-            self.reporter.console.note(f"validation: {who} left out {count}")
+            others = "" if self.episodes is None else "an environment that failed or was late, or "
+            self.reporter.console.note(f"validation: {others}the reward function left out {count}")
         metrics = validation_metrics(
             counted.select_idxs(kept_samples), self.config.actor_rollout_ref.rollout.val_kwargs.n
         )

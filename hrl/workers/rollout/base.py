@@ -110,8 +110,13 @@ def sample_seed(run_seed: int, step: int, uid: str, sample_index: int, *within: 
         sample_index: Its number there.
         within: What of the sample it is for, such as the number of a later turn.
     """
+    return hashed_seed(run_seed, step, uid, sample_index, *within)
+
+
+def hashed_seed(*parts: int | str) -> int:
+    """Return the 32-bit seed of whatever these parts name."""
     # torch's CPU generator uses no more than 32 bits of a seed.
-    text = "/".join(map(str, (run_seed, step, uid, sample_index, *within)))
+    text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
@@ -211,6 +216,10 @@ class RolloutEngine(ABC):
         """Take memory again: `"weights"` before a weight sync, `"kv_cache"` before sampling."""
         if self.supports_sleep:
             await self._wake(tags)
+
+    def take_counts(self) -> dict[str, float]:
+        """Return metrics of what happened since they were last taken, which add up over engines."""
+        return {}
 
     async def start_profile(self) -> None:
         """Profile the engine's own processes, if it has any: this process is profiled as a whole."""

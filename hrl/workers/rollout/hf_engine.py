@@ -1,15 +1,17 @@
 """transformers as a rollout engine: slow, simple, and close enough to the trainer to check another engine against.
 
-Requests that wait together are sampled together, in one left-padded batch with a key-value cache. Every sample has its
-own generator, so its tokens do not depend on its neighbours (up to the rounding of matrix products of another shape).
+Requests that wait together are sampled together, in one left-padded batch with a key-value cache: a wave. Those that
+come meanwhile wait for its end. Every sample has its own generator, so its tokens do not depend on its neighbours (up
+to the rounding of matrix products of another shape).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -32,6 +34,7 @@ from hrl.workers.rollout.base import (
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -97,12 +100,36 @@ class HfModelWriter:
         return self._positions[1]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
+    """A response that is asked for, and as much of it as is there: whoever samples it goes on from here.
+
+    Attributes:
+        prompt_ids: Its context.
+        sampling: How it is sampled.
+        done: Set when it is whole, or has failed.
+        tell: Told of its tokens.
+        generator: Its own.
+        token_ids, log_probs: What has been sampled.
+    """
+
     prompt_ids: list[int]
     sampling: SamplingParams
-    done: asyncio.Future[tuple[list[int], list[float]]]
+    done: asyncio.Future[None]
     tell: OnTokens | None
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def add(self, token: int, log_prob: float) -> None:
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        if self.tell is not None:
+            self.tell([token], [log_prob])
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that it is whole, or why it failed. May be called from any thread."""
+        self.done.get_loop().call_soon_threadsafe(_settle, self.done, error)
 
 
 class HfEngine(RolloutEngine):
@@ -128,6 +155,7 @@ class HfEngine(RolloutEngine):
         self._waiting: list[_Request] = []
         self._batch: list[_Request] = []
         self._runner: asyncio.Task[None] | None = None
+        self._num_split_waves = 0
 
     async def start(self) -> None:
         """Load the model."""
@@ -146,14 +174,21 @@ class HfEngine(RolloutEngine):
     ) -> SampleOutput:
         self._running(self._model)
         loop = asyncio.get_running_loop()
-        request = _Request(prompt_ids, sampling, loop.create_future(), told_on(loop, on_tokens))
+        generator = torch.Generator().manual_seed(sampling.seed)
+        request = _Request(prompt_ids, sampling, loop.create_future(), told_on(loop, on_tokens), generator)
         self._waiting.append(request)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run_waiting())
             self._runner.add_done_callback(self._fail_what_is_open)
-        tokens, log_probs = await request.done
+        await request.done
+        tokens = request.token_ids
         stopped = bool(tokens) and tokens[-1] in self._stop_token_ids
-        return SampleOutput(tokens, log_probs, "stop" if stopped else "length", self.policy_version)
+        return SampleOutput(tokens, request.log_probs, "stop" if stopped else "length", self.policy_version)
+
+    def take_counts(self) -> dict[str, float]:
+        """Return how many waves were too large for the memory, see `RolloutEngine.take_counts`."""
+        count, self._num_split_waves = self._num_split_waves, 0
+        return {"rollout/split_waves": float(count)} if count else {}
 
     async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
         await self._in_thread(self._running(self._receiver).begin, manifest, handle, version)
@@ -181,20 +216,14 @@ class HfEngine(RolloutEngine):
 
     async def _run_waiting(self) -> None:
         await asyncio.sleep(0)  # let the other requests of the wave arrive
-        while waiting := [request for request in self._waiting if not request.done.cancelled()]:
+        while waiting := [request for request in self._waiting if not request.done.done()]:
             self._batch, self._waiting = waiting[: self._max_num_seqs], waiting[self._max_num_seqs :]
             try:
-                outputs = await self._in_thread(self._sample, self._running(self._model), self._batch)
+                await self._in_thread(self._sample, self._running(self._model), self._batch)
             except RolloutError:
                 raise
             except (RuntimeError, ValueError) as error:  # these requests can't be sampled; others perhaps can
-                failure = RolloutError(f"the transformers engine could not sample: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                _fail(self._batch, failure)
-                continue
-            for request, output in zip(self._batch, outputs, strict=True):
-                if not request.done.done():
-                    request.done.set_result(output)
+                _fail(self._batch, _could_not(error))
 
     def _fail_what_is_open(self, runner: asyncio.Task[None]) -> None:
         """Fail the open requests of a runner that has ended early, for whatever reason; nobody else would."""
@@ -203,42 +232,69 @@ class HfEngine(RolloutEngine):
             _fail([*self._batch, *self._waiting], error)
             self._waiting = []
 
+    def _sample(self, model: PreTrainedModel, batch: Sequence[_Request]) -> None:
+        """Sample requests to their ends; in halves, each from where it is, where the memory is too small for all."""
+        waves = [batch]
+        while waves:
+            wave = waves.pop()
+            try:
+                self._sample_wave(model, wave)
+                continue
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # A traceback would hold all that the wave had in memory.
+                failure = _could_not(error.with_traceback(None))
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            if len(wave) == 1:
+                wave[0].end(failure)
+                continue
+            left = [request for request in wave if not self._is_over(request)]
+            self._num_split_waves += 1
+            logger.warning(
+                "there is no memory for %d responses at once, which go on in halves (a smaller rollout.max_num_seqs "
+                "spares the attempt): %s",
+                len(left),
+                failure,
+            )
+            waves += [left[len(left) // 2 :], left[: len(left) // 2]]
+
     @torch.inference_mode()
-    def _sample(self, model: PreTrainedModel, batch: Sequence[_Request]) -> list[tuple[list[int], list[float]]]:
-        width = max(len(request.prompt_ids) for request in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.int64, device=self._device)
+    def _sample_wave(self, model: PreTrainedModel, wave: Sequence[_Request]) -> None:
+        contexts = [request.prompt_ids + request.token_ids for request in wave]
+        width = max(map(len, contexts), default=0)
+        ids = torch.zeros(len(wave), width, dtype=torch.int64, device=self._device)
         mask = torch.zeros_like(ids)
-        for row, request in enumerate(batch):
-            ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids, device=self._device)
-            mask[row, width - len(request.prompt_ids) :] = 1
-        generators = [torch.Generator().manual_seed(request.sampling.seed) for request in batch]
-        outputs: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
-        running = [request.sampling.max_tokens > 0 for request in batch]
+        for row, context in enumerate(contexts):
+            ids[row, width - len(context) :] = torch.tensor(context, device=self._device)
+            mask[row, width - len(context) :] = 1
+        running = list(range(len(wave)))
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
         cache = None
-        while any(running):
+        while running := [row for row in running if not self._is_over(wave[row])]:
             result = model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
             cache = result.past_key_values
             logits = result.logits[:, -1].float()
-            next_ids = torch.zeros(len(batch), 1, dtype=torch.int64)
-            for row, request in enumerate(batch):
-                running[row] = running[row] and not request.done.cancelled()
-                if not running[row]:
-                    continue
-                token, log_prob = draw(logits[row].cpu(), request.sampling, generators[row])
+            next_ids = torch.zeros(len(wave), 1, dtype=torch.int64)
+            for row in running:
+                request = wave[row]
+                token, log_prob = draw(logits[row].cpu(), request.sampling, request.generator)
+                request.add(token, log_prob)
                 next_ids[row] = token
-                outputs[row][0].append(token)
-                outputs[row][1].append(log_prob)
-                if request.tell is not None:
-                    request.tell([token], [log_prob])
-                stopped = token in self._stop_token_ids
-                running[row] = not stopped and len(outputs[row][0]) < request.sampling.max_tokens
             ids = next_ids.to(self._device)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
             positions = positions[:, -1:] + 1
-        return outputs
+
+    def _is_over(self, request: _Request) -> bool:
+        """Whether nothing more is sampled of a request; says so to whoever waits for it."""
+        tokens = request.token_ids
+        is_whole = (bool(tokens) and tokens[-1] in self._stop_token_ids) or len(tokens) >= request.sampling.max_tokens
+        if is_whole:
+            request.end()
+        return is_whole or request.done.done()
 
     async def _in_thread(self, function, *args):  # type: ignore[no-untyped-def]
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -251,8 +307,27 @@ class HfEngine(RolloutEngine):
 
 def _fail(requests: Sequence[_Request], error: BaseException) -> None:
     for request in requests:
-        if not request.done.done():
-            request.done.set_exception(error)
+        _settle(request.done, error)
+
+
+def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+def _could_not(error: Exception) -> RolloutError:
+    failure = RolloutError(f"the transformers engine could not sample: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was not enough memory, of a device or of the machine."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:

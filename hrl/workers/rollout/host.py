@@ -92,6 +92,10 @@ class RolloutHost:
         """Version of the weights that are served."""
         return self.engine.policy_version
 
+    def take_counts(self) -> dict[str, float]:
+        """Return metrics of what happened in the engine since they were last taken; see `RolloutEngine.take_counts`."""
+        return self.engine.take_counts()
+
     def prepare(self) -> None:
         """Do the engine's imports, in this process and in the engine's own at the same time."""
         self._begin_loop().run(self.engine.prepare(), timeout_s=START_TIMEOUT_S, what=f"{self.name}: preparation")

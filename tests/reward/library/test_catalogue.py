@@ -1,5 +1,7 @@
 """Every function of the library: its entry in the catalogue, its range, and what lazy and hostile responses get."""
 
+import asyncio
+import inspect
 import time
 from inspect import getdoc
 
@@ -30,7 +32,8 @@ def score_of(name, response, row=None):
     truth = row.get("reward_model", {}).get("ground_truth", row.get("answer"))
     sample = {"data_source": "s", "extra_info": {}, **row, "response": response, "solution_str": response}
     sample |= {"ground_truth": truth}
-    return read_reward(function(**{key: value for key, value in sample.items() if key in names_taken(function)}))[0]
+    value = function(**{key: value for key, value in sample.items() if key in names_taken(function)})
+    return read_reward(asyncio.run(value) if inspect.iscoroutine(value) else value)[0]
 
 
 def test_the_configuration_knows_the_names_of_the_catalogue():

@@ -88,13 +88,15 @@ def in_branches(batch: DataProto, seed: int) -> DataProto:
 
 
 def with_noise(batch: DataProto, seed: int) -> DataProto:
-    """Return the batch with other numbers at all tokens that are not trained."""
+    """Return the batch with other numbers at all tokens that are not trained, but for scores, which are 0 there."""
     noisy = batch.select(deepcopy=True)
     masked = noisy.batch["response_mask"] == 0
     generator = torch.Generator().manual_seed(seed)
     for name in (name for name in NOISY if name in noisy.batch.keys()):
         noise = 100 * torch.randn(masked.shape, generator=generator)
         noisy.batch[name] = torch.where(masked, noise, noisy.batch[name])
+    turns = torch.randint(-1, 6, masked.shape, generator=generator)
+    noisy.batch["turn_index"] = torch.where(masked, turns, noisy.batch["turn_index"])
     return noisy
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from hrl.columns import object_column
 from hrl.config import PPOTrainerConfig
 from hrl.config.environment import EnvironmentConfig
+from hrl.episodes.play import EpisodeError
 from hrl.episodes.service import EpisodeServiceError
 from hrl.errors import may_pass
 from hrl.metrics import StepMetrics
@@ -23,9 +25,17 @@ from hrl.reward.combine import CombinedScores, RewardShaping
 from hrl.reward.pool import RewardOutcome
 from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.ppo.advantage import compute_advantage
-from hrl.trainer.ppo.episodes import EpisodeDriver, heads_of, score_episodes, values_behind_truncations
-from hrl.trainer.ppo.generation import count_troubles
+from hrl.trainer.ppo.episodes import (
+    EpisodeDriver,
+    heads_of,
+    require_sampled,
+    score_episodes,
+    tasks_of,
+    values_behind_truncations,
+)
+from hrl.trainer.ppo.generation import Asked, count_troubles, prompt_batch, seed_of
 from hrl.trainer.ppo.rewards import RewardService
+from hrl.workers.requests import SampleRequest, SamplingParams
 
 
 class Rewards:
@@ -62,6 +72,7 @@ def batch_of(ends: tuple[str, str] = ("done", "done")) -> DataProto:
             "sample_index": object_column([0, 0, 0]),
             "branch": object_column([0, 1, 0]),
             "turn_rewards": object_column([[0.25, 1.0], [0.25, 1.0], [None]]),
+            "token_rewards": object_column([(), (), ()]),
             "end": object_column([ends[0], ends[0], ends[1]]),
         },
     )
@@ -70,6 +81,39 @@ def batch_of(ends: tuple[str, str] = ("done", "done")) -> DataProto:
 def scored(batch: DataProto, rewards: Rewards, validate: bool = False, **settings: object):
     config = EnvironmentConfig(path="x", **settings)
     return score_episodes(batch, rewards, config, StepMetrics(), validate=validate)
+
+
+def seeds_of(step: int, *, validate: bool = False, rows: Sequence[int] = (3, 8)) -> list[tuple[int, int]]:
+    """The seeds of the environments that a step, or a validation, asks for; two samples of each row."""
+    given: dict[str, Sequence[object]] = {"index": rows, "raw_prompt": [[]] * len(rows), "columns": [{}] * len(rows)}
+    given |= {name: [None] * len(rows) for name in ("data_source", "reward_model", "extra_info")}
+    prompts = DataProto.from_dict(
+        tensors={name: torch.ones(len(rows), 1, dtype=torch.int64) for name in ("prompts", "attention_mask")},
+        non_tensors={name: object_column(values) for name, values in given.items()},
+    )
+    asked = prompt_batch(prompts, 2, step=step, validate=validate, with_greedy=not validate)
+    request: SampleRequest[Any] = SampleRequest(
+        plan=None,
+        sampling=SamplingParams(),
+        seed=seed_of(1, validate=validate),
+        step=step,
+        with_greedy=not validate,
+        reward_round=None,
+    )
+    return [task.environment_seeds for task in tasks_of(Asked(prompts, asked, request, validate))]
+
+
+def test_the_samples_of_a_prompt_are_compared_in_one_game_and_validations_play_theirs_again() -> None:
+    trained = [seeds_of(step) for step in (1, 2)]
+    for seeds in trained:
+        one, same, other, too, *greedy = (seed for seed, _ in seeds)
+        assert one == same != other == too and greedy == [one, other]
+    assert len({seed for seeds in trained for seed, _ in seeds}) == 4, "each prompt and each step has a game of its own"
+    assert len({of_sample for seeds in trained for _, of_sample in seeds}) == 12
+    held_out = seeds_of(1, validate=True)
+    assert held_out == seeds_of(2, validate=True) == seeds_of(2, validate=True, rows=[8, 3])[2:] + held_out[2:]
+    assert [seed for seed, _ in held_out[::2]] == [seed for seed, _ in held_out[1::2]]
+    assert len({seed for pair in (*held_out, *trained[0]) for seed in pair}) == 6 + 8
 
 
 def test_rewards_of_turns_stand_on_their_turns_and_the_functions_on_the_episodes_last_token() -> None:
@@ -96,6 +140,28 @@ def test_scores_that_functions_give_to_turns_stand_on_these_beside_the_environme
     torch.testing.assert_close(advantages, torch.tensor(expected))
 
 
+def test_rewards_of_tokens_stand_on_these_beside_what_functions_give_and_are_what_is_ahead_of_each() -> None:
+    """Turn 0 of the first episode has two tokens worth 0.5 and -0.25, turn 1 a token worth 1; the function gives 2."""
+    batch, metrics = batch_of(), StepMetrics()
+    batch.non_tensor_batch["token_rewards"] = object_column([((0.5, -0.25), None), ((0.5, -0.25), None), ()])
+    rewards = Rewards(2.0, 3.0, turn_scores=[[0.125, 0.0], None])
+    found = score_episodes(batch, rewards, EnvironmentConfig(path="x"), metrics, validate=False)
+    assert found.tokens.tolist() == [[0.5, -0.125, 0, 0], [0, 0, 0, 3.0], [3.0, 0, 0, 0]]
+    assert found.scores.tolist() == [3.375, 3.375, 3.0]
+    assert batch.non_tensor_batch["turn_rewards"].tolist() == [[0.375, 1.0], [0.375, 1.0], [None]]
+    assert (metrics["episode/rewards_moved"], metrics["episode/rewards_lost"]) == (0.0, 0.0)
+    batch.batch["token_level_rewards"], batch.batch["values"] = found.tokens, torch.zeros(3, 4)
+    returns = compute_advantage(batch, "gae", gamma=1.0, lam=1.0).batch["returns"]
+    assert returns.tolist() == [[3.375, 2.875, 0, 0], [0, 0, 0, 3.0], [3.0, 0, 0, 0]]
+
+
+def test_rewards_of_tokens_that_are_not_trained_are_lost_as_that_of_their_turn() -> None:
+    batch, metrics = batch_of(), StepMetrics()
+    batch.non_tensor_batch["token_rewards"] = object_column([((0.5, -0.25), None), ((0.5, -0.25), None), ()])
+    found = score_episodes(batch, Rewards(None, 3.0), EnvironmentConfig(path="x"), metrics, validate=False)
+    assert found.tokens[:2].abs().sum() == 0 and metrics["episode/rewards_lost"] == 2.0
+
+
 def test_an_episode_that_is_left_out_trains_nothing_in_any_of_its_rows() -> None:
     batch = batch_of()
     found = scored(batch, Rewards(None, 3.0))
@@ -108,6 +174,9 @@ def test_an_episode_that_is_left_out_trains_nothing_in_any_of_its_rows() -> None
     [
         ("failed", {}, False, False),
         ("failed", {}, True, False),
+        ("deadline", {}, False, False),
+        ("deadline", {}, True, False),
+        ("deadline", {"on_truncation": "bootstrap"}, False, False),
         ("max_turns", {}, False, True),
         ("max_turns", {"on_truncation": "mask"}, False, False),
         ("max_turns", {"on_truncation": "mask"}, True, True),
@@ -136,8 +205,9 @@ def test_a_length_penalty_counts_the_longest_row_of_an_episode_as_the_limit_does
     assert rewards.lengths == [4, 1]
     scored(batch_of(ends=("done", "max_tokens")), rewards)
     assert rewards.lengths == [4, 4]
-    scored(batch_of(ends=("done", "max_turns")), rewards)
-    assert rewards.lengths == [4, 1]
+    for end in ("max_turns", "max_prompt"):
+        scored(batch_of(ends=("done", end)), rewards)
+        assert rewards.lengths == [4, 1]
 
 
 def test_a_score_of_an_episode_whose_last_row_trains_nothing_stands_on_its_last_trained_token() -> None:
@@ -146,7 +216,7 @@ def test_a_score_of_an_episode_whose_last_row_trains_nothing_stands_on_its_last_
     assert scored(batch, Rewards(2.0, 3.0)).tokens.tolist() == [[0, 3.25, 0, 0], [0] * 4, [3.0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("end", ["max_turns", "max_tokens", "truncated", "deadline"])
+@pytest.mark.parametrize("end", ["max_turns", "max_prompt", "max_tokens", "truncated"])
 def test_an_episode_that_was_cut_off_ends_in_the_value_behind_its_last_row(end: str) -> None:
     asked: list[list[list[int]]] = []
 
@@ -156,9 +226,24 @@ def test_an_episode_that_was_cut_off_ends_in_the_value_behind_its_last_row(end: 
 
     assert values_behind_truncations(batch_of(ends=(end, "done")), last_values).tolist() == [7, 7, 0]
     assert asked == [[[0, 0, 0, 1]]]
-    for end in ("failed", "done"):
+    for end in ("failed", "deadline", "done"):
         assert values_behind_truncations(batch_of(ends=(end, "done")), last_values).tolist() == [0, 0, 0]
     assert len(asked) == 1, "a critic is not asked about nothing"
+
+
+def test_a_batch_in_which_nobody_sampled_anything_ends_the_run_with_how_its_episodes_ended() -> None:
+    batch = batch_of(ends=("deadline", "failed"))
+    batch.non_tensor_batch["episode_error"] = object_column([None, None, "no such drawer"])
+    config = PPOTrainerConfig.model_validate({"environment": {"path": "x.py:X", "episode_timeout_s": 90}})
+    require_sampled(batch, config)
+    batch.batch["rollout_versions"][:] = -1
+    with pytest.raises(EpisodeError) as end:
+        require_sampled(batch, config)
+    assert str(end.value) == (
+        "the policy sampled nothing in any of 2 episodes. How they ended: 1 deadline "
+        "(environment.episode_timeout_s=90), 1 failed. The first that failed: no such drawer. `hrl env-test` plays "
+        "some of them alone, and shows how long calls take"
+    )
 
 
 def test_troubles_are_counted_by_episode() -> None:
@@ -249,18 +334,23 @@ def test_what_an_environment_paid_is_a_part_of_the_reward_beside_others_where_it
 
 
 @pytest.mark.parametrize(
-    ("seen", "told"),
+    ("seen", "is_dead", "told"),
     [
-        (EpisodeServiceError("the process that plays the episodes is gone"), "SIGSTOP"),
-        (RuntimeError("out of blocks"), "rank 0: serve"),
+        (EpisodeServiceError("the process that plays the episodes is gone"), True, "SIGSTOP"),
+        (EpisodeServiceError("the process that plays the episodes is gone"), False, "rank 0: serve"),
+        (RuntimeError("out of blocks"), True, "rank 0: serve"),
     ],
 )
 def test_the_end_of_the_service_is_told_as_the_driver_knows_it_and_what_fails_on_a_rank_as_the_rank_does(
-    seen: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+    seen: Exception, is_dead: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Gone:
         def collect(self, batch: int) -> None:
-            raise EpisodeServiceError("the episode service (process 7) died: SIGSTOP")
+            raise AssertionError("episodes that no rank serves are never over")
+
+        def require_alive(self) -> None:
+            if is_dead:
+                raise EpisodeServiceError("the episode service (process 7) died: SIGSTOP")
 
         def begin(self, *_: object) -> None: ...
 

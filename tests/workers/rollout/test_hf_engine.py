@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout import hf_engine
-from hrl.workers.rollout.base import RolloutError
+from hrl.workers.rollout.base import OnTokens, RolloutError
 from hrl.workers.rollout.hf_engine import HfEngine, draw, truncate
 from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
@@ -145,7 +147,7 @@ def test_truncation_keeps_the_most_likely_tokens_and_their_proportions(seed, top
 
 @pytest.mark.parametrize(
     ("error", "seen"),
-    [(RuntimeError("out of memory"), RolloutError), (IndexError("index 9 is out of range"), IndexError)],
+    [(RuntimeError("no such kernel"), RolloutError), (IndexError("index 9 is out of range"), IndexError)],
 )
 def test_whatever_ends_the_sampling_reaches_the_requests_at_once(host, error, seen, monkeypatch):
     def fail(*_: object) -> None:
@@ -156,6 +158,92 @@ def test_whatever_ends_the_sampling_reaches_the_requests_at_once(host, error, se
         with pytest.raises(seen, match=str(error)):
             sample(host, prompt_batch(PROMPTS, n=4, width=4))
     assert len(sample(host, prompt_batch(PROMPTS, n=1, width=4))) == 3
+
+
+def ask_together(host: RolloutHost, lengths: list[int], told: list[list[int]] | None = None) -> list[Future]:
+    """Requests that are sampled in one wave, of so many tokens at most."""
+
+    async def ask() -> list[Future]:  # on the engine's loop, so that they come together
+        return [
+            host.generate([5, 6, number], SamplingParams(max_tokens=most, seed=number), str(number), tell(number))
+            for number, most in enumerate(lengths)
+        ]
+
+    def tell(number: int) -> OnTokens | None:
+        return None if told is None else lambda ids, _: told[number].extend(ids)
+
+    return host._running().run(ask(), timeout_s=60, what="asking")
+
+
+def only_fits(model: torch.nn.Module, rows: int) -> Callable[..., object]:
+    """The model's forward on a machine whose memory is too small for more rows than these."""
+
+    def forward(input_ids: torch.Tensor, **inputs: object) -> object:
+        if len(input_ids) > rows:
+            torch.empty(1 << 60)
+        return type(model).forward(model, input_ids=input_ids, **inputs)
+
+    return forward
+
+
+def test_what_does_not_fit_into_memory_together_goes_on_in_halves_from_where_it_is(host, monkeypatch):
+    lengths = [12, 3, 9, 0, 12, 12, 12]
+    expected = [one.result(60) for one in ask_together(host, lengths)]
+    assert host.take_counts() == {}
+    model, sizes, told = host.engine._model, list[int](), [list[int]() for _ in lengths]
+    forward, caches = model.forward, list[weakref.ref]()
+
+    def shrinking(input_ids: torch.Tensor, **inputs: object) -> object:
+        sizes.append(len(input_ids))
+        if inputs["past_key_values"] is None:
+            assert not any(cache() for cache in caches), "a wave that did not fit is gone before the next one begins"
+        else:
+            caches.append(weakref.ref(inputs["past_key_values"]))
+        return (forward if len(sizes) < 6 else only_fits(model, 1))(input_ids=input_ids, **inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", shrinking)
+        found = [one.result(60) for one in ask_together(host, lengths, told)]
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected] == told
+    for one, other in zip(found, expected, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4) and one.finish_reason == other.finish_reason
+    splits = sum(size > 1 for size in sizes[5:])
+    assert splits > 1 and sizes[-1] == 1
+    assert host.take_counts() == {"rollout/split_waves": splits} and host.take_counts() == {}
+
+
+def test_a_request_that_does_not_fit_into_memory_alone_fails_alone(host, monkeypatch):
+    model = host.engine._model
+    small = only_fits(model, 1)
+
+    def forward(input_ids: torch.Tensor, **inputs: object) -> object:
+        if len(input_ids) == 1 and input_ids[0, -1] == 2:
+            torch.empty(1 << 60)
+        return small(input_ids=input_ids, **inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", forward)
+        first, second, third = ask_together(host, [4, 4, 4])
+        assert first.result(60).token_ids and second.result(60).token_ids
+        with pytest.raises(RolloutError, match="could not sample: RuntimeError: .*DefaultCPUAllocator"):
+            third.result(60)
+    host.take_counts()
+
+
+def test_a_response_that_is_whole_waits_for_no_longer_one_beside_it(host, monkeypatch):
+    goes_on = threading.Event()
+
+    def hold(logits, sampling, generator):
+        assert sampling.max_tokens == 2 or goes_on.wait(60)
+        return draw(logits, sampling, generator)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_engine, "draw", hold)
+        short, long = ask_together(host, [0, 12])
+        short.result(60)
+        assert not long.done()
+        goes_on.set()
+        long.result(60)
 
 
 def test_what_is_cancelled_is_not_sampled_any_further(folder, monkeypatch):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,12 +25,14 @@ from transformers import PreTrainedModel
 from hrl.cluster.precision import fastest_dtype
 from hrl.environments import Observation
 from hrl.episodes.episode import Episode, EpisodeRow
+from hrl.episodes.router import Router
 from hrl.episodes.rows import episode_batch
 from hrl.episodes.tokens import Transcript
 from hrl.models.tokenizer import TokenIds, load_tokenizer
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
 from hrl.serve.door import Door, Served
+from hrl.serve.outside import OutsideCalls
 from hrl.serve.policy import PolicyWords, Reading
 from hrl.serve.rows import rows_of
 from hrl.serve.server import DoorServer
@@ -38,7 +41,8 @@ from hrl.serve.sessions import Sessions
 from hrl.workers.policy import Policy
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, OnTokens, RolloutError, SampleOutput, told_on
-from hrl.workers.rollout.host import RolloutHost
+from hrl.workers.rollout.host import LoopThread, RolloutHost
+from hrl.workers.rollout.single_requests import EngineAnswer, EngineWork
 from hrl.workers.weight_sync.broadcast import BroadcastSender
 from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
@@ -394,6 +398,71 @@ def difference(host: RolloutHost, policy: Policy, batch: DataProto) -> float:
         count = int(mask.sum())
         differences.append(torch.tensor(score(host, tokens)[-count:]) - trainer[row][mask])
     return float(torch.cat(differences).abs().mean())
+
+
+def test_a_round_that_ends_while_calls_are_sampled_leaves_an_engine_that_takes_new_weights_at_once(
+    host, folder, original, changed, monkeypatch
+):
+    """No block of the cache stays with what was cancelled: vLLM drops its cache only if none is held.
+
+    Calls from outside of a run are cancelled with the round and sampled anew in the next one; a turn whose episode met
+    its deadline is withdrawn, and never answered.
+    """
+    cancelled: list[str] = []
+    generate = host.engine._generate
+
+    async def watched(*args: Any) -> SampleOutput:
+        try:
+            return await generate(*args)
+        except asyncio.CancelledError:
+            cancelled.append(args[2])
+            raise
+
+    monkeypatch.setattr(host.engine, "_generate", watched)
+    story = load_tokenizer(folder).encode("Once upon a time there was a ship that sailed from the harbour")
+    sampling = [SamplingParams(max_tokens=P + R - len(story), seed=seed) for seed in range(4)]
+    router, driver = Router(), LoopThread("driver")
+    outside = OutsideCalls(router)
+    calls = [driver.submit(outside.generate(story, one, f"call {one.seed}")) for one in sampling]
+
+    async def play(*, waits: bool) -> None:
+        router.open(1)
+        late = asyncio.create_task(router.generate(story, sampling[0], "late", "a turn that is too slow"))
+        await router.generate(story, SamplingParams(max_tokens=2, seed=9), "played", "a turn")
+        late.cancel()
+        while not cancelled:
+            await asyncio.sleep(0.005)
+        if waits:
+            await asyncio.gather(*map(asyncio.wrap_future, calls))
+        router.close()
+
+    async def take() -> EngineWork | None:
+        return await asyncio.wrap_future(driver.submit(router.next_work(0)))
+
+    async def give(answers: list[EngineAnswer]) -> None:
+        router.answered(answers)
+
+    served = {41: changed, 42: original}
+    try:
+        for version, model in served.items():
+            playing = driver.submit(play(waits=version == 42))
+            count = host.serve_requests(take, lambda answers: driver.submit(give(answers)) and None, timeout_s=60.0)
+            playing.result(10)
+            host.sleep()
+            report = host.push_weights(version, models.specs(model, DTYPE), models.parameters(model))
+            assert report.receivers[0].read_back > 0 and count > 0
+            assert version == 42 or (len(cancelled) > 1 and not all(call.done() for call in calls))
+            cancelled.clear()
+        answers = [call.result(0) for call in calls]
+    finally:
+        driver.stop()
+
+    assert not router._waiting and router.outstanding_tokens == [0]
+    assert 41 in {answer.policy_version for answer in answers}, "what the first round cancelled"
+    for answer in answers:
+        model = served.get(answer.policy_version, original)
+        exact = models.token_log_probs(model, story + answer.token_ids)[len(story) - 1 :]
+        assert (torch.tensor(answer.log_probs) - exact).abs().mean() < 0.1
 
 
 def test_weights_broadcast_from_elsewhere_are_the_ones_sampled_from(host, original, changed, sampled):

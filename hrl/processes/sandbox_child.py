@@ -1,8 +1,8 @@
 """The process of a program that the policy wrote: gives up all rights but those of computing, then runs the program.
 
-It is started as a file (`python -I -S`), and reads from its standard input its orders and the program. It imports only
-what it needs of the standard library: a start is most of what a small program takes. Nothing of what it gives up can
-be had back, so that the program may do in this process whatever it likes.
+It is started as a file (`python -I -S`) with its orders as arguments, and reads the program from a file that it is
+given open. It imports only what it needs of the standard library: a start is most of what a small program takes.
+Nothing of what it gives up can be had back, so that the program may do in this process whatever it likes.
 """
 
 from __future__ import annotations
@@ -179,8 +179,14 @@ def drop_capabilities() -> None:
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
-def restrict_files(readable: list[str], own: str) -> None:
-    """Allow reading some folders and files, and writing in one; no TCP, no signals to others."""
+def restrict_files(readable: list[str], library: str, own: str) -> None:
+    """Allow reading some folders and files, and writing in one; no TCP, no signals to others.
+
+    Args:
+        readable: What may be read.
+        library: A folder whose names may be seen, which imports do; what is in the files is not readable by that.
+        own: The one to write in.
+    """
     libc, version = _libc(), landlock_version()
     if version < 1:
         raise UnsafeError("the kernel has no Landlock")
@@ -192,7 +198,8 @@ def restrict_files(readable: list[str], own: str) -> None:
         attributes += struct.pack("Q", 0b11)
     ruleset = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     _check(ruleset, "landlock_create_ruleset")
-    for path, rights in [*((path, _READ) for path in readable), ("/dev/null", _READ | _WRITE_FILE), (own, _OWN)]:
+    others = [(library, _READ_DIR), ("/dev/null", _READ | _WRITE_FILE), (own, _OWN)]
+    for path, rights in [*((path, _READ) for path in readable), *others]:
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
@@ -291,12 +298,13 @@ def filter_calls() -> None:
 # ---- the program -------------------------------------------------------------------------------------------------
 
 
-def run(program: str) -> int:
-    """Run a program as `python` would, and show the value of its last line; return the exit status."""
+def run(program: str, shows_last: bool) -> int:
+    """Run a program as `python` would, and where that is asked show the value of its last line; return its status."""
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
     try:
         tree: Any = compile(program, PROGRAM, "exec", _ast.PyCF_ONLY_AST)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
+        is_value = shows_last and tree.body and isinstance(tree.body[-1], _ast.Expr)
+        last = tree.body.pop() if is_value else None
         exec(compile(tree, PROGRAM, "exec"), names)  # noqa: S102  (this is what the process is for)
         if isinstance(last, _ast.Expr):
             expression: Any = _ast.Expression(last.value)
@@ -305,10 +313,10 @@ def run(program: str) -> int:
                 sys.stdout.write(f"{value!r}\n")
     except SystemExit as error:
         if isinstance(error.code, str):
-            sys.stdout.write(f"{error.code}\n")
+            _complain(f"{error.code}\n")
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except MemoryError:  # there may be none left for more words
-        sys.stdout.write("MemoryError\n")
+        _complain("MemoryError\n")
         return 1
     except BaseException as error:  # noqa: BLE001  (a program may raise anything)
         _show(error, program)
@@ -327,7 +335,14 @@ def _show(error: BaseException, program: str) -> None:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    sys.stdout.write("".join(traceback.format_exception(type(error), error, frames)))
+    _complain("".join(traceback.format_exception(type(error), error, frames)))
+
+
+def _complain(text: str) -> None:
+    """Write to the standard error, behind all that was printed."""
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 class Orders:
@@ -336,6 +351,9 @@ class Orders:
     Attributes:
         parent: Number of the supervisor's process.
         folder: The only one that the program may write in.
+        program: Number of the open file that has the program.
+        library: Folder of Python's library, whose names it may see.
+        shows_last: Whether the value of its last line is printed.
         cpu_s, memory_bytes, file_bytes, open_files: Limits.
         trust: Whether the program keeps the rights of its user.
         readable: What the program may read.
@@ -352,7 +370,8 @@ class Orders:
             int(given[name][0]) for name in ("parent", "cpu_s", "memory_bytes", "file_bytes", "open_files", "trust")
         )
         self.trust = trust == 1
-        self.folder = given["folder"][0]
+        self.program, self.shows_last = int(given["program"][0]), given["shows_last"] == ["1"]
+        self.folder, self.library = given["folder"][0], given["library"][0]
         self.readable, self.packages = given["readable"], given.get("packages", [])
         self.environment = dict(one.split("=", 1) for one in given["environment"])
 
@@ -360,14 +379,12 @@ class Orders:
 def main() -> NoReturn:
     """Read the orders and the program, give up all rights, run the program."""
     orders = Orders(sys.argv[1:])
-    program = sys.stdin.buffer.read().decode("utf-8", "replace")
+    with open(orders.program, "rb") as file:
+        program = file.read().decode("utf-8", "replace")
     _libc().prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     if os.getppid() != orders.parent:
         os._exit(UNSAFE_STATUS)
     sys.argv = [""]
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
     sys.path += orders.packages
     os.environ.clear()  # of what Python itself puts there
     os.environ |= orders.environment
@@ -375,15 +392,15 @@ def main() -> NoReturn:
         limit_resources(orders)
         if not orders.trust:
             drop_capabilities()
-            restrict_files(orders.readable, orders.folder)
+            restrict_files(orders.readable, orders.library, orders.folder)
             filter_calls()
     except (UnsafeError, OSError, ValueError) as error:
-        sys.stdout.write(str(error))
-        sys.stdout.flush()
+        sys.stderr.write(str(error))
+        sys.stderr.flush()
         os._exit(UNSAFE_STATUS)
     status = 1
     try:
-        status = run(program)
+        status = run(program, orders.shows_last)
     finally:
         os._exit(status & 0xFF)
 
