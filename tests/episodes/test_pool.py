@@ -348,7 +348,7 @@ def sleepers() -> set[str]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if path.read_bytes() == b"sleep\x001000\x00":
+            if path.read_bytes() == b"sleep\x001001\x00":
                 found.add(path.parent.name)
     return found
 

@@ -145,7 +145,7 @@ def do(what):
     if what == "fork":
         if os.fork() == 0:
             time.sleep(1000)
-        subprocess.Popen(["setsid", "sleep", "1000"])
+        subprocess.Popen(["setsid", "sleep", "1001"])  # 1000 is slept by the functions of tests/reward
     return None
 
 
