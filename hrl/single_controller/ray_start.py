@@ -32,6 +32,8 @@ class _Start:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
+        #: Of another Ray that this process has, or had: none of it is this one's to end.
+        self._there_before = {entry.pid for entry in process_table() if entry.parent == os.getpid()}
         self._found: dict[ProcessEntry, str] = {}
         self._is_late = False
         self._ended: str | None = None
@@ -59,7 +61,9 @@ class _Start:
         """Find the processes that are there by now, and note which has ended."""
         own = os.getpid()
         for entry in process_table():
-            if entry.parent == own and entry not in self._found and (title := VITAL.get(_program(entry.pid))):
+            if entry.parent != own or entry.pid in self._there_before or entry in self._found:
+                continue
+            if (title := VITAL.get(_program(entry.pid))) is not None:
                 self._found[entry] = title
                 NEEDED.add(entry.pid, title)
         for entry, title in self._found.items():

@@ -71,6 +71,15 @@ def test_what_ray_says_of_a_part_that_was_late_becomes_one_error_and_nothing_is_
     assert process.wait(PATIENCE_S)
 
 
+def test_a_ray_that_was_there_before_is_left_alone(begin: Callable) -> None:
+    before = begin("raylet")
+    with pytest.raises(ClusterLostError), coming_up():
+        service = begin("gcs_server")
+        raise Exception(NOT_READY)
+    assert service.wait(PATIENCE_S) == -signal.SIGKILL
+    assert before.poll() is None
+
+
 def test_another_error_stays_as_it_is() -> None:
     with pytest.raises(ValueError, match="no such argument"), coming_up():
         raise ValueError("no such argument")
