@@ -208,7 +208,7 @@ def _is_unicode(value: object) -> bool:
     if isinstance(value, str):
         return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
     if isinstance(value, Mapping):
-        return all(_is_unicode(item) for item in value.values())
+        return all(_is_unicode(part) for item in value.items() for part in item)
     return not isinstance(value, Sequence) or all(map(_is_unicode, value))
 
 

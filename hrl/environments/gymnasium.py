@@ -61,7 +61,7 @@ class GymnasiumEnvironment(Environment):
 
     def step(self, action: Action) -> StepResult:
         """Make the move that the policy named."""
-        written = action.content or action.text
+        written = action.answer
         chosen: Any = written.strip()
         if self._names:
             chosen = chosen_of(written, self._names)

@@ -62,6 +62,15 @@ class Action:
     turn: int = 0
     error: str | None = None
 
+    @property
+    def answer(self) -> str:
+        """What the policy said to whoever it talks to: `content`, and of an action that was not parsed, its `text`.
+
+        Empty where the turn is reasoning alone, as one is that was cut off within it.
+        """
+        is_parsed = bool(self.content or self.tool_calls) or self.reasoning is not None
+        return self.content if is_parsed else self.text
+
 
 @dataclass(frozen=True)
 class Observation:

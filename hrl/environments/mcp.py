@@ -20,6 +20,7 @@ from hrl.environments.interface import Message, Observation
 from hrl.environments.tool_functions import Tool
 from hrl.environments.tools import ToolEnvironment
 from hrl.errors import HrlError
+from hrl.masking import masked_text
 
 _MOST_TOOLS = 1000
 _CLOSE_S = 5.0
@@ -52,7 +53,7 @@ class _Server:
     @property
     def title(self) -> str:
         """What it is called in messages."""
-        return self.address or shlex.join(self.command)
+        return masked_text(self.address or shlex.join(self.command))
 
     def client(self, stack: contextlib.AsyncExitStack) -> mcp.Client:
         """Return what talks to it."""
@@ -240,6 +241,11 @@ class McpEnvironment(ToolEnvironment):
             raise McpError(
                 f"the MCP server {self._server.title} has no tool {', '.join(sorted(missing))}; it has: {known}"
             )
+        if twice := sorted(super().tools.keys() & {one.name for one in self._shown()}):
+            raise McpError(
+                f"the MCP server {self._server.title} and environment.tools both have a tool {', '.join(twice)}: leave "
+                "the server's out by environment.kwargs.offered, or rename the function with @hrl.tool(name=…)"
+            )
         prompt: Sequence[Message] = row["prompt"]
         return prompt
 
@@ -251,11 +257,12 @@ class McpEnvironment(ToolEnvironment):
     @property
     def tools(self) -> Mapping[str, Tool]:
         """Name → tool: the functions, then those of the server."""
-        found = dict(super().tools)
-        for one in self._connection.tools if self._connection is not None else ():
-            if self._offered is None or one.name in self._offered:
-                found.setdefault(one.name, self._remote(self._connection, one))
-        return found
+        return {**super().tools, **{one.name: self._remote(self._connection, one) for one in self._shown()}}
+
+    def _shown(self) -> list[Any]:
+        """Return the tools of the server that the policy is shown."""
+        known = () if self._connection is None else self._connection.tools
+        return [one for one in known if self._offered is None or one.name in self._offered]
 
     async def _connect(self) -> _Connection:
         known = _shared.setdefault(asyncio.get_running_loop(), {})

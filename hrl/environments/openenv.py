@@ -48,7 +48,7 @@ class OpenEnvEnvironment(Environment):
     async def step(self, action: Action) -> StepResult:  # type: ignore[override]
         """Send the action."""
         try:
-            result = await self._client.step({self._action: action.content or action.text})
+            result = await self._client.step({self._action: action.answer})
         except (OSError, RuntimeError, TimeoutError) as error:
             raise OpenEnvError(
                 f"the OpenEnv server {self._url} refuses an action whose field {self._action!r} is a text "

@@ -53,7 +53,7 @@ class RetryEnvironment(Environment):
         """Score an answer."""
         model = self._row.get("reward_model") or {}
         reward = self._score(
-            action.content or action.text,
+            action.answer,
             model.get("ground_truth"),
             str(self._row.get("data_source", "")),
             self._row.get("extra_info") or {},

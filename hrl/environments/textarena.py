@@ -60,7 +60,7 @@ class TextArenaEnvironment(Environment):
 
     def step(self, action: Action) -> StepResult:
         """Make the move that the policy wrote."""
-        move = action.content or action.text
+        move = action.answer
         with self._random.used():
             done, _ = self._game.step(action=move if "[" in move and "]" in move else f"[{move.strip()}]")
             if not done:

@@ -56,6 +56,8 @@ class ToolEnvironment(Environment):
 
     _functions: Sequence[Callable[..., Any]] = ()
     _tool_timeout_s = 30.0
+    _outlives: asyncio.Future[Any] | None = None
+    """The call of a method that went on behind its deadline; no other method begins before it has ended."""
 
     def answered(self, action: Action) -> StepResult | float | None:
         """Say what the policy's answer is worth; by default the run's reward functions say so.
@@ -178,13 +180,17 @@ class ToolEnvironment(Environment):
         timeout_s = self._tool_timeout_s if chosen.timeout_s is None else chosen.timeout_s
         is_method = chosen.name in _tools_of(type(self))
         async with in_turn if is_method else contextlib.nullcontext():
+            if is_method and self._outlives is not None:
+                if not await Clock().finishes_within(self._outlives, timeout_s):
+                    return f"Error: {call.name} was not called: a call before it has not ended", True
+                self._outlives = None
             with Clock() as clock:
                 running = asyncio.ensure_future(self._run(chosen, arguments, is_method))
             try:
                 await clock.finishes_within(running, timeout_s)
             finally:
                 if not running.done():
-                    running.cancel()
+                    self._give_up(running, chosen, is_method)
         if not running.done():
             return f"Error: {call.name} took longer than {timeout_s:g} s", True
         try:
@@ -195,6 +201,14 @@ class ToolEnvironment(Environment):
                 raise  # the process can't go on
             said = without_middle(f"{type(error).__name__}: {error}", _LONGEST_EXCEPTION)
             return f"Error: {call.name} failed: {clean_text(said)}", True
+
+    def _give_up(self, running: asyncio.Future[Any], chosen: Tool, is_method: bool) -> None:
+        """Let go of a call that is past its deadline. A thread can't be ended: a plain method goes on."""
+        if chosen.is_async or not is_method:
+            running.cancel()
+        if is_method:
+            self._outlives = running
+            running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody asks for it
 
     async def _run(self, chosen: Tool, arguments: Mapping[str, Any], is_method: bool) -> Any:
         """Call a tool, on a thread if it is plain."""

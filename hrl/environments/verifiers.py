@@ -209,7 +209,7 @@ def _response(action: Action, model: str) -> Any:
     calls = [ToolCall(id=call.id, name=call.name, arguments=call.text or "{}") for call in action.tool_calls]
     is_cut = action.finish_reason == "length"
     message = ResponseMessage(
-        content=action.content or (None if calls else action.text),
+        content=action.answer or (None if calls else ""),
         reasoning_content=action.reasoning,
         tool_calls=calls or None,
         finish_reason="length" if is_cut else "tool_calls" if calls else "stop",

@@ -75,11 +75,13 @@ _START_TIMEOUT_S = 60.0
 _FAILED_STARTS_ALLOWED = 3
 _MOST_RETIRING = 4
 """Times `num_workers` processes that may wait for their last episodes beside those that take new ones."""
-_LOOK_S = 0.2
-"""How long it is watched who computes in a process that stands still."""
+_LOOK_S = 0.02
 _LOOKS = 10
+"""How often, and how long each time, it is watched at least who computes in a process that stands still."""
+_MOST_LOOKS = 100
+"""How often at most, where the machine is so busy that nobody computes."""
 _COMPUTES_TICKS = 3
-"""Hundredths of a second of processor time, in that time, of a thread that computes; one that waits has none or one."""
+"""Ticks of processor time, in the least time, of a thread that computes; one that waits has one or none."""
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
 """The system call in which threads wait for locks."""
 
@@ -488,17 +490,17 @@ class EnvironmentPool:
             at_work = ({pid: holder} if holder else {}) | threads
             before = _cpu_ticks(pid)
             waiting: set[int] = set()
-            for _ in range(_LOOKS):  # one that waits wakes up now and then, to ask for the lock
-                await asyncio.sleep(_LOOK_S / _LOOKS)
+            culprits: set[int] = set()
+            for looks in range(1, _MOST_LOOKS + 1):
+                await asyncio.sleep(_LOOK_S)
+                # One that waits wakes up now and then, to ask for the lock.
                 waiting |= {number for number in at_work if _waits_for_lock(pid, number)}
-            after = _cpu_ticks(pid)
-            spent = {number: after.get(number, 0) - before.get(number, 0) for number in at_work}
-            busiest = max(spent, key=lambda number: spent[number], default=0)
-            if spent.get(busiest, 0) >= _COMPUTES_TICKS:
-                blamed = {at_work[busiest]}
-            else:
-                not_waiting = {who for number, who in at_work.items() if number not in waiting}
-                blamed = not_waiting or set(at_work.values())
+                after = _cpu_ticks(pid)
+                spent = {number: after.get(number, 0) - before.get(number, 0) for number in at_work}
+                culprits = _culprits(spent, waiting, looks)
+                if looks >= _LOOKS and len(culprits) == 1:
+                    break
+            blamed = {at_work[number] for number in culprits or at_work}
         else:
             blamed = {holder}
         if process in self._processes:
@@ -715,6 +717,22 @@ def _at_work(process: _Process) -> set[int]:
 def _is_stopped(pid: int) -> bool:
     state = state_of(pid)
     return state is not None and state.letter == STOPPED
+
+
+def _culprits(spent: Mapping[int, int], waiting: Collection[int], looks: int) -> set[int]:
+    """Return the threads of which one may hold Python's lock.
+
+    Args:
+        spent: Thread → ticks of processor time since the first look.
+        waiting: Those that were seen to wait for a lock; what holds Python's may wait for another one.
+        looks: How often it was looked.
+    """
+    computing = [number for number, ticks in spent.items() if ticks * _LOOKS >= _COMPUTES_TICKS * looks]
+    if not computing:  # on a busy machine nobody has that much; who waits has still less
+        computing = [number for number, ticks in spent.items() if number not in waiting and ticks >= _COMPUTES_TICKS]
+    if computing:
+        return {max(computing, key=lambda number: spent[number])}
+    return spent.keys() - waiting
 
 
 def _waits_for_lock(pid: int, thread_id: int) -> bool:

@@ -142,6 +142,10 @@ class EpisodeTemplate:
         if self.has_template:
             source = tokenizer.get_chat_template(self._kwargs.get("chat_template"), self._kwargs.get("tools"))
         self._controls = _controls_of(tokenizer, source, tuple(stop_ids))
+        if tools:  # a server's words may be in them
+            self._kwargs = with_tools(
+                template_kwargs, [_guarded(tool, self._controls.by_environment) for tool in tools]
+            )
         self._names_of_reasoning = [name for name in ("thinking", "reasoning") if name in source]
         self._stop_ids = frozenset(stop_ids)
 

@@ -98,6 +98,7 @@ NOT_JSON = {
     "bytes as ground truth": ({"reward_model": {"ground_truth": b"5"}}, "reward_model.ground_truth is a bytes"),
     "a number as key": ({"extra_info": {1: 2}}, "extra_info has the key 1"),
     "half a character in tools": ({"tools": [{"name": "\ud800"}]}, "'tools' holds half a character"),
+    "half a character in a name in tools": ({"tools": [{"\ud800": 1}]}, "'tools' holds half a character"),
     "an object in tools": ({"tools": [{"name": Odd()}]}, "can't be rendered: Object of type Odd is not JSON"),
     "no content where one is added": (
         {"prompt": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},

@@ -129,6 +129,35 @@ def test_some_tools_are_offered_to_who_has_a_token(address):
     asyncio.run(play())
 
 
+def test_a_function_of_the_name_of_a_servers_tool_is_refused_and_the_tool_can_be_left_out(address):
+    def add(a: int, b: int) -> int:
+        """Add otherwise."""
+        return a - b
+
+    async def play(**kwargs):
+        environment = McpEnvironment(server=address, per="episode", start_timeout_s=60, **kwargs)
+        environment.set_up([add], 30.0)
+        try:
+            await environment.reset({"prompt": [{"role": "user", "content": "?"}]}, 1)
+            return await said(environment, call("add", a=3, b=2))
+        finally:
+            await environment.close()
+
+    with pytest.raises(McpError, match=r"environment.tools both have a tool add: leave the server's out by"):
+        asyncio.run(play())
+    assert asyncio.run(play(offered=["count"])) == "1"
+
+
+def test_no_secret_of_a_servers_command_or_address_is_in_an_error():
+    for server in (
+        [sys.executable, "-c", "pass", "--api-key", "k3yOfASh0p8tS"],
+        "http://127.0.0.1:9/mcp?api_key=k3yOfASh0p8tS",
+    ):
+        with pytest.raises(McpError, match="can't be used") as raised:
+            asyncio.run(asyncio.wait_for(begun(server=server), 60))
+        assert "k3yOfASh0p8tS" not in str(raised.value)
+
+
 def test_episodes_of_a_process_share_a_server_and_get_another_one_when_it_ends(server, monkeypatch):
     monkeypatch.setenv("HRL_TEST_SECRET", "swordfish")
 

@@ -46,6 +46,15 @@ def test_a_dataset_of_reasoning_gym_is_scored_by_its_own_scorer():
     assert (last.done, last.reward) == (True, 1.0)
 
 
+def test_reasoning_that_was_cut_off_is_no_answer():
+    environment = RetryEnvironment()
+    environment.reset(ROW, 1)
+    cut = environment.step(Action("<think>42? 6 * 7 is 42", reasoning="42? 6 * 7 is 42", finish_reason="length"))
+    assert (cut.reward, cut.done, cut.metrics["right"]) == (0.0, False, 0.0)
+    said = environment.step(Action("<think>Hm.</think>42", content="42", reasoning="Hm."))
+    assert (said.reward, said.done) == (1.0, True)
+
+
 @pytest.mark.parametrize("kwargs", [{"attempts": 0}, {"discount": 1.5}])
 def test_arguments_that_make_no_sense_are_refused(kwargs):
     with pytest.raises(ValueError, match=r"at least one attempt, and a discount from 0 to 1"):

@@ -248,6 +248,50 @@ def test_methods_run_one_after_the_other_so_that_what_they_keep_does_not_depend_
     assert answers(result)[1::2] == ['{"coins":9}', '{"coins":8}', '{"coins":7}', '{"coins":6}']
 
 
+class Slow(hrl.ToolEnvironment):
+    """A method that may outlive its deadline, beside others that look at what it leaves."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.state = "before"
+
+    @hrl.tool
+    def build(self) -> str:
+        self.state = "half built"
+        self.may_end.wait(10)
+        self.state = "built"
+        return self.state
+
+    @hrl.tool
+    async def look(self) -> str:
+        return self.state
+
+    @hrl.tool
+    async def wait(self) -> None:
+        await asyncio.sleep(10)
+
+
+def test_no_method_begins_before_one_that_outlived_its_deadline_has_ended():
+    slow = Slow()
+    slow.set_up([], tool_timeout_s=0.2)
+
+    async def play() -> None:
+        def said(*names: str):
+            return slow.step(Action("…", tool_calls=tuple(call(name) for name in names)))
+
+        late = "Error: build took longer than 0.2 s"
+        assert answers(await said("build", "look")) == [late, not_called("look")]
+        assert answers(await said("look")) == [not_called("look")], "in the next turn neither"
+        slow.may_end.set()
+        assert answers(await said("look")) == ["built"]
+        assert answers(await said("wait", "look")) == ["Error: wait took longer than 0.2 s", "built"]
+
+    def not_called(name: str) -> str:
+        return f"Error: {name} was not called: a call before it has not ended"
+
+    asyncio.run(play())
+
+
 def test_an_answer_may_let_the_episode_go_on():
     result = asyncio.run(Shop().step(Action("go on")))
     assert (result.observation, result.done, result.metrics["asked"]) == ("Anything else?", False, 1)

@@ -239,6 +239,21 @@ def test_no_text_of_an_environment_is_a_control_token_and_all_of_it_is_read_as_i
     check()
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].calls])
+def test_no_word_of_a_tools_schema_is_a_control_token(name):
+    family = FAMILIES[name]
+    names = control_ids(family)
+    added = sorted(family.tokenizer.added_tokens_decoder[i].content for i in names)
+    found = []
+    for text in ("".join(added), "x"):
+        parameters = {"type": "object", "properties": {"word": {"type": "string", "description": text}}}
+        tool = {"type": "function", "function": {"name": "look", "description": text, "parameters": parameters}}
+        first = Observation(messages=user("Go!"), tools=[tool])
+        context = Transcript(family.tokenizer, family.stop_ids, {}, first=first).context
+        found.append([i for i in context if i in names])
+    assert found[0] == found[1]
+
+
 # ---- deltas and branches ----------------------------------------------------------------------------------------
 
 ANSWER = {"content": "Yes."}
