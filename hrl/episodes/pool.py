@@ -495,10 +495,12 @@ class EnvironmentPool:
                 await asyncio.sleep(_LOOK_S)
                 # One that waits wakes up now and then, to ask for the lock.
                 waiting |= {number for number in at_work if _waits_for_lock(pid, number)}
+                if looks < _LOOKS:
+                    continue
                 after = _cpu_ticks(pid)
                 spent = {number: after.get(number, 0) - before.get(number, 0) for number in at_work}
                 culprits = _culprits(spent, waiting, looks)
-                if looks >= _LOOKS and len(culprits) == 1:
+                if len(culprits) == 1:
                     break
             blamed = {at_work[number] for number in culprits or at_work}
         else:

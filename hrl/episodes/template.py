@@ -137,15 +137,14 @@ class EpisodeTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.has_template = tokenizer.chat_template is not None
-        self._kwargs = with_tools(template_kwargs, tools)
         source = ""
         if self.has_template:
-            source = tokenizer.get_chat_template(self._kwargs.get("chat_template"), self._kwargs.get("tools"))
+            shown = with_tools(template_kwargs, tools).get("tools")
+            source = tokenizer.get_chat_template(template_kwargs.get("chat_template"), shown)
         self._controls = _controls_of(tokenizer, source, tuple(stop_ids))
-        if tools:  # a server's words may be in them
-            self._kwargs = with_tools(
-                template_kwargs, [_guarded(tool, self._controls.by_environment) for tool in tools]
-            )
+        # A server's words may be in schemas.
+        guarded = [_guarded(tool, self._controls.by_environment) for tool in tools or ()]
+        self._kwargs = with_tools(template_kwargs, guarded)
         self._names_of_reasoning = [name for name in ("thinking", "reasoning") if name in source]
         self._stop_ids = frozenset(stop_ids)
 
