@@ -218,3 +218,8 @@ def test_a_misspelt_option_is_told_the_nearest_one(capsys, words, told):
         cli.main(words)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_package_by_its_name_is_the_console_script():
+    done = subprocess.run([sys.executable, "-m", "hrl", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "hrl")

@@ -14,6 +14,7 @@ from typing import Any, Self
 from hrl.environments.interface import Environment
 from hrl.environments.registry import (
     ENVIRONMENTS,
+    RowChoiceError,
     UnknownEnvironmentError,
     check_row_choice,
     check_row_kwargs,
@@ -485,8 +486,51 @@ class EnvironmentMaker:
         """Return what makes the environment that a row names, or the run's own."""
         if self._is_own(name):
             return self._own
+        if name not in ENVIRONMENTS:
+            hint = did_you_mean(str(name), self.names)
+            raise EnvironmentLoadError(
+                f"the row has env {name!r:.80}, and no environment has that name; there are {', '.join(self.names)}. "
+                f"{hint}".rstrip()
+            )
         check_row_choice(str(name), self._spec.row_environments)
         return Named(str(name)).load({})
+
+    def check_choice(self, name: object, kwargs: object) -> None:
+        """Refuse what a row chooses as `make` would, and make nothing.
+
+        Args:
+            name: The row's `env`; None if it has none.
+            kwargs: Its `env_kwargs`; None if it has none.
+
+        Raises:
+            EnvironmentLoadError: There is none of this name, or its package is missing, or it does not take the
+                arguments.
+            RowChoiceError: A row may not choose this, or it is no name and no dict.
+        """
+        if name is not None and not isinstance(name, str):
+            raise RowChoiceError(f"the row has env {name!r:.80}, where the name of an environment is expected")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise RowChoiceError(f"the row has env_kwargs {kwargs!r:.80}, where a dict of arguments is expected")
+        self._chosen(name, kwargs)
+
+    def _chosen(self, name: str | None, kwargs: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        """Return what makes the environment that a row chooses, and with which arguments."""
+        is_own, given = self._is_own(name), kwargs or {}
+        made = self._class_of(name)
+        title = self._spec.source.title if is_own else str(name)
+        if is_own and self._copied:
+            if given:
+                raise RowChoiceError(
+                    f"the row has env_kwargs ({', '.join(map(str, given))}), and {title} is made already: give its "
+                    "class, or leave them out"
+                )
+            return made, {}
+        configured = self._spec.kwargs if is_own else self._spec.row_environments.get(str(name), {})
+        check_row_kwargs(made, title, given)
+        arguments = {**configured, **given}
+        if given or not is_own:
+            check_class(made, arguments, title)
+        return made, arguments
 
     def make(self, name: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return a new environment.
@@ -500,18 +544,9 @@ class EnvironmentMaker:
                 arguments.
             RowChoiceError: A row may not choose this. Exceptions of the user's code are passed on.
         """
-        is_own, given = self._is_own(name), kwargs or {}
-        made = self._class_of(name)
-        if is_own and self._copied:
-            environment = self._spec.source.load({})
-        else:
-            title = self._spec.source.title if is_own else str(name)
-            configured = self._spec.kwargs if is_own else self._spec.row_environments.get(str(name), {})
-            check_row_kwargs(made, title, given)
-            arguments = {**configured, **given}
-            if given or not is_own:
-                check_class(made, arguments, title)
-            environment = made(**arguments)
+        made, arguments = self._chosen(name, kwargs)
+        is_own = self._is_own(name)
+        environment = self._spec.source.load({}) if is_own and self._copied else made(**arguments)
         missing = [method for method in _METHODS if not callable(getattr(environment, method, None))]
         if missing:
             raise EnvironmentLoadError(f"{type(environment).__name__} has no method {' and no '.join(missing)}")

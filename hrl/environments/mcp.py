@@ -24,6 +24,9 @@ from hrl.masking import masked_text
 
 _MOST_TOOLS = 1000
 _CLOSE_S = 5.0
+_REFUSALS = (401, 403)
+_FIRST_ERROR = 400
+"""HTTP statuses of answers that ask for a token, and the first of those that are none."""
 
 
 class McpError(HrlError, RuntimeError):
@@ -55,19 +58,30 @@ class _Server:
         """What it is called in messages."""
         return masked_text(self.address or shlex.join(self.command))
 
-    def client(self, stack: contextlib.AsyncExitStack) -> mcp.Client:
-        """Return what talks to it."""
+    def client(self, stack: contextlib.AsyncExitStack, statuses: list[int]) -> mcp.Client:
+        """Return what talks to it; `statuses` gets those of its HTTP answers."""
         if not self.address:
             program, *arguments = self.command
             return mcp.Client(
                 mcp.StdioServerParameters(command=program, args=arguments, env=dict(self.variables) or None)
             )
-        if self.token is None:
-            return mcp.Client(self.address)
-        http = create_mcp_http_client(headers={"Authorization": f"Bearer {self.token}"})
+
+        async def note(response: Any) -> None:
+            statuses.append(response.status_code)
+
+        http = create_mcp_http_client(headers={} if self.token is None else {"Authorization": f"Bearer {self.token}"})
+        http.event_hooks["response"].append(note)
         stack.push_async_exit(http.__aexit__)
         transport: AbstractAsyncContextManager[Any] = streamable_http_client(self.address, http_client=http)
         return mcp.Client(transport)
+
+    def said(self, error: BaseException, statuses: Sequence[int]) -> str:
+        """Return what went wrong, and by its HTTP status why: the package does not tell it."""
+        status = statuses[-1] if statuses else 0
+        if status in _REFUSALS:
+            way_out = "give it one" if self.token is None else "it does not take the one that it is given"
+            return f"it asks for a token (HTTP status {status}), {way_out}: environment.kwargs.token=env:NAME"
+        return _innermost(error) + (f" (HTTP status {status})" if status >= _FIRST_ERROR else "")
 
 
 class _Connection:
@@ -137,9 +151,10 @@ class _Connection:
             await asyncio.wait({self._task}, timeout=_CLOSE_S)
 
     async def _hold(self) -> None:
+        statuses: list[int] = []
         try:
             async with contextlib.AsyncExitStack() as stack:
-                client = await stack.enter_async_context(self.server.client(stack))
+                client = await stack.enter_async_context(self.server.client(stack, statuses))
                 self.tools = await _tools_of(client)
                 self._client = client
                 self._ready.set_result(None)
@@ -148,7 +163,7 @@ class _Connection:
         except Exception as error:  # noqa: BLE001
             if not self._ready.done():
                 self._ready.set_exception(
-                    McpError(f"the MCP server {self.server.title} can't be used: {_innermost(error)}")
+                    McpError(f"the MCP server {self.server.title} can't be used: {self.server.said(error, statuses)}")
                 )
 
 

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult, ToolCall
+from hrl.text import clean_text, without_middle
 
 MOST_CHARACTERS = 4 << 20
 """Of all texts of a reply together, with one for each other value."""
@@ -94,21 +95,6 @@ def read_step(value: object, longest_text: int | None = None, num_tokens: int | 
         raise EnvironmentReplyError("returned an empty observation although the episode is not done")
     reward = None if value.reward is None else _reward(value.reward, num_tokens)
     return StepResult(observation, reward, done, truncated, _metrics(value.metrics))
-
-
-def without_middle(text: str, longest: int) -> str:
-    """Return a text that is longer than so many characters without its middle, which it says."""
-    if len(text) <= longest:
-        return text
-    half = longest // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
-
-
-def clean_text(text: str) -> str:
-    """Return a text with U+FFFD for surrogates that stand alone, which are no characters and that nothing encodes."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class _Budget:

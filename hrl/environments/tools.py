@@ -20,7 +20,6 @@ from hrl.environments.interface import (
     StepResult,
     ToolCall,
 )
-from hrl.environments.replies import clean_text, without_middle
 from hrl.environments.tool_functions import (
     ArgumentsMisfitError,
     Tool,
@@ -32,6 +31,7 @@ from hrl.environments.tool_functions import (
 from hrl.nearest import did_you_mean
 from hrl.processes.evidence import memory_is_left
 from hrl.processes.waiting import Clock
+from hrl.text import clean_text, without_middle
 
 __all__ = ["ToolEnvironment", "ToolSignatureError", "tool", "tool_of"]
 

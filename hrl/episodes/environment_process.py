@@ -181,7 +181,8 @@ def main(socket_number: int, state_number: int) -> None:
             said = {"load_error": _describe(error), "explains_itself": isinstance(error, RefusedError)}
             connection.sendall(encode(said))
             return
-        connection.sendall(encode({"ready": True, "names": maker.names, "traits": asdict(maker.traits)}))
+        refusals = [_refusal(maker, *choice) for choice in settings["choices"]]
+        connection.sendall(encode({"ready": True, "traits": asdict(maker.traits), "refusals": refusals}))
         threading.Thread(target=_beat, args=(state,), daemon=True, name="beat").start()
         with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
             runner.run(_Environments(maker, settings, state).serve(connection))
@@ -189,6 +190,15 @@ def main(socket_number: int, state_number: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _refusal(maker: EnvironmentMaker, name: object, kwargs: object) -> str | None:
+    """Return why a row must not choose this; None if it may."""
+    try:
+        maker.check_choice(name, from_plain(kwargs))
+    except RefusedError as error:
+        return str(error)
+    return None
 
 
 def _first_line(stream: Any) -> bytes:
@@ -297,17 +307,18 @@ class _Environments:
             await asyncio.wait(running)
 
     async def _reset(self, episode: _Episode, message: dict[str, Any]) -> dict[str, Any]:
-        row = Row(from_plain(message["row"]))
-        make = functools.partial(self._maker.make, message["env"], message["env_kwargs"])
+        row, name, given = Row(from_plain(message["row"])), message["env"], from_plain(message["env_kwargs"])
 
         def made() -> Any:
-            episode.environment = make()
+            episode.environment = self._maker.make(name, given)
             return episode.environment
 
-        name = message["env"]
-        if name is not None and name not in self._imported:
-            await self._on_thread(episode, functools.partial(self._maker.is_async, name))  # imports take their time
+        check = functools.partial(self._maker.check_choice, name, given)
+        if isinstance(name, str) and name not in self._imported:
+            await self._on_thread(episode, check)  # imports take their time
             self._imported.add(name)
+        else:
+            check()
         environment = made() if self._maker.is_async(name) else await self._on_thread(episode, made)
         arguments = arguments_of_reset(environment.reset, message["seeds"])
 

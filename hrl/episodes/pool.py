@@ -16,17 +16,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Coroutine, Hashable, Mapping
+from collections.abc import Collection, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentSpec, EnvironmentTraits
-from hrl.environments.registry import RowChoiceError, check_row_choice
 from hrl.environments.replies import MOST_CHARACTERS, action_to_plain, observation_from_plain, step_from_plain
 from hrl.errors import HrlError
-from hrl.nearest import did_you_mean
 from hrl.processes.child import (
     MissingVariableError,
     start_child,
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Choice = tuple[object, object]
+"""A row's `env` and `env_kwargs`; None for what it has not."""
 _MODULE = "hrl.episodes.environment_process"
 _TITLE = "environment processes"
 _NUM_THREADS = 4096
@@ -194,17 +194,25 @@ def environment_of(settings: EnvironmentConfig, given: object = None) -> Environ
     return EnvironmentSpec.of(path, settings.kwargs, settings.tools, settings.tool_timeout_s, given, named)
 
 
-async def try_environment(spec: EnvironmentSpec, settings: EnvironmentConfig) -> EnvironmentTraits:
+async def try_environment(
+    spec: EnvironmentSpec, settings: EnvironmentConfig, choices: Sequence[Choice] = ()
+) -> tuple[EnvironmentTraits, list[str | None]]:
     """Load an environment where it will live, in a process of its own, which then ends.
 
+    Args:
+        spec: The environment.
+        settings: The section `environment`.
+        choices: What rows choose.
+
     Returns:
-        What its class tells.
+        What its class tells; and for each choice why a row must not make it, None where it may.
 
     Raises:
         EnvironmentLoadError: It can't be loaded.
+        ValueError: A choice is no plain data.
     """
-    async with EnvironmentPool(spec, settings.model_copy(update={"num_workers": 1})) as pool:
-        return pool.traits
+    async with EnvironmentPool(spec, settings.model_copy(update={"num_workers": 1}), choices=choices) as pool:
+        return pool.traits, pool.refusals
 
 
 class EnvironmentPool:
@@ -214,14 +222,21 @@ class EnvironmentPool:
         spec: The environment.
         settings: The section `environment`, with number of processes, deadlines and memory limit.
         output: File that gets what environments print; standard error if None.
+        choices: `env` and `env_kwargs` of rows, plain data, that are looked at before any episode is begun.
 
     Attributes:
         counts: What has happened so far.
-        names: What a row's `env` may name; empty before `start`.
         traits: What the environment's class tells; nothing before `start`.
+        refusals: Why a row must not choose each of `choices`, None where it may; nothing before `start`.
     """
 
-    def __init__(self, spec: EnvironmentSpec, settings: EnvironmentConfig, output: IO[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        settings: EnvironmentConfig,
+        output: IO[bytes] | None = None,
+        choices: Sequence[Choice] = (),
+    ) -> None:
         self._spec = spec
         self._output = output
         self._num_workers = settings.num_workers
@@ -236,11 +251,13 @@ class EnvironmentPool:
                 "timeout_s": settings.step_timeout_s,
                 "processes": settings.num_workers,
                 "longest_text": None if most_tokens is None else most_tokens * _CHARACTERS_PER_TOKEN,
+                "choices": [[to_plain(part, "a row's choice") for part in choice] for choice in choices],
             }
         )
         self.counts = PoolCounts()
-        self.names: list[str] = []
         self.traits = EnvironmentTraits()
+        self.refusals: list[str | None] = []
+        self._was_ready = False
         self._numbers = itertools.count(1)
         self._processes: set[_Process] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -292,27 +309,11 @@ class EnvironmentPool:
             sample_seed: Of this one alone; `seed` if None.
 
         Raises:
-            EnvironmentFailedError: The row names an environment that there is not, or that it may not name.
             EnvironmentPoolError: No process is left, and none can be started.
             RuntimeError: The pool isn't running.
         """
         if not self._is_open:
             raise RuntimeError("the pool of environments is not running: start it first")
-        env, kwargs = row.get("env"), row.get("env_kwargs")
-        if env is not None and (not isinstance(env, str) or (self.names and env not in self.names)):
-            try:
-                check_row_choice(str(env), self.names)
-            except RowChoiceError as error:
-                raise EnvironmentFailedError(f"episode {key}: {error}") from error
-            hint = did_you_mean(str(env), self.names)
-            raise EnvironmentFailedError(
-                f"the row of episode {key} has env {env!r:.80}, and no environment has that name; there are "
-                f"{', '.join(self.names)}. {hint}".rstrip()
-            )
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise EnvironmentFailedError(
-                f"the row of episode {key} has env_kwargs {kwargs!r:.80}, where a dict of arguments is expected"
-            )
         self._keep_enough_processes()
         is_apart = key in self._suspects
         fitting = [one for one in self._processes if not one.is_retiring and one.is_apart == is_apart]
@@ -395,11 +396,11 @@ class EnvironmentPool:
             self._end(process, self._broken, is_fault=False)
             return
         if "ready" in message and not process.is_ready:
-            names = message.get("names")
-            self.names = [str(name) for name in names] if isinstance(names, list) else []
+            refusals = message.get("refusals")
+            self.refusals = refusals if isinstance(refusals, list) else []
             traits = message.get("traits")
             self.traits = EnvironmentTraits(**traits) if isinstance(traits, dict) else EnvironmentTraits()
-            self._failed_starts = 0
+            self._failed_starts, self._was_ready = 0, True
             process.since = time.monotonic()
             NEEDED.add(process.pid, "an environment process")
             process.ready.set_result(None)
@@ -577,8 +578,7 @@ class EnvironmentPool:
         if not is_fault or self._broken is not None:
             return
         self._failed_starts += 1
-        is_first = not self.names
-        if self._failed_starts > _FAILED_STARTS_ALLOWED or (is_first and "took longer" in reason):
+        if self._failed_starts > _FAILED_STARTS_ALLOWED or (not self._was_ready and "took longer" in reason):
             self._broken = reason if reason.endswith("while loading") else f"{reason} while loading"
 
     def _with_hint(self, error: str) -> str:

@@ -186,7 +186,7 @@ async def run_trial(
             *_masks(episodes, records),
             *_rewards(setup, [episode for episode in episodes if episode.end != "failed"]),
             *(await _repeats(pool, stepped) if stepped or not played else [_NOT_REPEATED]),
-            await _closes(pool, [record for _, record in stepped]),
+            await _closes(pool, played),
             *_times(settings, [record for record in records.values() if not record.is_agent]),
             *_cut(setup, [record for _, record in stepped]),
         ]
@@ -408,9 +408,10 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-async def _closes(pool: EnvironmentPool, records: Sequence[Record]) -> Check:
+async def _closes(pool: EnvironmentPool, played: Sequence[tuple[int, Record]]) -> Check:
     """Return whether `close` works, at the end and after an episode that was cut off."""
-    for record in records:
+    stepped = [record for _, record in played if not record.is_agent]
+    for record in stepped:
         live = pool.open(record.task.key, record.task.row, *record.task.environment_seeds)
         try:
             await live.reset()
@@ -424,6 +425,8 @@ async def _closes(pool: EnvironmentPool, records: Sequence[Record]) -> Check:
     failed = pool.counts.failed_closes
     if failed:
         return Check("close", False, f"`close` failed or took too long {failed}×; the log above has why")
+    if played and not stepped:
+        return Check("close", True, "called at the end of each episode; not tried while an agent's program runs")
     return Check("close", True, "called once for each episode, also for those that end after a turn")
 
 

@@ -9,17 +9,21 @@ from hrl.config.arithmetic import Fact, count
 from hrl.config.environment import EnvironmentConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.data.chat import render_prompt, with_tools
+from hrl.data.dataset import RLHFDataset
 from hrl.environments.loading import EnvironmentLoadError
 from hrl.episodes.parser_choice import parser_by_template
 from hrl.episodes.parsing import TurnParser, template_of
-from hrl.episodes.pool import environment_of, try_environment
+from hrl.episodes.pool import Choice, environment_of, try_environment
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.given import Given
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ENV = "env"
+_ENV, _KWARGS = "env", "env_kwargs"
+_TOOLS = "tools"
+_LOOKED_AT = 1000
+"""Rows of each data set whose choices are looked at."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -41,6 +45,7 @@ def look_at_environment(
     given: Given,
     tokenizer: PreTrainedTokenizerBase | None,
     train: Any,
+    val: Any = None,
 ) -> None:
     """Load the environment in a process of its own, as the run will, and see whether its turns can be read and paid.
 
@@ -50,6 +55,7 @@ def look_at_environment(
         given: An environment that the caller gave as an object.
         tokenizer: Tokenizer of the policy, if found.
         train: Rows to train on, if they could be read.
+        val: Rows to validate on, likewise.
     """
     settings = config.environment
     rows_choose = _ENV in getattr(train, "columns", ())
@@ -65,15 +71,27 @@ def look_at_environment(
         return
     try:
         spec = environment_of(settings, given.environment)
-        traits = asyncio.run(try_environment(spec, settings))
+        chosen = _choices(train, val)
+        traits, refusals = asyncio.run(try_environment(spec, settings, [choice for _, choice in chosen]))
     except EnvironmentLoadError as error:
         said = str(error)
         own = said.removeprefix("environment.path ")  # some name their key
         findings.problem("environment.path", sentence(own if own != said else f"can't be used: {said}"))
         return
+    for (where, _), refusal in zip(chosen, refusals, strict=True):
+        if refusal is not None:
+            findings.problem("environment.path", f"can't be used with {where}: {sentence(refusal)}")
+            break
     findings.facts.append(Fact("environment", f"{spec.source.title}, at most {settings.max_turns} turns"))
     findings.facts.append(Fact("episodes", _limits(config)))
-    if traits.lacks_tools and not rows_choose:
+    if traits.lacks_tools and settings.path == _TOOLS and not rows_choose:
+        findings.problem(
+            "environment.tools",
+            f"names no tool, and environment.path={_TOOLS} has none of its own.",
+            "Name functions (environment.tools=[my_tools.py:function]) or the sandbox (environment.path=python), or "
+            "set environment.path=single_turn for answers without tools.",
+        )
+    elif traits.lacks_tools and not rows_choose:
         findings.notes.append(
             f"{spec.source.title} has no tools for the policy to call: environment.tools names none, and no method of "
             "its class has the mark @hrl.tool"
@@ -90,6 +108,19 @@ def look_at_environment(
     if tokenizer is not None:
         kwargs = config.data.apply_chat_template_kwargs
         _look_at_parsers(findings, settings, tokenizer, kwargs, has_tools=traits.has_tools)
+
+
+def _choices(*datasets: Any) -> list[tuple[str, Choice]]:
+    """Return what rows choose, each choice once, with the first row that makes it."""
+    found: dict[str, tuple[str, Choice]] = {}
+    for rows in datasets:
+        if not isinstance(rows, RLHFDataset):
+            continue
+        for row in (rows.rows[index] for index in rows.known[:_LOOKED_AT]):
+            choice = (row.columns.get(_ENV), row.columns.get(_KWARGS))
+            if choice != (None, None):
+                found.setdefault(repr(choice), (row.origin, choice))
+    return [*found.values()]
 
 
 def _limits(config: PPOTrainerConfig) -> str:

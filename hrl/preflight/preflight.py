@@ -108,7 +108,7 @@ def inspect_run(
     with stage("reading the rows"):
         train, val = look_at_rows(findings, config, given, tokenizer, ids)
     if isinstance(config, PPOTrainerConfig):
-        look_at_environment(findings, config, given, tokenizer, train)
+        look_at_environment(findings, config, given, tokenizer, train, val)
         look_at_reward(findings, config, given, train, val)
     elif given.reward is not None:
         findings.problem("reward", "was given, and this kind of run scores nothing.", "Leave it out.")

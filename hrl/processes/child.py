@@ -24,6 +24,7 @@ from hrl.processes.isolation import isolate
 from hrl.processes.lifetime import under_guard
 from hrl.processes.shared_state import SharedState
 from hrl.processes.signals import stay_alone
+from hrl.text import without_middle
 
 logger = logging.getLogger(__name__)
 
@@ -176,10 +177,7 @@ def describe(error: BaseException, ours: Collection[str]) -> str:
 
 def shortened(text: str) -> str:
     """Return a traceback without its middle if it is very long."""
-    if len(text) <= _LONGEST_TRACEBACK:
-        return text
-    half = _LONGEST_TRACEBACK // 2
-    return f"{text[:half]}\n…\n{text[-half:]}"
+    return without_middle(text, _LONGEST_TRACEBACK)
 
 
 def _only_leads(file: str, ours: Collection[str]) -> bool:

@@ -10,7 +10,8 @@ PR_SET_PDEATHSIG): a pipe would stay open in forked children, and polling for th
                                      kills what began with this in its environment, after some time to leave
     guard.py LEADER needs PID@START=TITLE …
                                      says so, if one of these has ended before LEADER
-    guard.py LEADER run COMMAND …    runs a command, and kills it and all that it started when it or LEADER has ended
+    guard.py LEADER run COMMAND …    runs a command, and kills it and all that it started when it or LEADER has ended;
+                                     what it leaves in the temporary folder, which is its own, goes with it
 
 The last one finds also what left its group and its session, and whose parent has ended: the kernel then makes the guard
 its parent (PR_SET_CHILD_SUBREAPER). The command's process begins as the leader of its session, and the guard ends as it
@@ -22,8 +23,10 @@ import ctypes
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,6 +288,7 @@ def run(leader: int, command: list[str]) -> NoReturn:
     _prctl(libc, PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != leader:
         os._exit(0)
+    folder = _own_folder()
     started = _Run(command, mask)
     while not started.has_ended():
         came = signal.sigwaitinfo({signal.SIGTERM, signal.SIGCHLD})
@@ -292,7 +296,19 @@ def run(leader: int, command: list[str]) -> NoReturn:
         if came.si_signo == signal.SIGTERM and (came.si_pid == leader or os.getppid() != leader):
             break
     started.kill_all()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     started.end_alike()
+
+
+def _own_folder() -> str | None:
+    """Make the command a temporary folder of its own; None if there is no room. Who is killed clears up nothing."""
+    try:
+        folder = tempfile.mkdtemp(prefix="hrl-process-")
+    except OSError:
+        return None  # a command that needs one says so itself
+    os.environ["TMPDIR"] = folder
+    return folder
 
 
 def _prctl(libc: ctypes.CDLL, option: int, value: int) -> None:

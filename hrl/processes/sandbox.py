@@ -29,6 +29,7 @@ from typing import IO, Literal
 from hrl.errors import HrlError, RefusedError
 from hrl.processes import sandbox_child
 from hrl.processes.waiting import Places, in_line
+from hrl.text import without_middle
 
 TIME_S = 10.0
 """Seconds that a program may take where nothing else is said."""
@@ -90,10 +91,7 @@ class ProgramResult:
 
     def as_text(self) -> str:
         """Return what the policy is shown."""
-        output = self.output
-        if len(output) > _SHOWN_OUTPUT:
-            half = _SHOWN_OUTPUT // 2
-            output = f"{output[:half]}\n[… {len(output) - 2 * half:,} characters left out …]\n{output[-half:]}"
+        output = without_middle(self.output, _SHOWN_OUTPUT)
         said = {
             "time": f"[ended after {self.seconds:.1f} s: it took too long]",
             "memory": "[ended: it took too much memory]",

@@ -35,7 +35,7 @@ from tests.chaos.faults import Fault, Outcome
 from tests.runs.runner import ROOT, descendants
 
 KIND = "a long run, in which nothing may grow"
-REAL_STEPS, EPISODE_STEPS, SCRIPTED_STEPS, BATCHES = 600, 240, 3000, 1000
+REAL_STEPS, SCRIPTED_STEPS, BATCHES = 600, 3000, 1000
 #: glibc's own limits, which it moves by itself if nobody sets them.
 GIVEN_BACK_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
 #: vLLM takes its cache's blocks in turn, and the system counts a block once it was written: all are within 150 steps.
@@ -314,7 +314,7 @@ FAULTS: list[Fault] = [
     services(BATCHES),
     real("hf"),
     real("vllm"),
-    real("hf", *EPISODES, steps=EPISODE_STEPS, what=" that plays episodes", elsewhere=SLOW_TO_FILL),
+    real("hf", *EPISODES, what=" that plays episodes", elsewhere=SLOW_TO_FILL),
 ]
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_a_row_may_name_another_environment_with_its_own_arguments_or_change_tho
     assert made.make("big_world").size == 3, "registered by the file"
     assert made.make("big_world", {"size": 5}).size == 5
     assert "big_world" in made.names
-    with pytest.raises(EnvironmentLoadError, match="there is no environment 'big_word'.*Did you mean big_world"):
+    with pytest.raises(EnvironmentLoadError, match="env 'big_word', and no environment has.*Did you mean big_world"):
         made.make("big_word")
 
 

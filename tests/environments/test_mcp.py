@@ -1,6 +1,7 @@
 """Tools of real MCP servers, over standard streams and over HTTP."""
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -46,8 +47,23 @@ def leave() -> str:
     """End the server."""
     os._exit(3)
 
+def asking_for_a_token(app):
+    async def guarded(scope, receive, send):
+        if scope["type"] == "http" and dict(scope["headers"]).get(b"authorization") != b"Bearer a-token":
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await app(scope, receive, send)
+
+    return guarded
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
+        import uvicorn
+
+        app = asking_for_a_token(server.streamable_http_app())
+        uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
+    elif len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))
     else:
         server.run()
@@ -80,10 +96,22 @@ async def begun(**kwargs):
 
 @pytest.fixture(scope="module")
 def address(server):
+    with listening(server) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def guarded_address(server):
+    with listening(server, "asks for a token") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def listening(server, *arguments):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([*server, str(port)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*server, str(port), *arguments], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with socket.socket() as client:
@@ -114,11 +142,22 @@ def test_tools_of_a_server_are_shown_and_called(address):
     asyncio.run(play())
 
 
-def test_some_tools_are_offered_to_who_has_a_token(address):
+def test_a_server_that_asks_for_a_token_is_used_with_it_and_named_without_it(guarded_address):
     async def play():
-        environment, observation = await begun(
-            server=address, per="episode", start_timeout_s=60, token="a-token", offered=["add"]
-        )
+        environment, _ = await begun(server=guarded_address, per="episode", start_timeout_s=60, token="a-token")
+        assert await said(environment, call("add", a=20, b=22)) == "42"
+        await environment.close()
+        for token, why in ((None, "give it one"), ("another", "does not take the one")):
+            with pytest.raises(McpError, match=rf"asks for a token \(HTTP status 401\).*{why}.*token=env:NAME") as told:
+                await begun(server=guarded_address, start_timeout_s=60, token=token)
+            assert "another" not in str(told.value)
+
+    asyncio.run(play())
+
+
+def test_some_tools_are_offered_and_no_others_are_called(address):
+    async def play():
+        environment, observation = await begun(server=address, per="episode", start_timeout_s=60, offered=["add"])
         assert [one["function"]["name"] for one in observation.tools] == ["add"]
         assert await said(environment, call("add", a=20, b=22)) == "42"
         assert "there is no tool 'count'" in await said(environment, call("count"))

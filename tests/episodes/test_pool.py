@@ -26,6 +26,8 @@ from hrl.episodes.pool import (
     EnvironmentPool,
     EnvironmentTimeoutError,
     LiveEnvironment,
+    environment_of,
+    try_environment,
 )
 from hrl.errors import HrlError
 from hrl.processes.watch import is_gone
@@ -410,22 +412,51 @@ def test_a_row_names_another_environment_and_one_that_there_is_not_is_told_with_
         assert (await environment.step(Action("x"))).done
         greeted = pool.open("e", {"name": "x", "env_kwargs": {"greeting": "good day"}}, 7)
         assert (await greeted.reset()).messages[0]["content"] == "good day x 7"
-        with pytest.raises(
-            EnvironmentFailedError, match="row of episode 3 has env 'single_tun'.*Did you mean single_turn"
-        ):
-            pool.open(3, {"env": "single_tun"}, 7)
-        with pytest.raises(EnvironmentFailedError, match=r"episode 3: the row has env 'mcp'.*row_environments\.mcp="):
-            pool.open(3, {"env": "mcp", "env_kwargs": {"server": ["sh", "-c", "id"]}}, 7)
-        loosened = pool.open(3, {"env": "python", "env_kwargs": {"trust": True}}, 7)
-        with pytest.raises(EnvironmentFailedError, match=r"the row has env_kwargs\.trust, and a row may give python"):
-            await loosened.reset()
-        with pytest.raises(EnvironmentFailedError, match="env_kwargs 3, where a dict"):
-            pool.open(3, {"env_kwargs": 3}, 7)
-        wrong = pool.open(3, {"name": "x", "env_kwargs": {"greetings": "x"}}, 7)
-        with pytest.raises(EnvironmentFailedError, match=r"(?s)can't be made with.*greetings"):
-            await wrong.reset()
+        for (env, given), why in REFUSED_CHOICES.items():
+            refused = pool.open(3, {"name": "x", "env": env, "env_kwargs": json.loads(given)}, 7)
+            with pytest.raises(EnvironmentFailedError, match=why):
+                await refused.reset()
 
     with_pool(play, pool_of())
+
+
+REFUSED_CHOICES = {
+    ("single_tun", "null"): "the row has env 'single_tun'.*Did you mean single_turn",
+    ("mcp", '{"server": ["sh", "-c", "id"]}'): r"the row has env 'mcp'.*row_environments\.mcp=",
+    ("python", '{"trust": true}'): r"the row has env_kwargs\.trust, and a row may give python",
+    (3, "null"): "env 3, where the name",
+    (None, "3"): "env_kwargs 3, where a dict",
+    (None, '{"greetings": "x"}'): "(?s)can't be made with.*greetings",
+}
+
+
+def test_what_rows_choose_is_refused_before_an_episode_is_begun_and_nothing_is_made():
+    choices = [("single_turn", None), (None, {"greeting": "x"})]
+    choices += [(env, json.loads(given)) for env, given in REFUSED_CHOICES]
+    tried = settings(path=f"{WORLDS}:Echo")
+    _, refusals = asyncio.run(try_environment(environment_of(tried), tried, choices))
+    assert refusals[:2] == [None, None]
+    for refusal, why in zip(refusals[2:], REFUSED_CHOICES.values(), strict=True):
+        assert re.search(why, refusal)
+
+
+def test_a_process_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    async def play(pool):
+        environment = pool.open("e", {}, 7)
+        await environment.reset()
+        (folder,) = tmp_path.iterdir()
+        assert [*folder.iterdir()] != []
+        os.kill(environment._process.pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentLostError):
+            await environment.step(Action("x"))
+        async with asyncio.timeout(30):
+            while folder.exists():
+                await asyncio.sleep(0.05)
+
+    with_pool(play, pool_of("LeavesFiles"))
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import hrl
 from hrl import Observation, StepResult
@@ -186,3 +188,9 @@ class Duck:
 
     def close(self):
         pass
+
+
+class LeavesFiles(Duck):
+    def reset(self, row):
+        (Path(tempfile.mkdtemp()) / "left").write_text("behind")
+        return super().reset(row)

@@ -14,10 +14,11 @@ from hrl.config.run_kind import PPO
 from hrl.environments.loading import EnvironmentTraits
 from hrl.episodes import parser_choice
 from hrl.preflight import environment_look
+from hrl.preflight.data_look import look_at_rows
 from hrl.preflight.environment_look import look_at_environment
 from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
-from tests.preflight.small_run import save_model
+from tests.preflight.small_run import ROW, save_model, write_rows
 
 TOOLS_OF_A_CLASS = '''
 import hrl
@@ -45,8 +46,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says what the environment's process would."""
 
     def say(**traits: bool) -> None:
-        async def answer(*_: object) -> EnvironmentTraits:
-            return EnvironmentTraits(**traits)
+        async def answer(*_: object) -> tuple[EnvironmentTraits, list[str | None]]:
+            return EnvironmentTraits(**traits), []
 
         monkeypatch.setattr(environment_look, "try_environment", answer)
 
@@ -106,11 +107,13 @@ def test_the_limits_of_episodes_and_what_reads_calls_are_facts(tokenizer, loaded
     assert dict(named.facts)["parsers"] == "mistral reads tool calls (environment.tool_parser)"
 
 
-def test_an_environment_of_tools_without_one_is_noted(tokenizer, loaded):
+def test_an_environment_of_tools_without_one_is_noted_and_refused_where_no_class_could_bring_one(tokenizer, loaded):
     loaded(lacks_tools=True)
-    found = look(tokenizer, environment__path="tools", reward__functions=["data_source"])
-    assert "tools has no tools for the policy to call: environment.tools names none" in found.notes[0]
-    assert dict(found.facts)["parsers"].startswith("none")
+    found = look(tokenizer, environment__path="mine.py:Silent", reward__functions=["data_source"])
+    assert "mine.py has no tools for the policy to call: environment.tools names none" in found.notes[0]
+    assert dict(found.facts)["parsers"].startswith("none") and found.problems == []
+    [problem] = look(tokenizer, environment__path="tools", reward__functions=["data_source"]).problems
+    assert problem.key == "environment.tools" and "names no tool" in problem.what and "my_tools.py" in problem.hint
 
 
 @pytest.mark.parametrize(
@@ -155,3 +158,14 @@ def test_rows_that_name_environments_in_a_run_without_one_are_noted(tokenizer):
     [note] = look(tokenizer, columns=("env",)).notes
     assert "column env" in note and "environment.path" in note
     assert look(tokenizer).notes == []
+
+
+def test_a_row_that_chooses_what_it_must_not_is_named_before_anything_starts(tokenizer, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [ROW, ROW | {"env": "retry"}, ROW | {"env": "mcp"}, ROW | {"env": "x"}])
+    config = validate_kind(PPO, {"data.train_files": [str(rows)], "environment.path": "single_turn"})
+    findings = Findings()
+    train, val = look_at_rows(findings, config, Given(), tokenizer, None)
+    look_at_environment(findings, config, Given(), tokenizer, train, val)
+    [problem] = [one for one in findings.problems if one.key == "environment.path"]
+    assert f"{rows} line 3" in problem.what and "has env 'mcp'" in problem.what
+    assert "environment.row_environments.mcp={…}" in problem.what

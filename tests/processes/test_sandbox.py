@@ -337,7 +337,7 @@ def test_a_program_ends_when_its_call_is_given_up_and_leaves_its_place():
 def test_a_program_ends_with_the_process_that_runs_it(tmp_path):
     mark = f"{tmp_path}/mark"
     code = f"from hrl.processes.sandbox import Sandbox\nSandbox(time_s=60).run('while True: pass # {mark}')"
-    runner = subprocess.Popen([sys.executable, "-c", code])
+    runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
     deadline = time.monotonic() + 30
     while not (children := psutil.Process(runner.pid).children()) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -170,3 +170,17 @@ def test_every_environment_makes_two_steps(
         assert set(firsts.values()) <= {2, 8} and len(firsts) == 5, firsts  # mcp, python, retry, single_turn: "Begin."
         replies = {message["content"] for sample in samples for message in sample["messages"][1:]}
         assert {"Again.", "And now?", "That is not right. Try again."} <= replies
+        assert math.isfinite(record["actor/grad_norm"])
+        for sample in samples:
+            _check_score(sample)
+
+
+def _check_score(sample: dict[str, Any]) -> None:
+    """Compare what two environments paid, as their own code says, with the score that trains."""
+    said = [turn["content"] or "" for turn in sample["turns"]]
+    heard = [message["content"] for message in sample["messages"][1:] if message["role"] == "user"]
+    if "Again." in heard:
+        assert sample["score"] == float(len(said[-1]) % 2 == 0)
+    if "And now?" in heard:
+        assert [turn["reward"] for turn in sample["turns"]] == [float(len(text) % 2) for text in said]
+        assert sample["score"] == sum(float(len(text) % 2) for text in said)

@@ -126,8 +126,9 @@ async def serve_requests(
 
     async def one(request: EngineRequest) -> None:
         nonlocal num_answered
+        title = f"{request.number} ({request.name})"  # an engine's errors name it, and no two have the same
         try:
-            output = await engine.generate(request.token_ids.tolist(), request.sampling, f"request-{request.number}")
+            output = await engine.generate(request.token_ids.tolist(), request.sampling, title)
             answer = _checked(request, output, engine.policy_version, vocab_size)
         except RolloutError as error:
             if not request.may_fail or isinstance(error, EngineDeadError | EngineUnusableError):

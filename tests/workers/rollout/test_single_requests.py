@@ -63,7 +63,7 @@ def test_a_withdrawn_request_is_cancelled_and_never_answered() -> None:
         raise AssertionError("it was withdrawn")
 
     count, given = serve([EngineWork([request(1)]), EngineWork(withdrawn=[1, 99])], slow)
-    assert (count, given, cancelled) == (0, [], ["request-1"])
+    assert (count, given, cancelled) == (0, [], ["1 (turn 0 of episode 1)"])
 
 
 @pytest.mark.parametrize(
