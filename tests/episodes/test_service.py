@@ -38,6 +38,7 @@ from hrl.episodes.rows import episode_batch
 from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed
 from hrl.errors import may_pass
 from hrl.protocol import DataProto
+from hrl.reward.pool import PlayedEpisode
 from hrl.trainer.ppo.episodes import tasks_of
 from hrl.trainer.ppo.generation import Asked, prompt_batch
 from hrl.workers.requests import SampleRequest, SamplingParams
@@ -572,7 +573,11 @@ def test_last_answers_and_turns_go_to_the_rewards_as_episodes_end() -> None:
     rewards = SimpleNamespace(submit=SimpleNamespace(remote=lambda *args: sent.append(args)))
     episodes = play("Game", tasks(5), rewards=rewards)
     said = {one.key: [each["content"] for each in one.messages if each["role"] == "assistant"] for one in episodes}
-    assert sorted(sent) == sorted((7, key, texts[-1], texts) for key, texts in said.items())
+    by_key = {key: (number, answer, played) for number, key, answer, played in sent}
+    for one in episodes:
+        texts = said[one.key]
+        assert by_key.pop(one.key) == (7, texts[-1], PlayedEpisode(texts, one.messages))
+    assert not by_key
     assert {len(texts) for texts in said.values()} == {3}
 
 
