@@ -44,6 +44,8 @@ class EnvironmentConfig(Section):
     """Seconds that one call of an environment's `reset`, `step` or `close` may take."""
     tool_timeout_s: PositiveFloat = 30.0
     """Seconds that one call of a tool may take; the policy is told when it takes longer."""
+    max_parallel_calls: Annotated[PositiveInt, Unit("calls")] = 16
+    """Calls of tools that are made in one turn; of further ones the policy is told that they were not made."""
     episode_timeout_s: PositiveFloat = 600.0
     """Seconds that an episode may take, with all its attempts; one that takes longer is cut off and trains nothing.
     Time in which it waits for the engine does not count."""

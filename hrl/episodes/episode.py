@@ -72,6 +72,7 @@ class Episode:
         attempts: How often it was begun; more than 1 where its environment's process had died.
         metrics: The environment's own.
         token_rewards: Of each turn those of the tokens that it sampled; None where the turn has one number or none.
+        turn_places: Where in `messages` each turn stands; None for one that is in another conversation.
     """
 
     key: tuple[str, int]
@@ -91,6 +92,7 @@ class Episode:
     answer: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     token_rewards: Sequence[Sequence[float] | None] = ()
+    turn_places: Sequence[int | None] = ()
 
     @property
     def num_turns(self) -> int:

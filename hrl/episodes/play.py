@@ -151,6 +151,7 @@ class AgentPlay:
     Attributes:
         rows: What its calls make up.
         messages: The longest conversation.
+        turn_places: As in `Episode`.
         texts, answer: As in `Episode`.
         num_tool_calls, num_tool_errors, num_unread_calls, engine_s: As in `Episode`.
         limit: The limit of the run that it ran into.
@@ -159,6 +160,7 @@ class AgentPlay:
 
     rows: Sequence[EpisodeRow]
     messages: Sequence[Mapping[str, Any]]
+    turn_places: Sequence[int | None]
     texts: Sequence[str]
     answer: str
     num_tool_calls: int
@@ -218,14 +220,16 @@ class _Play:
             self.metrics |= agent.metrics
             # The reward is that of the whole episode, so it stands at the last turn.
             self.rewards = [*[None] * (len(self.texts) - len(self.rewards)), *self.rewards]
-            return self._episode(agent.rows, agent.messages, end, attempts, error)
-        rows, messages = ([], []) if script is None else (script.rows(), script.messages)
-        return self._episode(rows, messages, end, attempts, error)
+            return self._episode(agent.rows, agent.messages, agent.turn_places, end, attempts, error)
+        if script is None:
+            return self._episode([], [], [], end, attempts, error)
+        return self._episode(script.rows(), script.messages, script.turn_places, end, attempts, error)
 
     def _episode(
         self,
         rows: Sequence[EpisodeRow],
         messages: Sequence[Mapping[str, Any]],
+        turn_places: Sequence[int | None],
         end: EndReason,
         attempts: int,
         error: str | None,
@@ -234,6 +238,7 @@ class _Play:
             key=self.task.key,
             rows=rows,
             messages=messages,
+            turn_places=turn_places,
             turn_rewards=[*self.rewards, *[None] * (len(self.texts) - len(self.rewards))],
             end=end,
             error=error,

@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentSpec, EnvironmentTraits
 from hrl.environments.replies import MOST_CHARACTERS, action_to_plain, observation_from_plain, step_from_plain
+from hrl.environments.tools import ToolLimits
 from hrl.errors import HrlError
 from hrl.processes.child import (
     MissingVariableError,
@@ -70,6 +71,8 @@ _PATIENCE = 10
 """Times its deadline that a call may go unanswered by a process that works for others; its clock is paused then."""
 _LAST_WORDS_S = 0.5
 """How long to wait for the exit code of a process that has closed its socket."""
+_SHARE_OF_CALLS = 0.9
+"""Of the seconds of a step, that all calls of tools in it may take."""
 _START_TIMEOUT_S = 60.0
 """How long a process may take to start and load the environment."""
 _FAILED_STARTS_ALLOWED = 3
@@ -191,7 +194,10 @@ def environment_of(settings: EnvironmentConfig, given: object = None) -> Environ
     """
     path = settings.path if given is None else None
     named = settings.row_environments
-    return EnvironmentSpec.of(path, settings.kwargs, settings.tools, settings.tool_timeout_s, given, named)
+    # What all calls of a turn may take leaves the step time to answer: the policy is told, and the episode goes on.
+    turn_s = max(settings.tool_timeout_s, _SHARE_OF_CALLS * settings.step_timeout_s)
+    limits = ToolLimits(settings.tool_timeout_s, turn_s, settings.max_parallel_calls)
+    return EnvironmentSpec.of(path, settings.kwargs, settings.tools, limits, given, named)
 
 
 async def try_environment(

@@ -88,6 +88,7 @@ def episode_batch(
         "token_rewards": [episode.token_rewards for episode in of_rows],
         "env_metrics": [dict(episode.metrics) for episode in of_rows],
         "messages": [list(episode.messages) for episode in of_rows],
+        "turn_places": [list(episode.turn_places) for episode in of_rows],
         "end": [episode.end for episode in of_rows],
         "finish_reason": [_finish_reason(episode) for episode in of_rows],
         "episode_error": [episode.error for episode in of_rows],

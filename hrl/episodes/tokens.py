@@ -152,6 +152,7 @@ class Transcript:
 
     Attributes:
         messages: The conversation as the policy and the environment had it.
+        turn_places: Where in it each turn of the policy stands.
         num_cut_texts: Texts of observations that were too long.
 
     Raises:
@@ -173,6 +174,7 @@ class Transcript:
         self._template = EpisodeTemplate(tokenizer, stop_ids, template_kwargs, first.tools)
         self._max_observation_tokens = max_observation_tokens
         self.messages: list[dict[str, Any]] = []
+        self.turn_places: list[int] = []
         self.num_cut_texts = 0
         self._num_turns = 0
         #: Messages up to and with the last turn, as the template is given them, and those since.
@@ -236,6 +238,7 @@ class Transcript:
         known = self._template.guarded(said, by_policy=True)
         if self._goes_on:
             said, known = _joined(self.messages.pop(), said), _joined(self._since.pop(), known)
+        self.turn_places.append(len(self.messages))
         self.messages.append(said)
         self._history += [*self._since, known]
         self._since = []

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 _CLOCKS: contextvars.ContextVar[tuple[Clock, ...]] = contextvars.ContextVar("clocks", default=())
 """The clocks of the present call, and of those that it is made in."""
@@ -30,7 +30,7 @@ class Clock:
         self._since = self._waited_s = 0.0
         self._token: contextvars.Token[tuple[Clock, ...]] | None = None
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> Self:
         self._token = _CLOCKS.set((*_CLOCKS.get(), self))
         return self
 

@@ -175,7 +175,7 @@ class Door:
             session.count("unread_calls", unread)
             await self.words.remember(session, asked, context, read)
             if isinstance(asked, ChatAsked) and session.keeps_calls:
-                context.conversation.said([*asked.messages, read.parsed.message])
+                context.conversation.said([*asked.messages, read.parsed.message], turn)
         return [read.choice for read, _ in reads]
 
     async def _all(

@@ -73,15 +73,19 @@ class Conversation:
     Attributes:
         calls: In the order in which they were answered.
         messages: The longest chat with its answer; none of a text.
+        places: Turn → where in `messages` its answer stands.
     """
 
     calls: list[Call] = field(default_factory=list)
     messages: list[Mapping[str, Any]] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
 
-    def said(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Note a chat with its last answer."""
+    def said(self, messages: Sequence[Mapping[str, Any]], turn: int) -> None:
+        """Note a chat with its last answer, and which turn that is."""
         if len(messages) >= len(self.messages):
             self.messages = list(messages)
+            place = len(messages) - 1
+            self.places = {other: at for other, at in self.places.items() if at != place} | {turn: place}
 
 
 @dataclass(eq=False)
@@ -236,9 +240,9 @@ class Session:
             conversation.calls.append(call)
 
     @property
-    def messages(self) -> list[Mapping[str, Any]]:
-        """The longest chat so far, with its answer."""
-        return max((one.messages for one in self.conversations), key=len, default=[])
+    def longest_chat(self) -> Conversation:
+        """The conversation with the most messages so far."""
+        return max(self.conversations, key=lambda one: len(one.messages), default=Conversation())
 
     def ran_into(self, limit: LimitReached) -> None:
         """Note a limit that ends what the session is for."""

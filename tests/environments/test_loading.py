@@ -19,7 +19,7 @@ from hrl.environments.interface import Action
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec, EnvironmentTraits
 from hrl.environments.registry import NamedEnvironment, UnknownEnvironmentError, load_named
 from hrl.environments.single_turn import SingleTurn
-from hrl.environments.tools import ToolEnvironment, ToolSignatureError, tool
+from hrl.environments.tools import ToolEnvironment, ToolLimits, ToolSignatureError, tool
 from tests.environments.worlds import World, add, small
 
 WORLDS = str(Path(__file__).with_name("worlds.py"))
@@ -91,9 +91,9 @@ def test_a_class_a_function_or_an_object_may_be_given(given):
 
 
 def test_a_list_of_functions_is_an_environment_of_tools():
-    environment = maker(None, given=[add], tool_timeout_s=7.0).make()
+    environment = maker(None, given=[add], tool_limits=ToolLimits(call_s=7.0)).make()
     assert isinstance(environment, ToolEnvironment) and list(environment.tools) == ["add"]
-    assert environment._tool_timeout_s == 7.0
+    assert environment._limits.call_s == 7.0
 
 
 def test_tools_of_a_file_are_beside_those_of_the_class():

@@ -354,7 +354,7 @@ class Program:
         self.row = EpisodeRow([7] * prompt, zeros, [1] * response, [0.0] * response, zeros, zeros)
 
     def played(self) -> AgentPlay:
-        return AgentPlay([self.row], [], [""], "", 0, 0, 0, 0.0, None, {})
+        return AgentPlay([self.row], [], [], [""], "", 0, 0, 0, 0.0, None, {})
 
     def open(self, *_: Any) -> Any:
         return self if len(_) > 2 else asyncio.sleep(0, self)
