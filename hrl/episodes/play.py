@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hrl.data.chat import ChatTemplateError, tools_of
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from hrl.config.environment import EnvironmentConfig
 
+T = TypeVar("T")
 Generate = Callable[[list[int], SamplingParams, object, str], Awaitable[SampleOutput]]
 """Has a turn sampled, given its context, how, the episode, and the name that errors use."""
 
@@ -54,6 +57,8 @@ class Worlds(Protocol):
 
 _AGENT_POLL_S = 5.0
 """How long an environment that asks the policy itself may take to say that it is still at work."""
+_MANY_TOKENS = 1000
+"""From so many on, rendering and reading take longer than handing them to a thread."""
 _MOST_INNOCENT_ATTEMPTS = 5
 """How often an episode is begun anew where the process was lost by others."""
 
@@ -282,6 +287,7 @@ class Player:
         self._setup, self._settings, self._limits = setup, setup.settings, setup.limits
         self._pool, self._generate, self._agents = pool, generate, agents
         self._parsers = setup.parsers()
+        self._thread = ThreadPoolExecutor(1, "texts")
 
     async def prepare(self) -> None:
         """Import the engine's parsers if it is known that they will be needed, so that no episode waits for them.
@@ -354,7 +360,8 @@ class Player:
         if first.is_agent:
             return await self._let_agent_play(play, live, clock)
         is_row = task.prompt_ids is not None and _is_prompt_of(task.row, first)
-        script = Transcript(
+        begun = functools.partial(
+            Transcript,
             self._setup.tokenizer,
             self._setup.stop_ids,
             self._setup.template_kwargs,
@@ -362,9 +369,10 @@ class Player:
             max_observation_tokens=settings.max_observation_tokens,
             prompt_ids=task.prompt_ids if is_row else None,
         )
-        if len(script.context) > self._limits.prompt:
+        script = await self._aside(begun, _size(first))
+        if script.num_tokens > self._limits.prompt:
             raise _UnplayableError(
-                f"the first prompt has {len(script.context)} tokens, more than data.max_prompt_length="
+                f"the first prompt has {script.num_tokens} tokens, more than data.max_prompt_length="
                 f"{self._limits.prompt}; tools and what `reset` returns count"
             )
         play.transcript = script
@@ -381,7 +389,8 @@ class Player:
             play.engine_s += time.perf_counter() - began
             if output.finish_reason == "abort":
                 raise _UnplayableError(f"the engine aborted turn {turn}")
-            parsed = parser.parse(output.token_ids, turn=turn)
+            read = functools.partial(parser.parse, output.token_ids, turn=turn)
+            parsed = await self._aside(read, len(output.token_ids))
             script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
             play.texts.append(parsed.text)
             play.answer = parsed.text
@@ -411,8 +420,23 @@ class Player:
             if result.done:
                 return "truncated"
             if turn + 1 < settings.max_turns:
-                script.add_observation(_full(result.observation))
+                heard = _full(result.observation)
+                await self._aside(functools.partial(script.add_observation, heard), script.num_tokens + _size(heard))
         return "max_turns"
+
+    async def _aside(self, work: Callable[[], T], num_tokens: int) -> T:
+        """Return what is made of tokens or of their text; of many on a thread, so that no other episode waits for it.
+
+        Whoever is cancelled waits for the thread, which may be changing the episode.
+        """
+        if num_tokens < _MANY_TOKENS:
+            return work()
+        working = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait({working})
+            raise
 
     async def _let_agent_play(self, play: _Play, live: World, clock: EpisodeClock) -> EndReason:
         """Have an environment ask the policy itself until it has a result."""
@@ -461,6 +485,11 @@ def _tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools that the data set has found in a row."""
     tools = tools_of(row)
     return None if isinstance(tools, str) else tools
+
+
+def _size(observation: Observation) -> int:
+    """Return about how many tokens an observation has, at least."""
+    return sum(len(str(one.get("content") or "")) // 4 for one in observation.messages or ())
 
 
 def _full(observation: object) -> Observation:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hrl.serve.history import Chats, Memory, Texts
 from hrl.serve.refusals import RequestRefusedError, bad_request, over_limit, too_busy
-from hrl.serve.rows import Call
+from hrl.serve.rows import Branches, Call
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import OnTokens, SampleOutput
 
@@ -140,12 +140,14 @@ class Session:
     totals: Counter[str] = field(default_factory=Counter)
     reached: LimitReached | None = None
     engine_s: float = 0.0
+    _branches: Branches = field(init=False)
     _turns: int = 0
     _began: float | None = None
     _admitted: set[Admission] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.chats, self.texts = Chats(self.memory), Texts(self.memory)
+        self._branches = Branches(None if self.fixed is None else self.fixed.max_response_tokens)
 
     @property
     def is_idle(self) -> bool:
@@ -238,6 +240,11 @@ class Session:
             if not conversation.calls:
                 self.conversations.append(conversation)
             conversation.calls.append(call)
+
+    @property
+    def branches(self) -> Branches:
+        """The rows that its calls make up so far."""
+        return self._branches.grow(self.calls)
 
     @property
     def longest_chat(self) -> Conversation:

@@ -38,6 +38,11 @@ def test_a_program_plays_an_episode_with_the_sampling_of_the_run(stage: Stage):
     assert episode.metrics["agent/overridden"] == 2.0
 
 
+def test_a_program_that_pays_tokens_fails_its_episode_and_no_other(stage: Stage):
+    (episode,), _ = stage.play("PaysTokens")
+    assert episode.end == "failed" and "give one number, for the whole episode" in str(episode.error)
+
+
 def test_agents_at_the_same_time_are_branches(stage: Stage):
     (episode,), engine = stage.play("Several")
     require_sampled(list(episode.rows), engine)
