@@ -96,7 +96,7 @@ class AgentEnvironment(Environment):
         if not isinstance(value, StepResult):
             value = StepResult(reward=value)
         reward: Any = value.reward
-        if (isinstance(reward, Sequence) and not isinstance(reward, str)) or getattr(reward, "ndim", 0):
+        if (isinstance(reward, Sequence) and not isinstance(reward, str)) or getattr(reward, "ndim", 0) > 0:
             raise EnvironmentReplyError(
                 "returned rewards of tokens, of which a program knows none: give one number, for the whole episode"
             )
