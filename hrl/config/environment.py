@@ -31,6 +31,9 @@ class EnvironmentConfig(Section):
     """Turns after which an episode is cut off. Its tokens are limited by `data.max_response_length`."""
     max_turn_tokens: Annotated[PositiveInt | None, Unit("tokens")] = None
     """Longest turn of the policy in tokens; null lets a turn take all that is left of the episode."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end a turn, such as `</search>`, and stay part of it. The engine samples on to the end of its answer,
+    whose rest is dropped, so set `max_turn_tokens` beside it."""
     max_observation_tokens: Annotated[PositiveInt | None, Unit("tokens")] = 1024
     """Longest text of one message of the environment in tokens; what is longer loses its middle. null cuts nothing."""
     tool_parser: str | None = None

@@ -21,6 +21,7 @@ from hrl.episodes.parser_choice import known_parsers
 from hrl.episodes.parsing import TurnParsers
 from hrl.episodes.pool import EnvironmentFailedError, EnvironmentFaultError, EnvironmentLostError
 from hrl.episodes.tokens import Transcript
+from hrl.episodes.tokens_as_text import stopped_at
 from hrl.errors import HrlError
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput, hashed_seed, sample_seed
@@ -387,6 +388,8 @@ class Player:
             with clock.standing():
                 output = await self._generate(script.context, sampling, task.key, f"turn {turn} of {task.name}")
             play.engine_s += time.perf_counter() - began
+            if settings.stop and output.finish_reason != "abort":
+                output = await self._aside(functools.partial(self._stopped, output), len(output.token_ids))
             if output.finish_reason == "abort":
                 raise _UnplayableError(f"the engine aborted turn {turn}")
             read = functools.partial(parser.parse, output.token_ids, turn=turn)
@@ -423,6 +426,16 @@ class Player:
                 heard = _full(result.observation)
                 await self._aside(functools.partial(script.add_observation, heard), script.num_tokens + _size(heard))
         return "max_turns"
+
+    def _stopped(self, output: SampleOutput) -> SampleOutput:
+        """Return a turn up to the token that completes a text of `environment.stop`; nothing behind it was said."""
+        found = stopped_at(self._setup.tokenizer, output.token_ids, self._settings.stop)
+        if found is None:
+            return output
+        count = found.num_tokens
+        return replace(
+            output, token_ids=output.token_ids[:count], log_probs=output.log_probs[:count], finish_reason="stop"
+        )
 
     async def _aside(self, work: Callable[[], T], num_tokens: int) -> T:
         """Return what is made of tokens or of their text; of many on a thread, so that no other episode waits for it.

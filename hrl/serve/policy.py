@@ -15,12 +15,12 @@ from hrl.environments.interface import EnvironmentReplyError, Observation
 from hrl.episodes.parser_choice import ParserChoiceError
 from hrl.episodes.parsing import ParsedTurn, TurnParser, TurnParsers
 from hrl.episodes.tokens import Transcript
+from hrl.episodes.tokens_as_text import Pieces, Stopped, beginnings, decode, pieces, shown_token, stopped_at
 from hrl.serve.answers import Choice, FinishReason
 from hrl.serve.asked import ChatAsked, plain_message
 from hrl.serve.refusals import RequestRefusedError, bad_request
 from hrl.serve.rows import NO_VERSION
 from hrl.serve.sessions import Conversation
-from hrl.serve.tokens_as_text import Pieces, Stopped, beginnings, decode, pieces, shown_token, stopped_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -397,6 +397,27 @@ def test_what_was_asked_for_limits_an_episode_too() -> None:
     assert episode.end == "max_tokens" and len(row.response_ids) <= 7
 
 
+@pytest.mark.parametrize("most", [1000, 40])
+def test_a_turn_ends_with_the_text_that_ends_it_and_nothing_behind_it_is_trained(most: int) -> None:
+    class Searches(Engine):
+        async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+            self.asked.append((prompt, sampling))
+            ids = [*TOKENIZER.encode("I look. <q>word</q> It says: nothing."), STOP]
+            ids = (ids * 9)[: sampling.max_tokens]
+            return SampleOutput(ids, [-0.25] * len(ids), "length", VERSION)
+
+    engine = Searches()
+    (task,) = tasks(1)
+    asked = replace(task, sampling=SamplingParams(max_tokens=most))
+    (episode,) = play("Game", [asked], engines=[engine], stop=["</q>", "never"], max_turns=2)
+    assert set(episode.texts) == {"I look. <q>word</q>"}
+    (row,) = episode.rows
+    end = len(TOKENIZER.encode("I look. <q>word</q>"))
+    assert TOKENIZER.decode(row.response_ids[:end]) == "I look. <q>word</q>" and row.mask[: end + 1] == [1] * end + [0]
+    assert episode.num_turns == 2 and episode.end == "max_turns", "what was dropped takes no room"
+    assert engine.asked[1][0] == [*row.prompt_ids, *row.response_ids[: -sum(turn == 1 for turn in row.turns)]]
+
+
 def test_a_call_that_can_not_be_read_and_a_text_that_was_cut_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Action] = []
     parsed = ParsedTurn("a", "a", None, (), {"role": "assistant", "content": "a"}, "half a call")
