@@ -46,7 +46,8 @@ class EnvironmentConfig(Section):
     step_timeout_s: PositiveFloat = 60.0
     """Seconds that one call of an environment's `reset`, `step` or `close` may take."""
     tool_timeout_s: PositiveFloat = 30.0
-    """Seconds that one call of a tool may take; the policy is told when it takes longer."""
+    """Seconds that one call of a tool may take; the policy is told when it takes longer, or when all calls of its turn
+    together take longer than nine tenths of `step_timeout_s`."""
     max_parallel_calls: Annotated[PositiveInt, Unit("calls")] = 16
     """Calls of tools that are made in one turn; of further ones the policy is told that they were not made."""
     episode_timeout_s: PositiveFloat = 600.0

@@ -399,11 +399,14 @@ class EnvironmentTraits:
         is_unpaid: Whether it gives no reward, for sure: nothing in it says what an answer is worth.
         has_tools: Whether the policy is given tools to call, as far as can be seen.
         lacks_tools: Whether it is an environment of tools, and has none.
+        shown_tools: Schemas of the tools that the first prompt shows beside the row's own messages; None where `reset`
+            decides what is shown.
     """
 
     is_unpaid: bool = False
     has_tools: bool = False
     lacks_tools: bool = False
+    shown_tools: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def of(cls, made: type, functions: Sequence[object] = ()) -> Self:
@@ -411,8 +414,17 @@ class EnvironmentTraits:
         if issubclass(made, ToolEnvironment):
             own = (made.answered is ToolEnvironment.answered, made.step is ToolEnvironment.step)
             has_tools = bool(functions) or made.brings_tools()
-            return cls(all(own), has_tools, lacks_tools=not has_tools and made.step is ToolEnvironment.step)
-        return cls(issubclass(made, SingleTurn) and made.step is SingleTurn.step)
+            lacks_tools = not has_tools and made.step is ToolEnvironment.step
+            return cls(all(own), has_tools, lacks_tools, _shown_tools(made, functions))
+        shown: list[Any] | None = [] if getattr(made, "reset", None) is Environment.reset else None
+        return cls(issubclass(made, SingleTurn) and made.step is SingleTurn.step, shown_tools=shown)
+
+
+def _shown_tools(made: type[ToolEnvironment], functions: Sequence[Any]) -> Sequence[Mapping[str, Any]] | None:
+    """Return the schemas of tools that a class adds to the row's prompt; None where it shows what it likes."""
+    if any(getattr(made, name) is not getattr(ToolEnvironment, name) for name in ("reset", "tools", "with_tools")):
+        return None
+    return [one.schema for one in made.tools_with(functions).values()]
 
 
 class EnvironmentMaker:

@@ -115,8 +115,13 @@ class ToolEnvironment(Environment):
         Raises:
             ToolSignatureError: Two have the same name, or one can't be a tool.
         """
-        found = dict(_tools_of(type(self)))
-        for function in self._functions:
+        return self.tools_with(self._functions)
+
+    @classmethod
+    def tools_with(cls, functions: Sequence[Callable[..., Any]]) -> Mapping[str, Tool]:
+        """Return what `tools` is where these are the functions."""
+        found = dict(_tools_of(cls))
+        for function in functions:
             one = tool_of(function)
             if one.name in found:
                 raise ToolSignatureError(

@@ -374,7 +374,7 @@ class Player:
         if script.num_tokens > self._limits.prompt:
             raise _UnplayableError(
                 f"the first prompt has {script.num_tokens} tokens, more than data.max_prompt_length="
-                f"{self._limits.prompt}; tools and what `reset` returns count"
+                f"{self._limits.prompt}; tools and what `reset` returns count. Raise data.max_prompt_length"
             )
         play.transcript = script
         parser = await self._parsers.ready(first.tools)

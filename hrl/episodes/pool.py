@@ -195,7 +195,7 @@ def environment_of(settings: EnvironmentConfig, given: object = None) -> Environ
     path = settings.path if given is None else None
     named = settings.row_environments
     # What all calls of a turn may take leaves the step time to answer: the policy is told, and the episode goes on.
-    turn_s = max(settings.tool_timeout_s, _SHARE_OF_CALLS * settings.step_timeout_s)
+    turn_s = _SHARE_OF_CALLS * settings.step_timeout_s
     limits = ToolLimits(settings.tool_timeout_s, turn_s, settings.max_parallel_calls)
     return EnvironmentSpec.of(path, settings.kwargs, settings.tools, limits, given, named)
 
