@@ -52,7 +52,7 @@ class EnvironmentConfig(Section):
     """Calls of tools that are made in one turn; of further ones the policy is told that they were not made."""
     episode_timeout_s: PositiveFloat = 600.0
     """Seconds that an episode may take, with all its attempts; one that takes longer is cut off and trains nothing.
-    Time in which it waits for the engine does not count."""
+    Time in which it waits for the engine, or in the sandbox's line, does not count."""
     memory_limit_gib: PositiveFloat | None = 8.0
     """Address space of one such process in GiB; null sets no limit."""
     env: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(=.*)?$")]] = Field(default_factory=list)

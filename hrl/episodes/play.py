@@ -39,6 +39,8 @@ Generate = Callable[[list[int], SamplingParams, object, str], Awaitable[SampleOu
 class World(Protocol):
     """The environment of one episode, as `LiveEnvironment` is."""
 
+    clock: EpisodeClock | None
+
     async def reset(self) -> Observation:
         """Begin the episode."""
 
@@ -343,6 +345,7 @@ class Player:
 
     async def _play(self, play: _Play, clock: EpisodeClock) -> EndReason:
         live = self._pool.open(play.task.key, play.task.row, *play.task.environment_seeds)
+        live.clock = clock
         try:
             async with clock.running() as deadline:
                 return await self._take_turns(play, live, clock)

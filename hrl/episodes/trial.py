@@ -238,6 +238,8 @@ class _Watched:
 
 
 class _WatchedEnvironment:
+    clock: EpisodeClock | None = None
+
     def __init__(self, live: Any, record: Record) -> None:
         self._live, self._record = live, record
 
