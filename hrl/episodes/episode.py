@@ -13,6 +13,9 @@ EndReason = Literal["done", "truncated", "max_turns", "max_prompt", "max_tokens"
 """Why an episode ended: by its nature, by a limit of the environment's, by one of the run's four, or by a failure.
 What the environment calls done is done, also if its last turn was cut off."""
 
+NO_VERSION = NO_TURN = -1
+"""Of tokens that the policy did not sample, and of padding."""
+
 TRUNCATIONS: frozenset[EndReason] = frozenset({"truncated", "max_turns", "max_prompt", "max_tokens", "deadline"})
 """The ends by a limit."""
 

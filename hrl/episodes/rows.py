@@ -10,12 +10,9 @@ import numpy as np
 import torch
 
 from hrl.columns import object_column
-from hrl.episodes.episode import Episode, EpisodeRow
+from hrl.episodes.episode import NO_TURN, NO_VERSION, Episode, EpisodeRow
 from hrl.protocol import DataProto
 from hrl.workers.rollout.base import FinishReason
-
-NO_VERSION = NO_TURN = -1
-"""Of tokens that nobody sampled, and of padding."""
 
 
 def episode_batch(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hrl.data.chat import ChatTemplateError
 from hrl.environments.interface import EnvironmentReplyError, Observation
+from hrl.episodes.episode import NO_VERSION
 from hrl.episodes.parser_choice import ParserChoiceError
 from hrl.episodes.parsing import ParsedTurn, TurnParser, TurnParsers
 from hrl.episodes.tokens import Transcript
@@ -19,7 +20,6 @@ from hrl.episodes.tokens_as_text import Pieces, Stopped, beginnings, decode, pie
 from hrl.serve.answers import Choice, FinishReason
 from hrl.serve.asked import ChatAsked, plain_message
 from hrl.serve.refusals import RequestRefusedError, bad_request
-from hrl.serve.rows import NO_VERSION
 from hrl.serve.sessions import Conversation
 
 if TYPE_CHECKING:

@@ -10,9 +10,7 @@ from typing import Self
 import numpy as np
 
 from hrl.batching.trie import common_length
-from hrl.episodes.episode import EpisodeRow
-
-NO_VERSION = -1
+from hrl.episodes.episode import NO_VERSION, EpisodeRow
 
 
 @dataclass(frozen=True)
