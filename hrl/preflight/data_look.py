@@ -396,7 +396,7 @@ def _look_at_size(findings: Findings, rows: Any, wanted: int, *, suggested_at_mo
 
 
 def _look_at_length(
-    findings: Findings, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tools: int
+    findings: Findings, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, prompt: str
 ) -> None:
     """Check that a prompt fits with the tools of the environment, without which rows were counted."""
     (ids,) = encode_texts(tokenizer, [prompt])
@@ -404,8 +404,7 @@ def _look_at_length(
     if len(ids) > limit:
         findings.problem(
             "data.max_prompt_length",
-            f"is {limit}: the first prompt has {len(ids)} tokens with the "
-            f"{count(num_tools, 'tool')} that it shows, and its episode would fail.",
+            f"is {limit}: the first prompt has {len(ids)} tokens with its tools, and its episode would fail.",
             f"Set data.max_prompt_length={_rounded_up(len(ids))} or more.",
         )
 
@@ -442,7 +441,7 @@ def look_at_template(
             tools = shown_tools or first.get("tools")
             report = inspect_chat_template(tokenizer, first["raw_prompt"], ids.stop, with_tools(kwargs, tools))
             if shown_tools:
-                _look_at_length(findings, config, tokenizer, report.prompt, len(shown_tools))
+                _look_at_length(findings, config, tokenizer, report.prompt)
             of_row = (
                 "the row's, and what `reset` makes of it is shown by `hrl env-test`: " if shown_tools is None else ""
             )
