@@ -169,7 +169,12 @@ def test_a_path_that_is_none_is_refused_before_anything_starts(path, told):
         ),
         (f"{WORLDS}:Unfinished", {}, [], "has no method step; an environment has reset, step, close"),
         (f"{WORLDS}:number", {}, [], "has no method reset"),
-        (f"{WORLDS}:World", {"sise": 3}, [], r"can't be made with environment.kwargs \(sise\).*unexpected.*size: int"),
+        (
+            f"{WORLDS}:World",
+            {"sise": 3},
+            [],
+            r"can't be made: environment.kwargs.sise is no argument of it. It takes \(size: int",
+        ),
         (
             f"{WORLDS}:World",
             {},
@@ -204,7 +209,7 @@ class Locked(hrl.SingleTurn):
         (3, {}, "the environment given as an object is 3: give a class with reset, step, close"),
         (World(3), {"size": 4}, "environment.kwargs has size, and the environment given as an object is made"),
         (Locked(), {}, "Locked of .* can't be sent to the processes of environments: TypeError.*lock"),
-        (World, {"sise": 4}, "can't be made with"),
+        (World, {"sise": 4}, "can't be made: environment.kwargs.sise is no argument"),
     ],
 )
 def test_an_object_that_can_be_no_environment_is_refused(given, kwargs, told):
