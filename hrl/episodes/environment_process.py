@@ -287,7 +287,7 @@ class _Environments:
             await self._thread_calls_of(episode)
             if episode.environment is not None:
                 await self._call(episode, episode.environment.close, (), {}, lambda _: None)
-            return {"result": None}
+            return {"result": episode.environment is not None}
         except EnvironmentReplyError as error:
             return {"error": f"{episode.title(method)} {error}"}
         except HrlError as error:
