@@ -26,6 +26,7 @@ from hrl.environments.registry import (
 )
 from hrl.environments.replies import GYMNASIUM
 from hrl.environments.single_turn import SingleTurn
+from hrl.environments.tool_functions import a_kind
 from hrl.environments.tools import ToolEnvironment, ToolLimits, tool_of
 from hrl.errors import RefusedError
 from hrl.files import expanded
@@ -436,7 +437,11 @@ class EnvironmentMaker:
         modules: dict[str, ModuleType] = {}
         self._own = spec.source.load(modules)
         self._functions = [one.load(modules) for one in spec.tools]
-        for function in self._functions:
+        for function, one in zip(self._functions, spec.tools, strict=True):
+            if not callable(function) or isinstance(function, type):
+                raise EnvironmentLoadError(
+                    f"environment.tools has {one.title}, which is {a_kind(function)}, where a function is expected"
+                )
             tool_of(function)
         # Before the first episode: a tool that can be none is told at the start, and what describes them is imported.
         if isinstance(self._own, ToolEnvironment) or (
@@ -496,7 +501,8 @@ class EnvironmentMaker:
         if self._is_own(name):
             return self._own
         if name not in ENVIRONMENTS:
-            hint = did_you_mean(str(name), self.names)
+            own = "A class of yours gets a name in the file of environment.path: hrl.environments.registry.register"
+            hint = did_you_mean(str(name), self.names, f"{own}(name, Class); rows then have that as their env.")
             raise EnvironmentLoadError(
                 f"the row has env {name!r:.80}, and no environment has that name; there are {', '.join(self.names)}. "
                 f"{hint}".rstrip()
@@ -591,9 +597,7 @@ def check_class(made: Any, kwargs: Mapping[str, Any] | None, title: str, key: st
         EnvironmentLoadError: What is wrong with it.
     """
     if not callable(made):
-        raise EnvironmentLoadError(
-            f"{title} is a {type(made).__name__}, where a class with {', '.join(_METHODS)} is due"
-        )
+        raise EnvironmentLoadError(f"{title} is {a_kind(made)}, where a class with {', '.join(_METHODS)} is due")
     if isinstance(made, type):
         missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
         abstract = sorted(getattr(made, "__abstractmethods__", ()))
