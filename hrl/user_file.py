@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from hrl.errors import RefusedError
@@ -17,6 +19,45 @@ from hrl.nearest import did_you_mean, listing, way_to
 
 class UserFileError(RefusedError, ValueError):
     """There is no such Python file, or it is not valid Python."""
+
+
+class RunWhileReadError(UserFileError):
+    """A Python file starts a run at its top level, and is read for what else is in it."""
+
+
+_reading = threading.local()
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Mark that user code is imported for what it defines, so that it must start no run."""
+    before: int = getattr(_reading, "depth", 0)
+    _reading.depth = before + 1
+    try:
+        yield
+    finally:
+        _reading.depth = before
+
+
+def refuse_while_reading() -> None:
+    """Refuse to start a run in code that is only read.
+
+    Raises:
+        RunWhileReadError: This thread imports user code; names the line at its top level that leads here.
+    """
+    if not getattr(_reading, "depth", 0):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    where = "its top level" if frame is None else f"{_from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
+    raise RunWhileReadError(f'{where} starts a run while hrl reads it: put it under `if __name__ == "__main__":`')
+
+
+def _from_here(file: str) -> str:
+    """Return a file by its shortest way: from the present folder, if it is in it."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def load_user_file(path: str | Path) -> ModuleType:
@@ -32,7 +73,8 @@ def load_user_file(path: str | Path) -> ModuleType:
     sys.path.insert(0, str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up by name
-    spec.loader.exec_module(module)
+    with reading():
+        spec.loader.exec_module(module)
     return module
 
 

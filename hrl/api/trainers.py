@@ -35,6 +35,7 @@ from hrl.files import expanded
 from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given, functions_named, name_of_environment
 from hrl.report.run_folder import MODEL
 from hrl.reward.weighted import Rewards, entries_of
+from hrl.user_file import refuse_while_reading
 
 if TYPE_CHECKING:
     from hrl.config.outline import RunConfiguration
@@ -261,6 +262,7 @@ class Trainer:
 
     def start(self) -> Self:
         """Start the processes, which then stay until `close()`."""
+        refuse_while_reading()
         if self._loop is not None:
             raise UsageError("the processes of this trainer are there already")
         self._session = self._started(self.resolved(), self._given())
@@ -329,6 +331,7 @@ class Trainer:
         if self._loop is not None:
             yield self._loop
             return
+        refuse_while_reading()
         if asked and self._failed and self._closed_because is None:
             raise UsageError(
                 "the run was interrupted or failed: train() again continues after its newest checkpoint, or begins "

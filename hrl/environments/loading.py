@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from hrl.environments.arguments import KEY, EnvironmentArgumentError, check_names, in_words, read_arguments
 from hrl.environments.interface import Environment
 from hrl.environments.registry import (
     ENVIRONMENTS,
@@ -25,13 +26,14 @@ from hrl.environments.registry import (
 )
 from hrl.environments.replies import GYMNASIUM
 from hrl.environments.single_turn import SingleTurn
+from hrl.environments.tool_functions import a_kind
 from hrl.environments.tools import ToolEnvironment, ToolLimits, tool_of
 from hrl.errors import RefusedError
 from hrl.files import expanded
 from hrl.nearest import did_you_mean
 from hrl.processes.pickled import NotPickledError, PickledObject, extend_import_path, import_path, name_of
 from hrl.processes.plain_data import from_plain, to_plain
-from hrl.user_file import UserFileError, load_user_file, member_of
+from hrl.user_file import UserFileError, load_user_file, member_of, reading
 
 _ENV = "env:"
 _METHODS = {"reset": ("row", "seed"), "step": ("action",), "close": ()}
@@ -112,7 +114,9 @@ class InModule:
         """
         extend_import_path(self.import_path)
         try:
-            return member_of(import_module(self.module), self.name, _KIND)
+            with reading():
+                module = import_module(self.module)
+            return member_of(module, self.name, _KIND)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
                 raise  # the module is there, and imports another one that is not
@@ -206,7 +210,10 @@ class Given(PickledObject):
             EnvironmentLoadError: Its module can't be imported here.
         """
         try:
-            return super().load()
+            with reading():  # its module is imported
+                return super().load()
+        except UserFileError as error:
+            raise EnvironmentLoadError(str(error)) from error
         except ModuleNotFoundError as error:
             raise EnvironmentLoadError(
                 f"{error} in the processes of environments. Put its folder on PYTHONPATH, or name the file of the "
@@ -442,7 +449,11 @@ class EnvironmentMaker:
         modules: dict[str, ModuleType] = {}
         self._own = spec.source.load(modules)
         self._functions = [one.load(modules) for one in spec.tools]
-        for function in self._functions:
+        for function, one in zip(self._functions, spec.tools, strict=True):
+            if not callable(function) or isinstance(function, type):
+                raise EnvironmentLoadError(
+                    f"environment.tools has {one.title}, which is {a_kind(function)}, where a function is expected"
+                )
             tool_of(function)
         # Before the first episode: a tool that can be none is told at the start, and what describes them is imported.
         if isinstance(self._own, ToolEnvironment) or (
@@ -454,6 +465,9 @@ class EnvironmentMaker:
             check_class(type(self._own), None, spec.source.title)
         else:
             check_class(self._own, spec.kwargs, spec.source.title)
+            arguments = _read(self._own, spec.kwargs, spec.source.title)
+            if isinstance(spec.source, Named) and hasattr(self._own, "check_arguments"):
+                self._own.check_arguments(**arguments)
         if spec.tools and isinstance(self._own, type) and not issubclass(self._own, ToolEnvironment):
             raise EnvironmentLoadError(
                 f"environment.tools names functions, and {spec.source.title} is no hrl.ToolEnvironment, which could "
@@ -499,7 +513,8 @@ class EnvironmentMaker:
         if self._is_own(name):
             return self._own
         if name not in ENVIRONMENTS:
-            hint = did_you_mean(str(name), self.names)
+            own = "A class of yours gets a name in the file of environment.path: hrl.environments.registry.register"
+            hint = did_you_mean(str(name), self.names, f"{own}(name, Class); rows then have that as their env.")
             raise EnvironmentLoadError(
                 f"the row has env {name!r:.80}, and no environment has that name; there are {', '.join(self.names)}. "
                 f"{hint}".rstrip()
@@ -540,9 +555,11 @@ class EnvironmentMaker:
         configured = self._spec.kwargs if is_own else self._spec.row_environments.get(str(name), {})
         check_row_kwargs(made, title, given)
         arguments = {**configured, **given}
+        key = KEY if is_own else f"environment.row_environments.{name}"
         if given or not is_own:
-            check_class(made, arguments, title)
-        return made, arguments
+            key = "env_kwargs" if given else key
+            check_class(made, arguments, title, key)
+        return made, _read(made, arguments, title, key)
 
     def make(self, name: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return a new environment.
@@ -567,41 +584,49 @@ class EnvironmentMaker:
         return environment
 
 
-def check_class(made: Any, kwargs: Mapping[str, Any] | None, title: str) -> None:
+def _read(made: Any, arguments: Mapping[str, Any], title: str, key: str = KEY) -> dict[str, Any]:
+    """Return arguments as their types.
+
+    Raises:
+        EnvironmentLoadError: One does not fit.
+    """
+    try:
+        return read_arguments(made, arguments, title, key)
+    except EnvironmentArgumentError as error:
+        raise EnvironmentLoadError(str(error)) from error
+
+
+def check_class(made: Any, kwargs: Mapping[str, Any] | None, title: str, key: str = KEY) -> None:
     """Refuse what makes no environment, or does not take the arguments.
 
     Args:
         made: A class, or a function that makes environments.
         kwargs: Of the constructor; None if it is not called.
         title: What it is called in the message.
+        key: Where the arguments were given.
 
     Raises:
         EnvironmentLoadError: What is wrong with it.
     """
     if not callable(made):
-        raise EnvironmentLoadError(
-            f"{title} is a {type(made).__name__}, where a class with {', '.join(_METHODS)} is due"
-        )
+        raise EnvironmentLoadError(f"{title} is {a_kind(made)}, where a class with {', '.join(_METHODS)} is due")
     if isinstance(made, type):
         missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
         abstract = sorted(getattr(made, "__abstractmethods__", ()))
         if missing or abstract:
             lacks = " and no ".join(dict.fromkeys([*missing, *abstract]))
-            raise EnvironmentLoadError(f"{title} has no method {lacks}; an environment has {', '.join(_METHODS)}")
+            inherits = not issubclass(made, Environment) and not {"reset", "step"} & {*missing}
+            way_out = ": make it a subclass of hrl.Environment, which has one" if inherits else ""
+            raise EnvironmentLoadError(
+                f"{title} has no method {lacks}; an environment has {', '.join(_METHODS)}{way_out}"
+            )
         _check_signatures(made, title)
     if kwargs is None:
         return
     try:
-        signature = inspect.signature(made)
-    except (TypeError, ValueError):
-        return  # written in C, without a signature
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise EnvironmentLoadError(
-            f"{title} can't be made with environment.kwargs ({', '.join(kwargs) or 'none'}): {error}. It takes "
-            f"{signature}"
-        ) from error
+        check_names(made, kwargs, title, key)
+    except EnvironmentArgumentError as error:
+        raise EnvironmentLoadError(str(error)) from error
 
 
 def _check_signatures(made: type, title: str) -> None:
@@ -618,6 +643,7 @@ def _check_signatures(made: type, title: str) -> None:
         except TypeError as error:
             meant = f"; {GYMNASIUM}" if {"seed", "options"} <= signature.parameters.keys() else ""
             raise EnvironmentLoadError(
-                f"{title} has {method}{signature}, which can't be called as {method}({', '.join(['self', *takes])}): "
+                f"{title} has {method}{in_words(signature)}, which can't be called as "
+                f"{method}({', '.join(['self', *takes])}): "
                 f"{error}{meant}"
             ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from mcp_types import CONNECTION_CLOSED
 from hrl.environments.interface import Message, Observation
 from hrl.environments.tool_functions import Tool
 from hrl.environments.tools import ToolEnvironment
-from hrl.errors import HrlError
+from hrl.errors import HrlError, RefusedError
 from hrl.masking import masked_text
 
 _MOST_TOOLS = 1000
@@ -31,6 +32,10 @@ _FIRST_ERROR = 400
 
 class McpError(HrlError, RuntimeError):
     """An MCP server can't be reached, or lacks a tool; names it and the way out."""
+
+
+class McpServerError(McpError, RefusedError):
+    """The arguments make no sense, or name a program that there is not."""
 
 
 class McpCallError(Exception):
@@ -81,7 +86,32 @@ class _Server:
         if status in _REFUSALS:
             way_out = "give it one" if self.token is None else "it does not take the one that it is given"
             return f"it asks for a token (HTTP status {status}), {way_out}: environment.kwargs.token=env:NAME"
-        return _innermost(error) + (f" (HTTP status {status})" if status >= _FIRST_ERROR else "")
+        by_status = f" (HTTP status {status})" if status >= _FIRST_ERROR else ""
+        way_out = "is it running, and is that its address?" if self.address else f"start it by hand: {self.title}"
+        return f"{_innermost(error)}{by_status}; {way_out}"
+
+
+def _server_of(
+    server: str | Sequence[str | int | float], variables: Mapping[str, str] | None, token: str | None
+) -> _Server:
+    """Read the arguments that say how a server is reached.
+
+    Raises:
+        McpServerError: There is no such program.
+    """
+    if isinstance(server, str) and server.startswith(("http://", "https://")):
+        return _Server(server, (), (), token)
+    # A number in a command, such as a port, is a text there.
+    command = tuple(map(str, shlex.split(server) if isinstance(server, str) else server))
+    if not command:
+        raise McpServerError("environment.kwargs.server is empty: give the address of an MCP server, or its command")
+    named = dict(variables or {})
+    if shutil.which(command[0], path=named.get("PATH")) is None:
+        raise McpServerError(
+            f"environment.kwargs.server starts {masked_text(command[0])!r}, and there is no such program on PATH: "
+            "install it, give its whole path, or the address of a server that runs (http://…)"
+        )
+    return _Server("", command, tuple(sorted(named.items())), token)
 
 
 class _Connection:
@@ -222,12 +252,12 @@ class McpEnvironment(ToolEnvironment):
         start_timeout_s: Seconds until the server must have told its tools.
 
     Raises:
-        McpError: The arguments make no sense.
+        McpServerError: The arguments make no sense.
     """
 
     def __init__(
         self,
-        server: str | Sequence[str],
+        server: str | Sequence[str | int | float],
         offered: Collection[str] | None = None,
         per: Literal["process", "episode"] = "process",
         variables: Mapping[str, str] | None = None,
@@ -235,18 +265,21 @@ class McpEnvironment(ToolEnvironment):
         start_timeout_s: float = 30.0,
     ) -> None:
         if per not in ("process", "episode"):
-            raise McpError(f"environment.kwargs.per is {per!r}, must be process or episode")
-        is_address = isinstance(server, str) and server.startswith(("http://", "https://"))
-        command = () if is_address else tuple(shlex.split(server) if isinstance(server, str) else server)
-        if not is_address and not command:
-            raise McpError("environment.kwargs.server is empty: give the address of an MCP server, or its command")
-        self._server = _Server(
-            str(server) if is_address else "", command, tuple(sorted((variables or {}).items())), token
-        )
+            raise McpServerError(f"environment.kwargs.per is {per!r}, must be process or episode")
+        self._server = _server_of(server, variables, token)
         self._offered = None if offered is None else frozenset(offered)
         self._is_own = per == "episode"
         self._start_timeout_s = start_timeout_s
         self._connection: _Connection | None = None
+
+    @classmethod
+    def check_arguments(cls, server: Any, variables: Any = None, token: Any = None, **_: Any) -> None:
+        """Refuse a server that can't be started, before a run is.
+
+        Raises:
+            McpServerError: Its command is empty, or there is no such program.
+        """
+        _server_of(server, variables, token)
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation | Sequence[Message] | str:  # type: ignore[override]  # the base allows both
         """Connect to the server, and begin with the row's prompt."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from hrl.environments.extras import install_line
 from hrl.errors import RefusedError
 from hrl.nearest import did_you_mean
 
@@ -31,7 +32,7 @@ class NamedEnvironment:
     Attributes:
         target: `module:Class`; or the class itself.
         description: One line for `hrl env-test --list`.
-        extra: What to install for it, as in `pip install hrl[extra]`; None if it comes with hrl.
+        extra: Of hrl, with the packages to install for it; None if it comes with hrl.
         rows_may_name: Whether a row's `env` may name it; else only what the configuration lists.
         row_kwargs: Arguments that a row's `env_kwargs` may give, with the form that a text of them must have; None for
             all. Rows are data, and may be a stranger's: whatever names a command, an address, a module, a token, a
@@ -223,6 +224,6 @@ def _target(title: str, known: NamedEnvironment) -> Callable[..., Any]:
     try:
         target: Callable[..., Any] = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
-        way_out = f"pip install 'hrl[{known.extra}]'" if known.extra else "install it"
+        way_out = install_line(known.extra) if known.extra else "install it"
         raise UnknownEnvironmentError(f"{title} needs {error.name}: {way_out}") from error
     return target

@@ -7,7 +7,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, overload
 
 from hrl.errors import RefusedError
 
@@ -132,19 +133,22 @@ def tool_of(function: Callable[..., Any], is_method: bool = False) -> Tool:
     from pydantic import ConfigDict, Field, PydanticUserError, create_model
     from pydantic.errors import PydanticUndefinedAnnotation
 
-    mark = mark_of(function) or ToolMark()
-    name = str(mark.name or getattr(function, "__name__", type(function).__name__))
+    written = function
+    while isinstance(written, functools.partial):  # has neither name nor docstring of its own
+        written = written.func
+    mark = mark_of(function) or mark_of(written) or ToolMark()
+    name = str(mark.name or getattr(written, "__name__", type(written).__name__))
     title = f"the tool {name}"
     if not _NAME.fullmatch(name):
         raise ToolSignatureError(f"{title} has a name that no policy can call: letters, digits, _ and -, at most 64")
     if not callable(function) or isinstance(function, type):
-        raise ToolSignatureError(f"{title} is a {type(function).__name__}, where a function is expected")
+        raise ToolSignatureError(f"{title} is {a_kind(function)}, where a function is expected")
     try:
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
-        types = _types_of(function)
-    except (TypeError, ValueError, NameError) as error:
+    except (TypeError, ValueError) as error:
         raise ToolSignatureError(f"{title} can't be described: {error}") from error
-    summary, described = read_docstring(inspect.getdoc(function) or "")
+    types = _types_of(written, title)
+    summary, described = read_docstring(inspect.getdoc(written) or "")
     fields: dict[str, Any] = {}
     for number, one in enumerate(parameters):
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
@@ -161,10 +165,11 @@ def tool_of(function: Callable[..., Any], is_method: bool = False) -> Tool:
         model = create_model(name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=False), **fields)
         parameters_schema = _without_titles(model.model_json_schema())
     except (PydanticUserError, PydanticUndefinedAnnotation, TypeError, ValueError) as error:
-        why = str(error).splitlines()[0]
+        which, why = _without_schema(fields) or ("a parameter", error)
+        said = str(why).splitlines()[0].partition(". Set `")[0].rstrip(".")  # without what pydantic's models can do
         raise ToolSignatureError(
-            f"{title} has a parameter whose type has no JSON schema: {why}. Numbers, texts, bool, list, dict, "
-            "Optional, Literal, enums, dataclasses and pydantic models have one"
+            f"{title} has {which}, whose type has no JSON schema: {said}. Numbers, texts, bool, list, "
+            "dict, Optional, Literal, enums, dataclasses and pydantic models have one"
         ) from error
     parameters_schema.setdefault("properties", {})
     parameters_schema.pop("additionalProperties", None)
@@ -173,14 +178,52 @@ def tool_of(function: Callable[..., Any], is_method: bool = False) -> Tool:
     return Tool(name, function, is_async, mark.timeout_s, {"type": "function", "function": described_as}, model)
 
 
-def _types_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of parameters, those that are written as texts looked up in the function's module."""
-    wrapped = function.func if isinstance(function, functools.partial) else function
+def _without_schema(fields: Mapping[str, Any]) -> tuple[str, Exception] | None:
+    """Return the first parameter whose type has no schema, and why."""
+    from pydantic import PydanticUserError, create_model
+    from pydantic.errors import PydanticUndefinedAnnotation
+
+    for name, (annotation, default) in fields.items():
+        try:
+            alone: Any = {name: (annotation, default)}
+            create_model("one", **alone).model_json_schema()
+        except (PydanticUserError, PydanticUndefinedAnnotation, TypeError, ValueError) as error:
+            typed, about = get_args(annotation)[0], annotation.__metadata__[-1]
+            return f"{about.alias}: {inspect.formatannotation(typed)}", error
+    return None
+
+
+def a_kind(value: object) -> str:
+    """Return what a value is, with an article; a class is one."""
+    name = "class" if isinstance(value, type) else type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _types_of(function: Callable[..., Any], title: str) -> dict[str, Any]:
+    """Return the types of parameters, those that are written as texts looked up in the function's module.
+
+    Raises:
+        ToolSignatureError: A name in one is not known there.
+    """
+    wrapped: Any = function
     while hasattr(wrapped, "__wrapped__"):
         wrapped = wrapped.__wrapped__
     if not inspect.isroutine(wrapped):
         wrapped = type(wrapped).__call__
-    return inspect.get_annotations(wrapped, eval_str=True)
+    types = inspect.get_annotations(wrapped)
+    types.pop("return", None)
+    for name, annotation in types.items():
+        if not isinstance(annotation, str):
+            continue
+        try:
+            names = getattr(wrapped, "__globals__", {})
+            types[name] = eval(annotation, names)  # noqa: S307  (its author's code, as `get_annotations` runs it)
+        except (NameError, AttributeError) as error:
+            file = Path(inspect.getsourcefile(wrapped) or wrapped.__module__).name
+            raise ToolSignatureError(
+                f"{title} has {name}: the type {annotation} is not known in {file} ({error})"
+            ) from error
+    return types
 
 
 def _without_titles(schema: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -35,7 +36,7 @@ from hrl.environments.interface import EnvironmentReplyError
 from hrl.environments.loading import EnvironmentMaker, EnvironmentSpec
 from hrl.environments.replies import action_from_plain, observation_to_plain, read_step, step_to_plain
 from hrl.environments.tools import check_counts
-from hrl.errors import RefusedError
+from hrl.errors import HrlError, RefusedError
 from hrl.processes import attributing_loop
 from hrl.processes.attributing_loop import CALLER, AttributingLoop
 from hrl.processes.child import begin, describe, limit_memory, shortened
@@ -47,6 +48,7 @@ from hrl.processes.shared_state import SharedState
 
 _OURS = (
     __file__,
+    importlib.__file__,
     *(str(module.__file__) for module in (user_file, attributing_loop, beginning, loading, tools)),
 )
 _CANCEL_GRACE_S = 1.0
@@ -289,10 +291,10 @@ class _Environments:
             await self._thread_calls_of(episode)
             if episode.environment is not None:
                 await self._call(episode, episode.environment.close, (), {}, lambda _: None)
-            return {"result": None}
+            return {"result": episode.environment is not None}
         except EnvironmentReplyError as error:
             return {"error": f"{episode.title(method)} {error}"}
-        except RefusedError as error:
+        except HrlError as error:
             return {"error": str(error)}
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -365,7 +367,7 @@ def _plain_step(environment: object, longest_text: int | None, num_tokens: int, 
 
 def _describe(error: BaseException) -> str:
     """Return the traceback from the user's first frame on; for hrl's own errors one line."""
-    if isinstance(error, RefusedError):
+    if isinstance(error, HrlError):
         return str(error)
     if isinstance(error, NoColumnError):
         _drop_last_frame(error)  # the row's own

@@ -10,6 +10,7 @@ import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from hrl.environments.extras import install_line
 from hrl.errors import RefusedError
 from hrl.nearest import did_you_mean
 
@@ -84,9 +85,9 @@ def tool_parser_for(template: str | None, configured: str | None) -> tuple[str, 
     if found is None or found[0] not in known:
         what = "there is no chat template" if template is None else "the chat template shows no known form of them"
         raise ParserChoiceError(
-            f"the environment has tools, and how the model writes calls of them is not known: {what}. Set "
-            f"environment.tool_parser to one of {', '.join(known)} (hermes is the form of Qwen, with calls between "
-            "<tool_call> and </tool_call>)"
+            "set environment.tool_parser=hermes, the form of Qwen, with calls between <tool_call> and </tool_call>, or "
+            "the parser that the model's card names: the environment has tools, and how the model writes calls of them "
+            f"is not known: {what}"
         )
     return found[0], f"{found[1]} in the chat template"
 
@@ -114,9 +115,9 @@ def known_parsers() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ParserChoiceError(
-            "tool calls and reasoning are read by vLLM's parsers, and vLLM is not installed here: install hrl[cpu] or "
-            "hrl[gpu], or give the environment no tools and leave environment.tool_parser and "
-            "environment.reasoning_parser unset"
+            "tool calls and reasoning are read by vLLM's parsers, and vLLM is not installed here: "
+            f"{install_line('cpu')} without a GPU, else {install_line('gpu')}; or give the environment no tools and "
+            "leave environment.tool_parser and environment.reasoning_parser unset"
         )
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager

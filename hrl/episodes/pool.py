@@ -610,6 +610,8 @@ class LiveEnvironment:
     Attributes:
         key: Of the episode.
         is_agent: Whether it asks the policy itself, so that what it runs may take as long as the episode.
+        is_stuck: Whether a call that is past its deadline still ran when that was told; `close` has to wait for it.
+        closed: Whether its `close` was called and did well; None where it was not, as where nothing was made.
         lost: Why its process is gone, if it is.
         clock: Of the episode; it stands while a call waits in line behind those of others.
     """
@@ -630,7 +632,8 @@ class LiveEnvironment:
         self._was_reset = self._is_closed = False
         self.number = number
         self.key = key
-        self.is_agent = False
+        self.is_agent = self.is_stuck = False
+        self.closed: bool | None = None
         self.lost: EnvironmentLostError | None = None
         self.clock: EpisodeClock | None = None
         self._stands = False
@@ -683,9 +686,10 @@ class LiveEnvironment:
         try:
             if self._was_reset and self.lost is None:
                 limit_s = 2 * self._pool._timeout_s + _GRACE_S  # a call that was given up may still have its own time
-                await asyncio.wait_for(self._call("close", {}), limit_s)
+                self.closed = True if await asyncio.wait_for(self._call("close", {}), limit_s) else None
         except (EnvironmentFaultError, TimeoutError) as error:
             self._pool.counts.failed_closes += 1
+            self.closed = False
             said = error if isinstance(error, HrlError) else "its close is not answered"
             logger.warning("%s: %s", self.title, said)
         finally:
@@ -710,6 +714,7 @@ class LiveEnvironment:
             self.stands(False)
         if "timeout" in answer:
             self._pool.counts.timeouts += method != "close"
+            self.is_stuck |= method != "close" and bool(answer.get("stuck"))
             where = f", in\n{str(answer['timeout'])[:5000]}" if answer["timeout"] else ""
             raise EnvironmentTimeoutError(
                 f"{method} took longer than {self._pool._timeout_s:g} s (environment.step_timeout_s){where}"

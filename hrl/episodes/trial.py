@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -27,7 +27,7 @@ from hrl.episodes.clock import EpisodeClock
 from hrl.episodes.episode import Episode, limits_by_end
 from hrl.episodes.parser_choice import ParserChoiceError, tool_parser_for
 from hrl.episodes.play import EpisodeTask, Generate, Limits, Player, PlaySetup
-from hrl.episodes.pool import EnvironmentFaultError, EnvironmentPool
+from hrl.episodes.pool import EnvironmentFaultError, EnvironmentPool, EnvironmentTimeoutError, LiveEnvironment
 from hrl.episodes.router import Router
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput
@@ -42,6 +42,8 @@ Key = tuple[str, int]
 _SLOW = 0.5
 """The share of a deadline from which on a call is worth a remark."""
 _SHOWN = 200
+_BY_ITSELF = ("done", "truncated")
+"""Ends that an environment itself tells."""
 _ERRORS = 3
 _POLL_S = 0.2
 """How long a program is let run before its episode is cut off."""
@@ -168,7 +170,8 @@ async def run_trial(
             records[key].sampled.append((context, output))
             return output
 
-        watched = _Watched(pool, records, {task.key: task for task in tasks})
+        kept = _Kept(pool)
+        watched = _Watched(kept, records, {task.key: task for task in tasks})
         playing = PlaySetup(setup.tokenizer, setup.stop_ids, setup.template_kwargs, settings, setup.limits)
         async with _opened(agents, playing, _AtOnce(generate)) as door:
             player = Player(playing, watched, generate, door)
@@ -187,8 +190,8 @@ async def run_trial(
             *_tools(setup, [record for _, record in played]),
             *_masks(episodes, records),
             *_rewards(setup, [episode for episode in episodes if episode.end != "failed"]),
-            *(await _repeats(pool, stepped) if stepped or not played else [_NOT_REPEATED]),
-            await _closes(pool, played, functools.partial(_opened, agents, playing)),
+            *(await _repeats(kept, stepped) if stepped or not played else [_NOT_REPEATED]),
+            *(await _closes(kept, played, functools.partial(_opened, agents, playing))),
             *_times(settings, [record for record in records.values() if not record.is_agent]),
             *_cut(setup, [record for _, record in stepped]),
         ]
@@ -226,10 +229,25 @@ class _AtOnce(Router):
         return await self._sample([*token_ids], sampling, episode, name)
 
 
+class _Kept:
+    """A pool that keeps its environments, whose ends are looked at."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self._pool = pool
+        self.opened: list[LiveEnvironment] = []
+
+    def open(self, key: Key, row: Mapping[str, Any], seed: int, sample_seed: int | None = None) -> LiveEnvironment:
+        self.opened.append(self._pool.open(key, row, seed, sample_seed))
+        return self.opened[-1]
+
+    async def settled(self) -> None:
+        await self._pool.settled()
+
+
 class _Watched:
     """A pool that keeps what its environments were told and what they said."""
 
-    def __init__(self, pool: EnvironmentPool, records: dict[Key, Record], tasks: Mapping[Key, EpisodeTask]) -> None:
+    def __init__(self, pool: _Kept, records: dict[Key, Record], tasks: Mapping[Key, EpisodeTask]) -> None:
         self._pool, self._records, self._tasks = pool, records, tasks
 
     def open(self, key: Key, row: Mapping[str, Any], seed: int, sample_seed: int | None = None) -> _WatchedEnvironment:
@@ -240,21 +258,30 @@ class _Watched:
 class _WatchedEnvironment:
     clock: EpisodeClock | None = None
 
-    def __init__(self, live: Any, record: Record) -> None:
+    def __init__(self, live: LiveEnvironment, record: Record) -> None:
         self._live, self._record = live, record
 
     async def reset(self) -> Observation:
-        began = time.perf_counter()
-        self._record.first = first = await self._live.reset()
-        self._record.took(time.perf_counter() - began, "reset")
+        with self._timed("reset"):
+            self._record.first = first = await self._live.reset()
         return first
 
     async def step(self, action: Action) -> StepResult:
-        began = time.perf_counter()
-        result: StepResult = await self._live.step(action)
-        self._record.took(time.perf_counter() - began, "step")
+        with self._timed("step"):
+            result = await self._live.step(action)
         self._record.steps.append((action, result))
         return result
+
+    @contextlib.contextmanager
+    def _timed(self, call: str) -> Iterator[None]:
+        """Keep how long a call takes, also one that is past its deadline."""
+        began = time.perf_counter()
+        try:
+            yield
+        except EnvironmentTimeoutError:
+            self._record.took(time.perf_counter() - began, call)
+            raise
+        self._record.took(time.perf_counter() - began, call)
 
     async def close(self) -> None:
         await self._live.close()
@@ -284,7 +311,9 @@ def _ends(setup: TrialSetup, episodes: Sequence[Episode]) -> list[Check]:
     for number, episode in enumerate(episodes, start=1):
         by = f" ({limits[episode.end]})" if episode.end in limits else ""
         found.append(f"episode {number} {episode.end} after {count(episode.num_turns, 'turn')}{by}")
-    return [Check("ends", None, ", ".join(found))]
+    by_itself = any(episode.end in _BY_ITSELF for episode in episodes)
+    never = "" if by_itself else "; the environment itself ended none (done=True): is there a way to its end?"
+    return [Check("ends", None, ", ".join(found) + never)]
 
 
 def _tools(setup: TrialSetup, records: Sequence[Record]) -> list[Check]:
@@ -366,7 +395,13 @@ def _rewards(setup: TrialSetup, episodes: Sequence[Episode]) -> list[Check]:
     ]
     if sums:
         says = f"finite; the episodes' sums are {', '.join(f'{total:.4g}' for total in sums)}"
-        return [Check("rewards", True, says)]
+        finite = Check("rewards", True, says)
+        if len(sums) == 1 or min(sums) < max(sums):
+            return [finite]
+        equal = (
+            f"all episodes earned {sums[0]:.4g}: a policy learns only where samples of a prompt earn different rewards"
+        )
+        return [finite, Check("spread", None, equal)]
     if setup.has_reward:
         says = "none from the environment: the run's reward functions say what an episode is worth"
         return [Check("rewards", True, says)]
@@ -374,7 +409,7 @@ def _rewards(setup: TrialSetup, episodes: Sequence[Episode]) -> list[Check]:
     return [Check("rewards", False, why)]
 
 
-async def _repeats(pool: EnvironmentPool, played: Sequence[tuple[int, Record]]) -> list[Check]:
+async def _repeats(pool: _Kept, played: Sequence[tuple[int, Record]]) -> list[Check]:
     """Return whether the same seed and actions give the same, alone and among others."""
     if not played:
         return []
@@ -393,7 +428,7 @@ async def _repeats(pool: EnvironmentPool, played: Sequence[tuple[int, Record]]) 
     return [Check("repeats", True, says)]
 
 
-async def _difference(pool: EnvironmentPool, number: int, record: Record) -> str | None:
+async def _difference(pool: _Kept, number: int, record: Record) -> str | None:
     """Do the same again, and return the first difference, a clause."""
     task = record.task
     live = pool.open(task.key, task.row, *task.environment_seeds)
@@ -428,11 +463,13 @@ def _short(value: object) -> str:
 
 
 async def _closes(
-    pool: EnvironmentPool,
+    pool: _Kept,
     played: Sequence[tuple[int, Record]],
     opened: Callable[[Router], AbstractAsyncContextManager[OpenAgentDoor | None]],
-) -> Check:
+) -> list[Check]:
     """Return whether `close` works, at the end and after an episode that was cut off.
+
+    Nothing is said of episodes for which no object was made, and of those in which an earlier call never ends.
 
     Args:
         pool: Where environments live.
@@ -459,11 +496,15 @@ async def _closes(
                     await session.close()
                 await live.close()
     await pool.settled()
-    failed = pool.counts.failed_closes
-    if failed:
-        return Check("close", False, f"`close` failed or took too long {failed}×; the log above has why")
+    closed = [live.closed for live in pool.opened if not live.is_stuck and live.closed is not None]
+    if failed := closed.count(False):
+        return [Check("close", False, f"`close` failed or took too long {failed}×; the log above has why")]
+    if not closed:
+        return []
+    each = "each episode" if len(closed) == len(pool.opened) else "each episode in which no other call was at work"
     early = "after a turn" if not all(record.is_agent for record in records) else "while a program waits for an answer"
-    return Check("close", True, f"called once for each episode, also for those that end {early}")
+    ends = f", also for those that end {early}" if records else ""
+    return [Check("close", True, f"called once for {each}{ends}")]
 
 
 def _times(settings: EnvironmentConfig, records: Sequence[Record]) -> list[Check]:
@@ -472,6 +513,7 @@ def _times(settings: EnvironmentConfig, records: Sequence[Record]) -> list[Check
         return []
     limit = settings.step_timeout_s
     near = ", near its deadline" if slowest.slowest_s > _SLOW * limit else ""
+    near = ", and past its deadline" if slowest.slowest_s >= limit else near
     took = f"{slowest.slowest_s:.3g} s of environment.step_timeout_s={limit:g}"
     return [Check("time", None, f"the slowest call was `{slowest.slowest_call}`, {took}{near}")]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.data.chat import RENDERING_ERRORS
 from hrl.episodes.trial import Policy, Record
+from hrl.episodes.trial_arguments import example
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, RolloutError, SampleOutput
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 _USER = {"role": "user", "content": "?"}
 _LOG_PROB = -1.0
-_DEEPEST = 4
 
 
 class Script:
@@ -69,30 +69,6 @@ class Script:
             end = self._tokenizer.decode(self._stop_ids[:1])
             return said.rstrip("\n").removesuffix(end)
         return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-
-
-def example(schema: Mapping[str, Any], depth: int = 0) -> Any:
-    """Return a value that fits a JSON schema, as far as its types, choices and bounds tell."""
-    for name in ("default", "const"):
-        if name in schema:
-            return schema[name]
-    if schema.get("enum"):
-        return schema["enum"][0]
-    for several in ("anyOf", "oneOf", "allOf"):
-        if schema.get(several):
-            return example(schema[several][0], depth + 1)
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    kind = kind[0] if isinstance(kind, list) else kind
-    if kind == "object":
-        fields = schema.get("properties") or {}
-        needed = schema.get("required", fields)
-        return {} if depth > _DEEPEST else {name: example(fields[name], depth + 1) for name in needed if name in fields}
-    if kind == "array":
-        item = schema.get("items")
-        return [example(item, depth + 1)] if isinstance(item, Mapping) and depth <= _DEEPEST else []
-    if kind in ("integer", "number"):
-        return max(schema.get("minimum", 2), 2) if schema.get("maximum", 2) >= 2 else schema["maximum"]
-    return {"boolean": True, "null": None}.get(kind, "text")
 
 
 @asynccontextmanager

@@ -55,14 +55,23 @@ def migrate_verl(program: str, arguments: Sequence[str]) -> Migrated:
 
 def _options(words: Sequence[str], kind: RunKind[WholeConfig], into: Migrated) -> None:
     """Take verl's own configuration files for hrl's; say of others that they are not read."""
-    named = dict(zip(words[::2], words[1::2], strict=False)) if len(words) % 2 == 0 else {}
-    named |= {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    named: dict[str, str] = {}
+    stray: list[str] = []
+    left = list(words)
+    while left:
+        option, equals, value = left.pop(0).partition("=")
+        if not option.startswith("-"):
+            stray.append(option)
+        elif equals or not left or left[0].startswith("-"):
+            named[option] = value
+        else:
+            named[option] = left.pop(0)
     for option, value in named.items():
         if not (option in ("--config-name", "-cn") and value.removesuffix(".yaml") == kind.config_name):
             why = "a YAML file of verl's is not read; hrl takes one of your own with the same options"
-            into.lost.append(Remark(f"{option} {value}", why))
-    if words and not named:
-        into.lost.append(Remark(" ".join(words), "is not key=value"))
+            into.lost.append(Remark(f"{option} {value}".rstrip(), why))
+    if stray:
+        into.lost.append(Remark(" ".join(stray), "is not key=value"))
 
 
 def _present(word: str, into: Migrated, kind: RunKind[WholeConfig], converted: dict[str, str]) -> list[str]:

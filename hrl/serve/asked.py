@@ -175,10 +175,11 @@ def read_chat(body: bytes) -> ChatAsked:
     """
     found = _known(read_json(body))
     if "messages" in found:
+        given = found["messages"]
         messages = (
-            as_messages(found["messages"], "messages")
-            if isinstance(found["messages"], list)
-            else (f"'messages' is {show_value(found['messages'])}, expected a list")
+            as_messages(given, "messages")
+            if isinstance(given, list) and given
+            else f"'messages' is {show_value(given)}, expected a non-empty list of messages"
         )
         if isinstance(messages, str):
             raise bad_request(messages, "messages")

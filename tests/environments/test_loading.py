@@ -14,7 +14,7 @@ import pytest
 
 import hrl
 from hrl.config.environment import UNPAID
-from hrl.environments import registry
+from hrl.environments import extras, registry
 from hrl.environments.interface import Action
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec, EnvironmentTraits
 from hrl.environments.registry import NamedEnvironment, UnknownEnvironmentError, load_named
@@ -23,6 +23,12 @@ from hrl.environments.tools import ToolEnvironment, ToolLimits, ToolSignatureErr
 from tests.environments.worlds import World, add, small
 
 WORLDS = str(Path(__file__).with_name("worlds.py"))
+REQUIRES = (
+    "arena<0.8,>=0.7.4; extra == 'games'",
+    "words>=1 ; python_version > '3' and extra == \"games\"",
+    "board>=2; extra == 'game'",
+    "torch",
+)
 OF_HRL = [name for name, known in registry.ENVIRONMENTS.items() if isinstance(known.target, str)]
 
 
@@ -169,7 +175,12 @@ def test_a_path_that_is_none_is_refused_before_anything_starts(path, told):
         ),
         (f"{WORLDS}:Unfinished", {}, [], "has no method step; an environment has reset, step, close"),
         (f"{WORLDS}:number", {}, [], "has no method reset"),
-        (f"{WORLDS}:World", {"sise": 3}, [], r"can't be made with environment.kwargs \(sise\).*unexpected.*size: int"),
+        (
+            f"{WORLDS}:World",
+            {"sise": 3},
+            [],
+            r"can't be made: environment.kwargs.sise is no argument of it. It takes \(size: int",
+        ),
         (
             f"{WORLDS}:World",
             {},
@@ -204,7 +215,7 @@ class Locked(hrl.SingleTurn):
         (3, {}, "the environment given as an object is 3: give a class with reset, step, close"),
         (World(3), {"size": 4}, "environment.kwargs has size, and the environment given as an object is made"),
         (Locked(), {}, "Locked of .* can't be sent to the processes of environments: TypeError.*lock"),
-        (World, {"sise": 4}, "can't be made with"),
+        (World, {"sise": 4}, "can't be made: environment.kwargs.sise is no argument"),
     ],
 )
 def test_an_object_that_can_be_no_environment_is_refused(given, kwargs, told):
@@ -219,8 +230,36 @@ def test_an_object_and_a_path_are_not_both_taken():
 
 def test_a_package_that_is_missing_is_named_with_the_way_to_install_it(monkeypatch):
     monkeypatch.setitem(registry.ENVIRONMENTS, "x", NamedEnvironment("not_installed_here:Class", "", "extra"))
-    with pytest.raises(UnknownEnvironmentError, match=r"needs not_installed_here: pip install 'hrl\[extra\]'"):
+    with pytest.raises(UnknownEnvironmentError, match="needs not_installed_here: .* 'hrl.extra.'") as refused:
         load_named("x")
+    assert f"{sys.executable} -m pip install" in str(refused.value) or " --python " in str(refused.value)
+
+
+def test_a_missing_package_is_installed_by_the_python_that_lacks_it_in_a_version_that_fits(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/opt/my python/bin/python")
+    monkeypatch.setattr(extras.metadata, "requires", lambda _: [*REQUIRES])
+    assert extras.install_line("games") == "'/opt/my python/bin/python' -m pip install 'arena<0.8,>=0.7.4' 'words>=1'"
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda _: None)
+    assert extras.install_line("game") == "uv pip install --python '/opt/my python/bin/python' 'board>=2'"
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("number", r"environment.tools has number in .*worlds.py, which is an int, where a function is expected"),
+        ("World", r"environment.tools has World in .*worlds.py, which is a class, where a function is expected"),
+    ],
+)
+def test_what_is_named_as_a_tool_and_is_none_is_called_by_its_name(name, told):
+    with pytest.raises(EnvironmentLoadError, match=told):
+        maker("tools", {}, [f"{WORLDS}:{name}"])
+
+
+def test_a_row_that_names_a_file_is_told_how_a_class_gets_a_name():
+    with pytest.raises(
+        EnvironmentLoadError, match=r"env 'nego.py:Nego', .*environments.registry.register\(name, Class"
+    ):
+        maker("single_turn").check_choice("nego.py:Nego", None)
 
 
 def test_every_name_loads_and_is_described():

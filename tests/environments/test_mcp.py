@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hrl.config.environment import EnvironmentConfig
 from hrl.environments.interface import Action, ToolCall
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec
 from hrl.environments.tools import ToolLimits
+from hrl.episodes.pool import EnvironmentFailedError, EnvironmentPool, environment_of
 
 mcp_environment = pytest.importorskip("hrl.environments.mcp")
 McpEnvironment, McpError = mcp_environment.McpEnvironment, mcp_environment.McpError
@@ -223,14 +225,15 @@ def test_episodes_of_a_process_share_a_server_and_get_another_one_when_it_ends(s
     ("settings", "message"),
     [
         ({"server": ""}, "environment.kwargs.server is empty"),
-        ({"server": "a", "per": "turn"}, "environment.kwargs.per is 'turn'"),
-        ({"server": "/no/such/program"}, "MCP server /no/such/program can't be used: FileNotFoundError"),
-        ({"server": [sys.executable, "-c", "pass"]}, "can't be used"),
+        ({"server": "sh", "per": "turn"}, "environment.kwargs.per is 'turn'"),
+        ({"server": "/no/such/program"}, "starts '/no/such/program', and there is no such program on PATH: install"),
+        ({"server": [sys.executable, "-c", "pass"]}, "can't be used: .*; start it by hand: .* -c pass"),
+        ({"server": [sys.executable, 100]}, "can't be used: .*; start it by hand: .* 100"),
         (
             {"server": [sys.executable, "-c", "import sys; sys.stdin.read()"], "start_timeout_s": 0.5},
             "has not answered within 0.5 s",
         ),
-        ({"server": "http://127.0.0.1:9/mcp"}, "can't be used"),
+        ({"server": "http://127.0.0.1:9/mcp"}, "can't be used: .*; is it running, and is that its address?"),
     ],
 )
 def test_a_server_that_can_not_be_used_is_named(settings, message):
@@ -244,3 +247,24 @@ def test_the_environment_is_named_in_the_configuration(server):
     with pytest.raises(EnvironmentLoadError, match="server"):
         EnvironmentMaker(EnvironmentSpec.of("mcp"))
     assert Path(server[1]).is_file()
+
+
+def test_a_program_that_there_is_not_is_refused_before_an_episode():
+    with pytest.raises(McpError, match="starts 'nosuchprogram', and there is no such program on PATH"):
+        EnvironmentMaker(EnvironmentSpec.of("mcp", {"server": ["nosuchprogram", 3]}))
+    EnvironmentMaker(EnvironmentSpec.of("mcp", {"server": [sys.executable, 100]}))
+
+
+def test_a_server_that_ends_at_once_is_told_without_a_traceback(tmp_path):
+    async def play():
+        settings = EnvironmentConfig(path="mcp", kwargs={"server": [sys.executable, f"{tmp_path}/nah.py"]})
+        async with EnvironmentPool(environment_of(settings), settings) as pool:
+            environment = pool.open("e", {"prompt": []}, 1)
+            with pytest.raises(EnvironmentFailedError) as failed:
+                await environment.reset()
+            await environment.close()
+            return str(failed.value)
+
+    said = asyncio.run(play())
+    assert said.startswith(f"the MCP server {sys.executable} {tmp_path}/nah.py can't be used: ")
+    assert said.endswith(f"; start it by hand: {sys.executable} {tmp_path}/nah.py") and "Traceback" not in said

@@ -426,7 +426,7 @@ REFUSED_CHOICES = {
     ("python", '{"trust": true}'): r"the row has env_kwargs\.trust, and a row may give python",
     (3, "null"): "env 3, where the name",
     (None, "3"): "env_kwargs 3, where a dict",
-    (None, '{"greetings": "x"}'): "(?s)can't be made with.*greetings",
+    (None, '{"greetings": "x"}'): "env_kwargs.greetings is no argument of it. Did you mean greeting",
 }
 
 
@@ -471,7 +471,7 @@ def test_a_process_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_pat
         ("World = 3", " has no method reset and no step and no close"),
         (
             "import hrl\nclass World(hrl.SingleTurn):\n    def __init__(self, size): pass",
-            r"can't be made with environment.kwargs \(none\): missing a required argument: 'size'",
+            r"can't be made: environment.kwargs.size is missing. It takes \(size\)$",
         ),
         ("import os; os.environ['MY_KEY']", r"the variable MY_KEY is set.*environment\.env=\[MY_KEY\]"),
     ],
@@ -610,3 +610,13 @@ def test_the_clock_of_an_episode_stands_while_its_call_waits_in_line() -> None:
         await environment.close()
 
     with_pool(play, pool_of("AsyncEcho", step_timeout_s=2.0))
+
+
+def test_the_traceback_of_a_module_begins_with_the_users_line(tmp_path, monkeypatch):
+    (tmp_path / "of_a_package.py").write_text("class World:\n    pass\nraise RuntimeError('no licence')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvironmentLoadError) as refused:
+        asyncio.run(EnvironmentPool(EnvironmentSpec.of("of_a_package:World"), settings()).start())
+    lines = str(refused.value).splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("Traceback"))
+    assert lines[place + 1].strip().startswith(f'File "{tmp_path}/of_a_package.py", line 3')

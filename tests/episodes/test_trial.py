@@ -13,7 +13,7 @@ from hrl.episodes.episode import Episode, EpisodeRow
 from hrl.episodes.play import EpisodeTask, Limits
 from hrl.episodes.pool import environment_of
 from hrl.episodes.trial import Check, Record, Trial, TrialSetup, _masks, run_trial
-from hrl.episodes.trial_policy import Script, example
+from hrl.episodes.trial_policy import Script
 from hrl.serve.agents import AgentDoor
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput
@@ -30,7 +30,7 @@ def task(number: int) -> EpisodeTask:
 
 def trial_of(name: str, tokenizer: Any = None, words: tuple[str, ...] = (), **settings: Any) -> Trial:
     tokenizer = tokenizer or make_tokenizer()
-    config = EnvironmentConfig(path=f"{WORLDS}:{name}", step_timeout_s=10.0, **settings)
+    config = EnvironmentConfig(**{"path": f"{WORLDS}:{name}", "step_timeout_s": 10.0, **settings})
     setup = TrialSetup(
         environment_of(config), config, Limits(2000, 2000), tokenizer, (tokenizer.eos_token_id,), {}, has_reward=False
     )
@@ -79,6 +79,32 @@ def test_what_failed_is_told_once_and_nothing_is_said_of_what_nobody_played() ->
     assert says.startswith("3 of 3 episodes failed:\nepisode 1: Reads.reset failed:\nTraceback")
     assert says.count("episode ") == 1, "the error is the same in all"
     assert says.count("Traceback") == 1
+
+
+def test_a_call_that_hangs_is_the_slowest_and_nothing_is_said_of_a_close_that_waits_for_it() -> None:
+    trial = trial_of("Hangs", step_timeout_s=1.0)
+    assert [check.name for check in trial.checks if check.is_right is False] == ["replies"]
+    assert "close" not in found(trial)
+    says = found(trial)["time"].says
+    assert says.startswith("the slowest call was `step`, 1") and says.endswith(", and past its deadline")
+
+
+def test_a_close_that_fails_is_told_beside_calls_that_hang() -> None:
+    trial = trial_of("HangsOnce", step_timeout_s=1.0)
+    assert {episode.end for episode in trial.episodes} == {"done", "failed"}, "a seed of each kind"
+    assert found(trial)["close"].is_right is False and "too long" in found(trial)["close"].says
+
+
+def test_nothing_is_said_of_the_close_of_what_was_not_made() -> None:
+    assert [check.name for check in trial_of("Unmade").checks] == ["replies"]
+
+
+def test_an_environment_that_never_ends_and_one_that_pays_all_the_same_are_remarked() -> None:
+    never = trial_of("NeverDone", max_turns=2)
+    assert never.fits and "the environment itself ended none (done=True)" in found(never)["ends"].says
+    assert found(never)["spread"].is_right is None and "all episodes earned 0.5" in found(never)["spread"].says
+    assert "itself" not in found(trial_of("Good"))["ends"].says
+    assert "spread" not in found(trial_of("ChangesItsRewards"))
 
 
 def test_a_column_that_the_row_lacks_is_told_with_those_that_it_has() -> None:
@@ -153,21 +179,3 @@ def test_a_token_that_is_trained_in_another_context_is_found() -> None:
     assert not judged(EpisodeRow([1, 3], [7, 8], [1, 1], [-1.0, -1.0], [0, 0], [0, 0])).is_right
     assert not judged(EpisodeRow([1, 2], [7, 8], [1, 0], [-1.0, -1.0], [0, 0], [0, 0])).is_right
     assert not judged(EpisodeRow([1, 2], [7, 8, 9], [1, 1, 1], [-1.0] * 3, [0] * 3, [0] * 3)).is_right
-
-
-@pytest.mark.parametrize(
-    ("schema", "value"),
-    [
-        ({"type": "integer"}, 2),
-        ({"type": "integer", "minimum": 5}, 5),
-        ({"type": "number", "maximum": 1}, 1),
-        ({"type": "string", "enum": ["a", "b"]}, "a"),
-        ({"type": "array", "items": {"type": "boolean"}}, [True]),
-        ({"anyOf": [{"type": "null"}, {"type": "string"}]}, None),
-        ({"type": ["string", "null"]}, "text"),
-        ({"properties": {"a": {"default": 3}, "b": {"type": "string"}}, "required": ["a"]}, {"a": 3}),
-        ({}, "text"),
-    ],
-)
-def test_arguments_fit_their_schema(schema: dict[str, Any], value: object) -> None:
-    assert example(schema) == value

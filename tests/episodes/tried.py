@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import time
 import urllib.request
 
 import hrl
@@ -59,6 +60,33 @@ class Unpaid(Good):
 class ClosesBadly(Good):
     def close(self):
         raise ZeroDivisionError("at the end")
+
+
+class Hangs(Good):
+    def step(self, action):
+        time.sleep(1000)
+
+
+class HangsOnce(Good):
+    """And does not close well where it does not hang."""
+
+    def step(self, action):
+        if self.secret % 2:
+            time.sleep(1000)
+        return super().step(action)
+
+    def close(self):
+        raise ZeroDivisionError("at the end")
+
+
+class Unmade(Good):
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+
+class NeverDone(Good):
+    def step(self, action):
+        return hrl.StepResult("Go on.", reward=0.25)
 
 
 class Talks(Good):

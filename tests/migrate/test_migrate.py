@@ -80,6 +80,20 @@ def test_a_line_of_verl_means_the_same_without_what_hrl_lacks() -> None:
     assert said["actor_rollout_ref.model.use_remove_padding=True"] == "padding never enters a model"
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--config-path=conf --config-name=mine", {"--config-path conf", "--config-name mine"}),
+        ("--config-path conf --config-name mine", {"--config-path conf", "--config-name mine"}),
+        ("--config-path conf --config-name=ppo_trainer -m", {"--config-path conf", "-m"}),
+        ("stray --config-path=conf", {"stray", "--config-path conf"}),
+    ],
+)
+def test_files_of_verl_are_each_named_once(options: str, named: set[str]) -> None:
+    found = one(f"python3 -m verl.trainer.main_ppo {options} data.train_files=rows.parquet trainer.total_epochs=1")
+    assert {remark.written for remark in found.lost if remark.written[:1] in "-s"} == named
+
+
 def test_what_composes_as_it_is_stays_the_same_configuration() -> None:
     line = [
         "data.train_files=a.parquet",

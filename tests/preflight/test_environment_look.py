@@ -86,7 +86,7 @@ def test_tools_whose_calls_nothing_can_read_are_refused(tokenizer, loaded, templ
     loaded(has_tools=True)
     tokenizer.chat_template = template
     [problem] = look(tokenizer, environment__path="tools", environment__tools=["python"]).problems
-    assert problem.key == "environment.tool_parser" and "Set environment.tool_parser to one of" in problem.what
+    assert problem.key == "environment.tool_parser" and "et environment.tool_parser=hermes" in problem.what
 
 
 def test_a_template_that_tells_its_parser_needs_no_look_at_the_engine(tokenizer, loaded, monkeypatch):

@@ -101,8 +101,8 @@ DEEP = b'{"model": "tiny", "messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}
         (CHAT | {"response_format": {"type": "json_object"}}, "hrl does not have", "response_format"),
         (CHAT | {"web_search_options": {}}, "hrl does not have the parameter", "web_search_options"),
         (CHAT | {"stream_options": {"include_usage": True}}, "stream_options is for stream=true", "stream_options"),
-        (CHAT | {"messages": []}, "'messages' is", "messages"),
-        (CHAT | {"messages": "x"}, "'messages' is 'x'", "messages"),
+        (CHAT | {"messages": []}, "'messages' is [], expected a non-empty list of messages", "messages"),
+        (CHAT | {"messages": "x"}, "'messages' is 'x', expected a non-empty list of messages", "messages"),
         (CHAT | {"messages": [{"role": "user"}]}, "'content' of message 0", "messages"),
         (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "hrl trains on text", "messages"),
         (
