@@ -33,6 +33,7 @@ from tests.models.tiny import (
 )
 from tests.workers.asked import Actor, Critic
 from tests.workers.engine.ranks import CPU, parameters
+from tests.workers.engine.sequence_memory import most_of_a_rank
 
 pytestmark = pytest.mark.cluster
 
@@ -247,6 +248,11 @@ def test_a_skipped_batch_is_kept_once_for_each_group_and_computed_again_by_one_r
     assert whole.has_all_ranks and {uid for each in whole.micro_batches for uid in each.uids} <= {"g0", "g1", "g2"}
     for each in whole.micro_batches:
         assert each.loss == pytest.approx(each.recorded, rel=1e-4, nan_ok=True)
+
+
+def test_what_a_rank_holds_of_a_long_row_falls_with_the_degree(tmp_path):
+    for kept in most_of_a_rank(tmp_path / "memory", 768).values():
+        assert kept[2] < 0.6 * kept[1] and kept[4] < 0.65 * kept[2], kept
 
 
 def test_ranks_that_make_no_groups_are_refused_by_the_key(four):
