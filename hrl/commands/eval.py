@@ -13,7 +13,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add model, rows and sampling."""
     parser.add_argument("model", help="run folder, checkpoint, model folder, hub id or bundled:...")
     parser.add_argument(
-        "data", nargs="*", default=[], help="rows, as data.val_files takes them; the run's own by default"
+        "data",
+        nargs="*",
+        default=[],
+        help="rows, as data.val_files takes them; the run's own by default. "
+        "And keys of a run, such as environment.path=my_env.py:Class",
     )
     parser.add_argument("-n", type=at_least_one, default=1, help="samples of each prompt; 1 by default")
     parser.add_argument("-k", type=_sizes, default=(), help="each k of pass@k and maj@k, such as 1,4,8; n by default")

@@ -31,6 +31,9 @@ class EnvironmentConfig(Section):
     """Turns after which an episode is cut off. Its tokens are limited by `data.max_response_length`."""
     max_turn_tokens: Annotated[PositiveInt | None, Unit("tokens")] = None
     """Longest turn of the policy in tokens; null lets a turn take all that is left of the episode."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end a turn, such as `</search>`, and stay part of it. The engine samples on to the end of its answer,
+    whose rest is dropped, so set `max_turn_tokens` beside it."""
     max_observation_tokens: Annotated[PositiveInt | None, Unit("tokens")] = 1024
     """Longest text of one message of the environment in tokens; what is longer loses its middle. null cuts nothing."""
     tool_parser: str | None = None
@@ -43,10 +46,13 @@ class EnvironmentConfig(Section):
     step_timeout_s: PositiveFloat = 60.0
     """Seconds that one call of an environment's `reset`, `step` or `close` may take."""
     tool_timeout_s: PositiveFloat = 30.0
-    """Seconds that one call of a tool may take; the policy is told when it takes longer."""
+    """Seconds that one call of a tool may take; the policy is told when it takes longer, or when all calls of its turn
+    together take longer than nine tenths of `step_timeout_s`."""
+    max_parallel_calls: Annotated[PositiveInt, Unit("calls")] = 16
+    """Calls of tools that are made in one turn; of further ones the policy is told that they were not made."""
     episode_timeout_s: PositiveFloat = 600.0
     """Seconds that an episode may take, with all its attempts; one that takes longer is cut off and trains nothing.
-    Time in which it waits for the engine does not count."""
+    Time in which it waits for the engine, or in the sandbox's line, does not count."""
     memory_limit_gib: PositiveFloat | None = 8.0
     """Address space of one such process in GiB; null sets no limit."""
     env: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(=.*)?$")]] = Field(default_factory=list)

@@ -355,15 +355,6 @@ def environments_name_their_secrets(config: PPOTrainerConfig) -> Iterator[Proble
     yield from _variables_written_out("environment.env", config.environment.env)
 
 
-def a_tool_ends_before_its_turn(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """The policy is told of a tool that takes too long, which needs the deadline of the step to be later."""
-    settings = config.environment
-    if settings.is_used and settings.tool_timeout_s >= settings.step_timeout_s:
-        what = f"is {settings.tool_timeout_s:g} s, and must be less than environment.step_timeout_s="
-        what += f"{settings.step_timeout_s:g}, at which the episode fails."
-        yield Problem("environment.tool_timeout_s", what, involves=("environment.step_timeout_s",))
-
-
 def a_program_ends_before_its_call(config: PPOTrainerConfig) -> Iterator[Problem]:
     """The policy is told what a program that took too long has printed; the tool's deadline has to be later."""
     settings, tool = config.environment, "environment.tool_timeout_s"
@@ -695,7 +686,6 @@ PPO_RULES: tuple[Rule, ...] = (
     bypass_mode_does_what_is_set,
     preferences_take_the_place_of_advantages,
     environments_name_their_secrets,
-    a_tool_ends_before_its_turn,
     a_program_ends_before_its_call,
     an_episode_ends_before_its_phase,
     episodes_are_played_where_the_policy_is_served,

@@ -6,11 +6,18 @@ import asyncio
 import inspect
 import json
 from abc import abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hrl.environments.interface import Action, Environment, Message, Observation, StepResult
+from hrl.environments.interface import (
+    Action,
+    Environment,
+    EnvironmentReplyError,
+    Message,
+    Observation,
+    StepResult,
+)
 
 _END_S = 1.0
 """How long a program may take to end when its episode is over."""
@@ -87,7 +94,12 @@ class AgentEnvironment(Environment):
             return StepResult(observation=[_AT_WORK])
         value = self._running.result()
         if not isinstance(value, StepResult):
-            return StepResult(reward=value, done=True)
+            value = StepResult(reward=value)
+        reward: Any = value.reward
+        if (isinstance(reward, Sequence) and not isinstance(reward, str)) or getattr(reward, "ndim", 0) > 0:
+            raise EnvironmentReplyError(
+                "returned rewards of tokens, of which a program knows none: give one number, for the whole episode"
+            )
         return StepResult(reward=value.reward, done=True, truncated=value.truncated, metrics=value.metrics)
 
     async def close(self) -> None:  # type: ignore[override]  # the base allows both

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from hrl.environments.registry import (
 )
 from hrl.environments.replies import GYMNASIUM
 from hrl.environments.single_turn import SingleTurn
-from hrl.environments.tools import ToolEnvironment, tool_of
+from hrl.environments.tools import ToolEnvironment, ToolLimits, tool_of
 from hrl.errors import RefusedError
 from hrl.files import expanded
 from hrl.nearest import did_you_mean
@@ -254,14 +254,14 @@ class EnvironmentSpec:
         source: Where its class comes from.
         kwargs: Of its constructor; a text `env:NAME` stands for the environment variable NAME.
         tools: Functions for a `ToolEnvironment`.
-        tool_timeout_s: Seconds that one call of a tool may take.
+        tool_limits: What calls of tools may take.
         row_environments: Name → arguments, of environments that rows may name; variables as in `kwargs`.
     """
 
     source: Source
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Tools, ...] = ()
-    tool_timeout_s: float = 30.0
+    tool_limits: ToolLimits = ToolLimits()  # noqa: RUF009  (frozen)
     row_environments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -270,7 +270,7 @@ class EnvironmentSpec:
         path: str | None,
         kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[str | Callable[..., Any]] = (),
-        tool_timeout_s: float = 30.0,
+        tool_limits: ToolLimits = ToolLimits(),  # noqa: B008  (frozen)
         given: object = None,
         row_environments: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Self:
@@ -280,7 +280,7 @@ class EnvironmentSpec:
             path: `environment.path`; None where an object is given.
             kwargs: `environment.kwargs`.
             tools: `environment.tools`, or functions.
-            tool_timeout_s: `environment.tool_timeout_s`.
+            tool_limits: What calls of tools may take.
             given: A class, a function that makes environments, an environment of which each episode gets a copy, or a
                 list of functions, which are the tools of the environment `tools`.
             row_environments: `environment.row_environments`.
@@ -317,7 +317,7 @@ class EnvironmentSpec:
             if isinstance(source, Named) and source.name not in ENVIRONMENTS:
                 source.load({})  # says so
         named = {name: dict(arguments) for name, arguments in (row_environments or {}).items()}
-        return cls(source, dict(kwargs or {}), tuple(map(_tool_source, tools)), tool_timeout_s, named)
+        return cls(source, dict(kwargs or {}), tuple(map(_tool_source, tools)), tool_limits, named)
 
     @property
     def title(self) -> str:
@@ -347,7 +347,7 @@ class EnvironmentSpec:
             "source": _source_to_plain(self.source),
             "kwargs": to_plain(self.kwargs, f"an argument of {self.title}"),
             "tools": [_source_to_plain(one) for one in self.tools],
-            "tool_timeout_s": self.tool_timeout_s,
+            "tool_limits": asdict(self.tool_limits),
             "row_environments": to_plain(self.row_environments, "an argument in environment.row_environments"),
         }
 
@@ -356,7 +356,7 @@ class EnvironmentSpec:
         """Return the specification from the dict of `to_plain`."""
         tools = tuple(_source_from_plain(one) for one in plain["tools"])
         source, kwargs = _source_from_plain(plain["source"]), from_plain(plain["kwargs"])
-        return cls(source, kwargs, tools, plain["tool_timeout_s"], from_plain(plain["row_environments"]))
+        return cls(source, kwargs, tools, ToolLimits(**plain["tool_limits"]), from_plain(plain["row_environments"]))
 
 
 def _variables(kwargs: Mapping[str, Any]) -> dict[str, str]:
@@ -399,11 +399,14 @@ class EnvironmentTraits:
         is_unpaid: Whether it gives no reward, for sure: nothing in it says what an answer is worth.
         has_tools: Whether the policy is given tools to call, as far as can be seen.
         lacks_tools: Whether it is an environment of tools, and has none.
+        shown_tools: Schemas of the tools that the first prompt shows beside the row's own messages; None where `reset`
+            decides what is shown.
     """
 
     is_unpaid: bool = False
     has_tools: bool = False
     lacks_tools: bool = False
+    shown_tools: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def of(cls, made: type, functions: Sequence[object] = ()) -> Self:
@@ -411,8 +414,17 @@ class EnvironmentTraits:
         if issubclass(made, ToolEnvironment):
             own = (made.answered is ToolEnvironment.answered, made.step is ToolEnvironment.step)
             has_tools = bool(functions) or made.brings_tools()
-            return cls(all(own), has_tools, lacks_tools=not has_tools and made.step is ToolEnvironment.step)
-        return cls(issubclass(made, SingleTurn) and made.step is SingleTurn.step)
+            lacks_tools = not has_tools and made.step is ToolEnvironment.step
+            return cls(all(own), has_tools, lacks_tools, _shown_tools(made, functions))
+        shown: list[Any] | None = [] if getattr(made, "reset", None) is Environment.reset else None
+        return cls(issubclass(made, SingleTurn) and made.step is SingleTurn.step, shown_tools=shown)
+
+
+def _shown_tools(made: type[ToolEnvironment], functions: Sequence[Any]) -> Sequence[Mapping[str, Any]] | None:
+    """Return the schemas of tools that a class adds to the row's prompt; None where it shows what it likes."""
+    if any(getattr(made, name) is not getattr(ToolEnvironment, name) for name in ("reset", "tools", "with_tools")):
+        return None
+    return [one.schema for one in made.tools_with(functions).values()]
 
 
 class EnvironmentMaker:
@@ -551,7 +563,7 @@ class EnvironmentMaker:
         if missing:
             raise EnvironmentLoadError(f"{type(environment).__name__} has no method {' and no '.join(missing)}")
         if isinstance(environment, ToolEnvironment):
-            environment.set_up(self._functions if is_own else [], self._spec.tool_timeout_s)
+            environment.set_up(self._functions if is_own else [], self._spec.tool_limits)
         return environment
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from hrl.environments.tool_functions import tool
-from hrl.environments.tools import ToolEnvironment
+from hrl.environments.tools import ToolEnvironment, ToolLimits
 from hrl.processes.sandbox import TIME_S, ProgramResult, Sandbox, SandboxError, sandbox_limit
 
 __all__ = ["ProgramResult", "PythonEnvironment", "Sandbox", "SandboxError", "python_tool", "sandbox_limit"]
@@ -34,17 +34,17 @@ class PythonEnvironment(ToolEnvironment):
         self._sandbox = Sandbox(time_s, memory_mib, disk_mib, packages, trust, wait_s)
         self._sandbox.check()
 
-    def set_up(self, functions: Sequence[Callable[..., Any]], tool_timeout_s: float) -> None:
-        """Take functions and the deadline of a call.
+    def set_up(self, functions: Sequence[Callable[..., Any]], limits: ToolLimits) -> None:
+        """Take functions and what calls may take.
 
         Raises:
             SandboxError: A program could take longer than a call.
         """
-        super().set_up(functions, tool_timeout_s)
-        if self._sandbox.time_s >= tool_timeout_s:
+        super().set_up(functions, limits)
+        if self._sandbox.time_s >= limits.call_s:
             raise SandboxError(
                 f"environment.kwargs.time_s is {self._sandbox.time_s:g} s, and must be less than "
-                f"environment.tool_timeout_s={tool_timeout_s:g}, at which the policy is told that it took too long"
+                f"environment.tool_timeout_s={limits.call_s:g}, at which the policy is told that it took too long"
             )
 
     @tool

@@ -7,9 +7,10 @@ import contextlib
 import functools
 import inspect
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hrl.environments.interface import (
@@ -20,6 +21,7 @@ from hrl.environments.interface import (
     StepResult,
     ToolCall,
 )
+from hrl.environments.replies import MOST_CHARACTERS
 from hrl.environments.tool_functions import (
     ArgumentsMisfitError,
     Tool,
@@ -33,16 +35,33 @@ from hrl.processes.evidence import memory_is_left
 from hrl.processes.waiting import Clock
 from hrl.text import clean_text, without_middle
 
-__all__ = ["ToolEnvironment", "ToolSignatureError", "tool", "tool_of"]
+__all__ = ["ToolEnvironment", "ToolLimits", "ToolSignatureError", "tool", "tool_of"]
 
 _MOST_AT_ONCE = 16
 """Calls of one action that run at the same time; further ones wait for their turn."""
 _LONGEST_RESULT = 1 << 20
+_LONGEST_RESULTS = MOST_CHARACTERS // 2
+"""Characters of all results of a turn, which share them: a reply may have no more than twice as many."""
 _LONGEST_SHOWN = 200
 _LONGEST_EXCEPTION = 1000
 
 _COUNTED = ("tool_calls", "tool_errors")
 """What is counted here, of all tools and, behind a slash, of each. Metrics of these names are nobody else's."""
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """What calls of tools may take.
+
+    Attributes:
+        call_s: Seconds of one call, `environment.tool_timeout_s`.
+        turn_s: Seconds of all calls of a turn, less than the step may take at whose deadline the episode fails.
+        calls: Calls of a turn that are made, `environment.max_parallel_calls`.
+    """
+
+    call_s: float = 30.0
+    turn_s: float = 54.0
+    calls: int = 16
 
 
 class ToolEnvironment(Environment):
@@ -55,7 +74,7 @@ class ToolEnvironment(Environment):
     """
 
     _functions: Sequence[Callable[..., Any]] = ()
-    _tool_timeout_s = 30.0
+    _limits = ToolLimits()
     _outlives: asyncio.Future[Any] | None = None
     """The call of a method that went on behind its deadline; no other method begins before it has ended."""
 
@@ -69,10 +88,9 @@ class ToolEnvironment(Environment):
         """
         return None
 
-    def set_up(self, functions: Sequence[Callable[..., Any]], tool_timeout_s: float) -> None:
-        """Take the functions of `environment.tools`, and the deadline of a call; called before `reset`."""
-        self._functions = functions
-        self._tool_timeout_s = tool_timeout_s
+    def set_up(self, functions: Sequence[Callable[..., Any]], limits: ToolLimits) -> None:
+        """Take the functions of `environment.tools`, and what calls may take; called before `reset`."""
+        self._functions, self._limits = functions, limits
 
     @classmethod
     def check_tools(cls) -> None:
@@ -97,8 +115,13 @@ class ToolEnvironment(Environment):
         Raises:
             ToolSignatureError: Two have the same name, or one can't be a tool.
         """
-        found = dict(_tools_of(type(self)))
-        for function in self._functions:
+        return self.tools_with(self._functions)
+
+    @classmethod
+    def tools_with(cls, functions: Sequence[Callable[..., Any]]) -> Mapping[str, Tool]:
+        """Return what `tools` is where these are the functions."""
+        found = dict(_tools_of(cls))
+        for function in functions:
             one = tool_of(function)
             if one.name in found:
                 raise ToolSignatureError(
@@ -129,11 +152,18 @@ class ToolEnvironment(Environment):
                 # What was cut off may have been on the way to a call.
                 result = StepResult(reward=result, done=True, truncated=action.finish_reason == "length")
             return replace(result, metrics={**self._counted(), **result.metrics})
-        at_once = asyncio.Semaphore(_MOST_AT_ONCE)
-        in_turn = asyncio.Lock()
-        answers = await asyncio.gather(*(self._answer(call, at_once, in_turn) for call in action.tool_calls))
+        with _Turn(self._limits.turn_s) as turn:
+            made, others = action.tool_calls[: self._limits.calls], action.tool_calls[self._limits.calls :]
+            answers = await asyncio.gather(*(self._answer(call, turn) for call in made))
+        for call in others:
+            self._count("tool_calls", call)
+            self._count("tool_errors", call)
+            answers.append(
+                f"Error: {call.name[:_LONGEST_SHOWN]} was not called: at most {len(made)} calls are made in a turn"
+            )
+        longest = _LONGEST_RESULTS // len(answers)
         messages = [
-            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": answer}
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": without_middle(answer, longest)}
             for call, answer in zip(action.tool_calls, answers, strict=True)
         ]
         return StepResult(messages, metrics=self._counted())
@@ -147,21 +177,21 @@ class ToolEnvironment(Environment):
     def _counts(self) -> Counter[str]:
         return Counter()
 
-    async def _answer(self, call: ToolCall, at_once: asyncio.Semaphore, in_turn: asyncio.Lock) -> str:
+    def _count(self, kind: str, call: ToolCall) -> None:
+        self._counts[kind] += 1
+        if call.name in self.tools:
+            self._counts[f"{kind}/{call.name}"] += 1
+
+    async def _answer(self, call: ToolCall, turn: _Turn) -> str:
         """Return the result of a call as a text, or what was wrong with it."""
-        known = self.tools
-        self._counts["tool_calls"] += 1
-        if call.name in known:
-            self._counts[f"tool_calls/{call.name}"] += 1
-        async with at_once:
-            text, is_error = await self._attempt(call, known, in_turn)
+        self._count("tool_calls", call)
+        async with turn.at_once:
+            text, is_error = await self._attempt(call, self.tools, turn)
         if is_error:
-            self._counts["tool_errors"] += 1
-            if call.name in known:
-                self._counts[f"tool_errors/{call.name}"] += 1
+            self._count("tool_errors", call)
         return text
 
-    async def _attempt(self, call: ToolCall, known: Mapping[str, Tool], in_turn: asyncio.Lock) -> tuple[str, bool]:
+    async def _attempt(self, call: ToolCall, known: Mapping[str, Tool], turn: _Turn) -> tuple[str, bool]:
         if call.name not in known:
             names = ", ".join(known) or "none"
             hint = did_you_mean(call.name[:_LONGEST_SHOWN], known)
@@ -177,9 +207,13 @@ class ToolEnvironment(Environment):
             arguments = chosen.read(call.arguments)
         except ArgumentsMisfitError as error:
             return clean_text(f"Error: wrong arguments of {call.name}: {error}"), True
-        timeout_s = self._tool_timeout_s if chosen.timeout_s is None else chosen.timeout_s
         is_method = chosen.name in _tools_of(type(self))
-        async with in_turn if is_method else contextlib.nullcontext():
+        async with turn.one_by_one if is_method else contextlib.nullcontext():
+            left_s = turn.left_s
+            if left_s <= 0:
+                why = f"those before it took all of the {self._limits.turn_s:g} s that a turn's calls may take"
+                return f"Error: {call.name} was not called: {why}", True
+            timeout_s = min(self._limits.call_s if chosen.timeout_s is None else chosen.timeout_s, left_s)
             if is_method and self._outlives is not None:
                 if not await Clock().finishes_within(self._outlives, timeout_s):
                     return f"Error: {call.name} was not called: a call before it has not ended", True
@@ -192,7 +226,7 @@ class ToolEnvironment(Environment):
                 if not running.done():
                     self._give_up(running, chosen, is_method)
         if not running.done():
-            return f"Error: {call.name} took longer than {timeout_s:g} s", True
+            return f"Error: {call.name} took longer than {timeout_s:.3g} s", True
         try:
             return text_of(running.result()), False
         # A tool may raise anything, also by `sys.exit`; the policy is told.
@@ -214,6 +248,21 @@ class ToolEnvironment(Environment):
         """Call a tool, on a thread if it is plain."""
         call = functools.partial(chosen.function, *([self] if is_method else []), **arguments)
         return await (_guarded(call()) if chosen.is_async else _on_thread(call))
+
+
+class _Turn(Clock):
+    """The calls of one action, and the seconds that they may take together; waiting in line is none of them."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds, self._begun_s = seconds, time.monotonic()
+        self.at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+        self.one_by_one = asyncio.Lock()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self._seconds - self.counted_s(self._begun_s, self._seconds)
 
 
 def is_count(metric: str) -> bool:

@@ -1,4 +1,4 @@
-"""How long an episode may take: its clock stands while it waits for an engine."""
+"""How long an episode may take: its clock stands while it waits for an engine, or in line behind other episodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EpisodeClock:
     def __init__(self, seconds: float, ends_at: float = math.inf) -> None:
         self._loop = asyncio.get_running_loop()
         self._left_s, self._since, self._ends_at = seconds, self._loop.time(), ends_at
-        self._num_requests = 0
+        self._num_waits = 0
         self._cut_off: asyncio.Timeout | None = None
 
     @property
@@ -32,7 +32,7 @@ class EpisodeClock:
     @property
     def _due(self) -> float:
         """When it is over, if nothing changes; a time of the loop."""
-        return self._ends_at if self._num_requests else min(self._ends_at, self._since + self._left_s)
+        return self._ends_at if self._num_waits else min(self._ends_at, self._since + self._left_s)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Timeout]:
@@ -46,17 +46,25 @@ class EpisodeClock:
     @contextmanager
     def standing(self) -> Iterator[None]:
         """Let no time pass in this context, in which an engine is waited for; several may overlap."""
-        if self._num_requests == 0:
-            self._left_s -= self._loop.time() - self._since
-        self._num_requests += 1
-        self._set()
+        self.stop()
         try:
             yield
         finally:
-            self._num_requests -= 1
-            if self._num_requests == 0:
-                self._since = self._loop.time()
-            self._set()
+            self.go_on()
+
+    def stop(self) -> None:
+        """Let no time pass until `go_on` has been called as often as this."""
+        if self._num_waits == 0:
+            self._left_s -= self._loop.time() - self._since
+        self._num_waits += 1
+        self._set()
+
+    def go_on(self) -> None:
+        """Undo one `stop`."""
+        self._num_waits -= 1
+        if self._num_waits == 0:
+            self._since = self._loop.time()
+        self._set()
 
     def _set(self) -> None:
         if self._cut_off is not None and not self._cut_off.expired():

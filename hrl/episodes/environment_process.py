@@ -255,6 +255,7 @@ class _Environments:
             await self._interrupt(episode)
         call = self._loop.create_attributed(number, self._attempt(episode, method, message))
         episode.call = call
+        self._loop.clock_of(call).tell = lambda waits: self._say({"id": message["id"], "waits": waits})
         if await self._loop.finishes_within(call, number, self._timeout_s):
             answer = {"error": "the call was given up"} if call.cancelled() else call.result()
         else:
@@ -265,7 +266,10 @@ class _Environments:
         if method == "close":
             del self._episodes[number]
             self._loop.forget(number)
-        self._writer.write(encode({"id": message["id"]} | answer))
+        self._say({"id": message["id"]} | answer)
+
+    def _say(self, what: dict[str, Any]) -> None:
+        self._writer.write(encode(what))
 
     async def _interrupt(self, episode: _Episode) -> None:
         """End the call that still runs where its caller has given it up."""

@@ -13,6 +13,9 @@ EndReason = Literal["done", "truncated", "max_turns", "max_prompt", "max_tokens"
 """Why an episode ended: by its nature, by a limit of the environment's, by one of the run's four, or by a failure.
 What the environment calls done is done, also if its last turn was cut off."""
 
+NO_VERSION = NO_TURN = -1
+"""Of tokens that the policy did not sample, and of padding."""
+
 TRUNCATIONS: frozenset[EndReason] = frozenset({"truncated", "max_turns", "max_prompt", "max_tokens", "deadline"})
 """The ends by a limit."""
 
@@ -72,6 +75,7 @@ class Episode:
         attempts: How often it was begun; more than 1 where its environment's process had died.
         metrics: The environment's own.
         token_rewards: Of each turn those of the tokens that it sampled; None where the turn has one number or none.
+        turn_places: Where in `messages` each turn stands; None for one that is in another conversation.
     """
 
     key: tuple[str, int]
@@ -91,6 +95,7 @@ class Episode:
     answer: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     token_rewards: Sequence[Sequence[float] | None] = ()
+    turn_places: Sequence[int | None] = ()
 
     @property
     def num_turns(self) -> int:

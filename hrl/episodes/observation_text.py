@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_USUAL_TOKEN = 4
+"""Characters of each end, per token that may stay, that are tokenised first; of few texts tokens are longer."""
 _LONGEST_TOKEN = 64
 """Characters per token beyond which a text is cut before it is tokenised."""
 
@@ -36,18 +38,27 @@ def without_middle(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: in
     """
     if len(text.encode("utf-8")) < max_tokens:  # no token is shorter than a byte
         return text
-    half = max_tokens * _LONGEST_TOKEN // 2
-    beginning, end = (text, text) if len(text) <= 2 * half else (text[:half], text[-half:])
-    if beginning is text and _length(tokenizer, text) <= max_tokens:
-        return text
-    heads, tails = _borders(tokenizer, beginning), _borders(tokenizer, end)
+    longest = max_tokens * _LONGEST_TOKEN // 2
+    looked_at = min(max_tokens * _USUAL_TOKEN, longest)
+    while len(text) > 2 * looked_at:
+        heads, tails = _borders(tokenizer, text[:looked_at]), _borders(tokenizer, text[-looked_at:])
+        # Where both ends have more tokens than can stay of them, nobody needs to look at what is between.
+        if looked_at == longest or min(len(heads), len(tails)) > max_tokens // 2 + 2:
+            end = len(text) - looked_at
+            break
+        looked_at = min(2 * looked_at, longest)
+    else:
+        if _length(tokenizer, text) <= max_tokens:
+            return text
+        heads = tails = _borders(tokenizer, text)
+        end = 0
     room = max_tokens
     while room > 0:
         kept = max(room - _length(tokenizer, _mark(len(text))), 0)
         if not kept:
             break
         last = heads[min((kept + 1) // 2, len(heads) - 1)]
-        first = len(text) - len(end) + tails[max(len(tails) - 1 - kept // 2, 0)]
+        first = end + tails[max(len(tails) - 1 - kept // 2, 0)]
         cut = text[:last] + _mark(first - last) + text[first:]
         # Tokens at the borders may join, or not join, with the mark.
         excess = _length(tokenizer, cut) - max_tokens

@@ -155,7 +155,10 @@ class TurnParser:
         )
 
     def _message(self, text: str, content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        if calls and not self._template.shows_calls:  # calls in a field of their own would be lost
+        takes_calls = self._template.shows_calls and (
+            self._template.takes_any_arguments or all(call.arguments is not None for call in calls)
+        )
+        if calls and not takes_calls:  # calls in a field of their own would be lost, or refused
             return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
@@ -262,6 +265,11 @@ class _Template:
     def shows_calls(self) -> bool:
         """Whether the template writes out the field `tool_calls`, whose arguments it takes as objects or as JSON."""
         return self._shows(_PROBE) or self._shows(json.dumps(_PROBE))
+
+    @cached_property
+    def takes_any_arguments(self) -> bool:
+        """Whether the template also writes out arguments that are no object; some walk through their entries."""
+        return self._shows(json.dumps([_PROBE_NAME]))
 
     def _shows(self, arguments: object) -> bool:
         """Return whether the template writes out arguments that are given like that."""

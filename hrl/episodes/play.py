@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hrl.data.chat import ChatTemplateError, tools_of
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
@@ -19,6 +21,7 @@ from hrl.episodes.parser_choice import known_parsers
 from hrl.episodes.parsing import TurnParsers
 from hrl.episodes.pool import EnvironmentFailedError, EnvironmentFaultError, EnvironmentLostError
 from hrl.episodes.tokens import Transcript
+from hrl.episodes.tokens_as_text import stopped_at
 from hrl.errors import HrlError
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput, hashed_seed, sample_seed
@@ -28,12 +31,15 @@ if TYPE_CHECKING:
 
     from hrl.config.environment import EnvironmentConfig
 
+T = TypeVar("T")
 Generate = Callable[[list[int], SamplingParams, object, str], Awaitable[SampleOutput]]
 """Has a turn sampled, given its context, how, the episode, and the name that errors use."""
 
 
 class World(Protocol):
     """The environment of one episode, as `LiveEnvironment` is."""
+
+    clock: EpisodeClock | None
 
     async def reset(self) -> Observation:
         """Begin the episode."""
@@ -54,6 +60,8 @@ class Worlds(Protocol):
 
 _AGENT_POLL_S = 5.0
 """How long an environment that asks the policy itself may take to say that it is still at work."""
+_MANY_TOKENS = 1000
+"""From so many on, rendering and reading take longer than handing them to a thread."""
 _MOST_INNOCENT_ATTEMPTS = 5
 """How often an episode is begun anew where the process was lost by others."""
 
@@ -151,6 +159,7 @@ class AgentPlay:
     Attributes:
         rows: What its calls make up.
         messages: The longest conversation.
+        turn_places: As in `Episode`.
         texts, answer: As in `Episode`.
         num_tool_calls, num_tool_errors, num_unread_calls, engine_s: As in `Episode`.
         limit: The limit of the run that it ran into.
@@ -159,6 +168,7 @@ class AgentPlay:
 
     rows: Sequence[EpisodeRow]
     messages: Sequence[Mapping[str, Any]]
+    turn_places: Sequence[int | None]
     texts: Sequence[str]
     answer: str
     num_tool_calls: int
@@ -218,14 +228,16 @@ class _Play:
             self.metrics |= agent.metrics
             # The reward is that of the whole episode, so it stands at the last turn.
             self.rewards = [*[None] * (len(self.texts) - len(self.rewards)), *self.rewards]
-            return self._episode(agent.rows, agent.messages, end, attempts, error)
-        rows, messages = ([], []) if script is None else (script.rows(), script.messages)
-        return self._episode(rows, messages, end, attempts, error)
+            return self._episode(agent.rows, agent.messages, agent.turn_places, end, attempts, error)
+        if script is None:
+            return self._episode([], [], [], end, attempts, error)
+        return self._episode(script.rows(), script.messages, script.turn_places, end, attempts, error)
 
     def _episode(
         self,
         rows: Sequence[EpisodeRow],
         messages: Sequence[Mapping[str, Any]],
+        turn_places: Sequence[int | None],
         end: EndReason,
         attempts: int,
         error: str | None,
@@ -234,6 +246,7 @@ class _Play:
             key=self.task.key,
             rows=rows,
             messages=messages,
+            turn_places=turn_places,
             turn_rewards=[*self.rewards, *[None] * (len(self.texts) - len(self.rewards))],
             end=end,
             error=error,
@@ -277,6 +290,7 @@ class Player:
         self._setup, self._settings, self._limits = setup, setup.settings, setup.limits
         self._pool, self._generate, self._agents = pool, generate, agents
         self._parsers = setup.parsers()
+        self._thread = ThreadPoolExecutor(1, "texts")
 
     async def prepare(self) -> None:
         """Import the engine's parsers if it is known that they will be needed, so that no episode waits for them.
@@ -331,6 +345,7 @@ class Player:
 
     async def _play(self, play: _Play, clock: EpisodeClock) -> EndReason:
         live = self._pool.open(play.task.key, play.task.row, *play.task.environment_seeds)
+        live.clock = clock
         try:
             async with clock.running() as deadline:
                 return await self._take_turns(play, live, clock)
@@ -349,7 +364,8 @@ class Player:
         if first.is_agent:
             return await self._let_agent_play(play, live, clock)
         is_row = task.prompt_ids is not None and _is_prompt_of(task.row, first)
-        script = Transcript(
+        begun = functools.partial(
+            Transcript,
             self._setup.tokenizer,
             self._setup.stop_ids,
             self._setup.template_kwargs,
@@ -357,10 +373,11 @@ class Player:
             max_observation_tokens=settings.max_observation_tokens,
             prompt_ids=task.prompt_ids if is_row else None,
         )
-        if len(script.context) > self._limits.prompt:
+        script = await self._aside(begun, _size(first))
+        if script.num_tokens > self._limits.prompt:
             raise _UnplayableError(
-                f"the first prompt has {len(script.context)} tokens, more than data.max_prompt_length="
-                f"{self._limits.prompt}; tools and what `reset` returns count"
+                f"the first prompt has {script.num_tokens} tokens, more than data.max_prompt_length="
+                f"{self._limits.prompt}; tools and what `reset` returns count. Raise data.max_prompt_length"
             )
         play.transcript = script
         parser = await self._parsers.ready(first.tools)
@@ -374,9 +391,12 @@ class Player:
             with clock.standing():
                 output = await self._generate(script.context, sampling, task.key, f"turn {turn} of {task.name}")
             play.engine_s += time.perf_counter() - began
+            if settings.stop and output.finish_reason != "abort":
+                output = await self._aside(functools.partial(self._stopped, output), len(output.token_ids))
             if output.finish_reason == "abort":
                 raise _UnplayableError(f"the engine aborted turn {turn}")
-            parsed = parser.parse(output.token_ids, turn=turn)
+            read = functools.partial(parser.parse, output.token_ids, turn=turn)
+            parsed = await self._aside(read, len(output.token_ids))
             script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
             play.texts.append(parsed.text)
             play.answer = parsed.text
@@ -406,8 +426,33 @@ class Player:
             if result.done:
                 return "truncated"
             if turn + 1 < settings.max_turns:
-                script.add_observation(_full(result.observation))
+                heard = _full(result.observation)
+                await self._aside(functools.partial(script.add_observation, heard), script.num_tokens + _size(heard))
         return "max_turns"
+
+    def _stopped(self, output: SampleOutput) -> SampleOutput:
+        """Return a turn up to the token that completes a text of `environment.stop`; nothing behind it was said."""
+        found = stopped_at(self._setup.tokenizer, output.token_ids, self._settings.stop)
+        if found is None:
+            return output
+        count = found.num_tokens
+        return replace(
+            output, token_ids=output.token_ids[:count], log_probs=output.log_probs[:count], finish_reason="stop"
+        )
+
+    async def _aside(self, work: Callable[[], T], num_tokens: int) -> T:
+        """Return what is made of tokens or of their text; of many on a thread, so that no other episode waits for it.
+
+        Whoever is cancelled waits for the thread, which may be changing the episode.
+        """
+        if num_tokens < _MANY_TOKENS:
+            return work()
+        working = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait({working})
+            raise
 
     async def _let_agent_play(self, play: _Play, live: World, clock: EpisodeClock) -> EndReason:
         """Have an environment ask the policy itself until it has a result."""
@@ -456,6 +501,11 @@ def _tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools that the data set has found in a row."""
     tools = tools_of(row)
     return None if isinstance(tools, str) else tools
+
+
+def _size(observation: Observation) -> int:
+    """Return about how many tokens an observation has, at least."""
+    return sum(len(str(one.get("content") or "")) // 4 for one in observation.messages or ())
 
 
 def _full(observation: object) -> Observation:

@@ -24,6 +24,8 @@ from typing import IO, TYPE_CHECKING, Any
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentSpec, EnvironmentTraits
 from hrl.environments.replies import MOST_CHARACTERS, action_to_plain, observation_from_plain, step_from_plain
+from hrl.environments.tools import ToolLimits
+from hrl.episodes.clock import EpisodeClock
 from hrl.errors import HrlError
 from hrl.processes.child import (
     MissingVariableError,
@@ -70,6 +72,8 @@ _PATIENCE = 10
 """Times its deadline that a call may go unanswered by a process that works for others; its clock is paused then."""
 _LAST_WORDS_S = 0.5
 """How long to wait for the exit code of a process that has closed its socket."""
+_SHARE_OF_CALLS = 0.9
+"""Of the seconds of a step, that all calls of tools in it may take."""
 _START_TIMEOUT_S = 60.0
 """How long a process may take to start and load the environment."""
 _FAILED_STARTS_ALLOWED = 3
@@ -191,7 +195,10 @@ def environment_of(settings: EnvironmentConfig, given: object = None) -> Environ
     """
     path = settings.path if given is None else None
     named = settings.row_environments
-    return EnvironmentSpec.of(path, settings.kwargs, settings.tools, settings.tool_timeout_s, given, named)
+    # What all calls of a turn may take leaves the step time to answer: the policy is told, and the episode goes on.
+    turn_s = _SHARE_OF_CALLS * settings.step_timeout_s
+    limits = ToolLimits(settings.tool_timeout_s, turn_s, settings.max_parallel_calls)
+    return EnvironmentSpec.of(path, settings.kwargs, settings.tools, limits, given, named)
 
 
 async def try_environment(
@@ -405,7 +412,12 @@ class EnvironmentPool:
             NEEDED.add(process.pid, "an environment process")
             process.ready.set_result(None)
             return
-        call = process.calls.pop(message["id"], None) if isinstance(message.get("id"), int) else None
+        number = message.get("id")
+        if isinstance(number, int) and isinstance(message.get("waits"), bool):
+            if (waiting := process.calls.get(number)) is not None:  # else it was given up, and leaves the line later
+                waiting.episode.stands(message["waits"])
+            return
+        call = process.calls.pop(number, None) if isinstance(number, int) else None
         if call is None or not message.keys() & {"result", "error", "timeout", "exhausted"}:
             raise GarbledError(str(message)[:300])
         if "exhausted" in message:
@@ -599,6 +611,7 @@ class LiveEnvironment:
         key: Of the episode.
         is_agent: Whether it asks the policy itself, so that what it runs may take as long as the episode.
         lost: Why its process is gone, if it is.
+        clock: Of the episode; it stands while a call waits in line behind those of others.
     """
 
     def __init__(
@@ -619,6 +632,8 @@ class LiveEnvironment:
         self.key = key
         self.is_agent = False
         self.lost: EnvironmentLostError | None = None
+        self.clock: EpisodeClock | None = None
+        self._stands = False
 
     @property
     def title(self) -> str:
@@ -689,7 +704,10 @@ class LiveEnvironment:
         self._process.calls[number] = _Call(self, future, time.monotonic())
         self._was_reset = True
         self._process.writer.write(encode({"id": number, "episode": self.number, "do": method, **fields}))
-        answer = await future
+        try:
+            answer = await future
+        finally:
+            self.stands(False)
         if "timeout" in answer:
             self._pool.counts.timeouts += method != "close"
             where = f", in\n{str(answer['timeout'])[:5000]}" if answer["timeout"] else ""
@@ -700,6 +718,16 @@ class LiveEnvironment:
             self._pool.counts.failures += method != "close"
             raise EnvironmentFailedError(self._pool._with_hint(str(answer["error"])[:5000]))
         return answer["result"]
+
+    def stands(self, waits: bool) -> None:
+        """Take that the present call waits in line from now on, or no longer does."""
+        if self.clock is None or waits == self._stands:
+            return
+        self._stands = waits
+        if waits:
+            self.clock.stop()
+        else:
+            self.clock.go_on()
 
     def _read(self, read: Any, plain: object) -> Any:
         """Check what came from a process that may have sent anything."""

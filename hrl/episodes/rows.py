@@ -10,12 +10,9 @@ import numpy as np
 import torch
 
 from hrl.columns import object_column
-from hrl.episodes.episode import Episode, EpisodeRow
+from hrl.episodes.episode import NO_TURN, NO_VERSION, Episode, EpisodeRow
 from hrl.protocol import DataProto
 from hrl.workers.rollout.base import FinishReason
-
-NO_VERSION = NO_TURN = -1
-"""Of tokens that nobody sampled, and of padding."""
 
 
 def episode_batch(
@@ -88,6 +85,7 @@ def episode_batch(
         "token_rewards": [episode.token_rewards for episode in of_rows],
         "env_metrics": [dict(episode.metrics) for episode in of_rows],
         "messages": [list(episode.messages) for episode in of_rows],
+        "turn_places": [list(episode.turn_places) for episode in of_rows],
         "end": [episode.end for episode in of_rows],
         "finish_reason": [_finish_reason(episode) for episode in of_rows],
         "episode_error": [episode.error for episode in of_rows],

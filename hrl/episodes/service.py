@@ -31,6 +31,7 @@ from hrl.episodes.pool import EnvironmentPool, PoolCounts
 from hrl.episodes.router import Router
 from hrl.models.tokenizer import load_tokenizer
 from hrl.processes.lifetime import die_with_parent
+from hrl.reward.pool import PlayedEpisode
 from hrl.single_controller.node_service import NodeService
 from hrl.single_controller.worker_errors import death_reason
 
@@ -228,7 +229,8 @@ class EpisodeService:
                     )
             if reward_round is not None:
                 texts = [] if episode.end in LEFT_OUT else [*episode.texts]
-                self._setup.rewards.submit.remote(reward_round, task.key, episode.answer, texts)
+                played = PlayedEpisode(texts, episode.messages)
+                self._setup.rewards.submit.remote(reward_round, task.key, episode.answer, played)
             return episode
 
         try:

@@ -15,7 +15,7 @@ A delta is right where three things hold, and a branch begins where one of them 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -149,9 +149,12 @@ class Transcript:
         prompt_ids: What stands for the messages of `first` where these are a row's own: the tokens of a run without
             environment, which may have cut them, and begins a turn behind an assistant's message. None renders them;
             a turn continues an assistant's message.
+        num_own: Messages of `first`, from its beginning, whose words are whoever's who asks; of those behind them no
+            text is a special token, as of what comes later. None stands for all.
 
     Attributes:
         messages: The conversation as the policy and the environment had it.
+        turn_places: Where in it each turn of the policy stands.
         num_cut_texts: Texts of observations that were too long.
 
     Raises:
@@ -168,11 +171,13 @@ class Transcript:
         first: Observation,
         max_observation_tokens: int | None = None,
         prompt_ids: Sequence[int] | None = None,
+        num_own: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = EpisodeTemplate(tokenizer, stop_ids, template_kwargs, first.tools)
         self._max_observation_tokens = max_observation_tokens
         self.messages: list[dict[str, Any]] = []
+        self.turn_places: list[int] = []
         self.num_cut_texts = 0
         self._num_turns = 0
         #: Messages up to and with the last turn, as the template is given them, and those since.
@@ -190,8 +195,8 @@ class Transcript:
             self._row.prompt_length = len(self._row.ids)
         else:
             self.messages += self._checked_messages(first)
-            self._num_given = len(self.messages)
-            self._since = [*self.messages]
+            self._num_given = len(self.messages) if num_own is None else num_own
+            self._since = [*self.messages[:num_own], *self._guarded(self.messages[self._num_given :])]
             self._render_prompt(prompt_ids)
 
     @property
@@ -202,6 +207,11 @@ class Transcript:
     def context(self) -> list[int]:
         """The ids in which the next turn is sampled."""
         return self._row.ids.tolist()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of `context`."""
+        return len(self._row.ids)
 
     @property
     def num_response_tokens(self) -> int:
@@ -236,6 +246,7 @@ class Transcript:
         known = self._template.guarded(said, by_policy=True)
         if self._goes_on:
             said, known = _joined(self.messages.pop(), said), _joined(self._since.pop(), known)
+        self.turn_places.append(len(self.messages))
         self.messages.append(said)
         self._history += [*self._since, known]
         self._since = []
@@ -269,8 +280,7 @@ class Transcript:
             )
         else:
             messages = [self._shortened(message) for message in self._checked_messages(observation)]
-            guarded = (self._template.guarded(m, by_policy=m["role"] == "assistant") for m in messages)
-            self._render([*self._since, *guarded])
+            self._render([*self._since, *self._guarded(messages)])
             self.messages += messages
         self._is_answered = True
         return len(self._row.ids) - before
@@ -295,7 +305,7 @@ class Transcript:
     def _render_prompt(self, given: Sequence[int] | None = None) -> None:
         """Make the first row anew, with the ids that are given for it."""
         self._is_prompt_given = given is not None
-        text = self._text(self._since, self._form)
+        text, self._form = min(self._renderings(self._since), key=_not_understood)
         encoded = self._template.encode(text)
         if given is not None and encoded.ids != [*given]:  # cut; where its control tokens stand is not looked for
             encoded = Encoded([*given], [])
@@ -334,16 +344,31 @@ class Transcript:
     def _text(self, messages: Sequence[Message], form: Form) -> str:
         return self._template.render(messages, form, num_given=self._num_given, goes_on=self._goes_on)
 
+    def _renderings(self, messages: Sequence[Message]) -> Iterator[tuple[str, Form]]:
+        """Yield a chat's text in each form that the template takes, that of the last time first.
+
+        Raises:
+            ChatTemplateError: It takes none.
+        """
+        refusals: list[ChatTemplateError] = []
+        # Only messages with calls of tools differ, and what was given as it is has one form.
+        differ = any(message.get("tool_calls") for message in messages[self._num_given :])
+        forms = dict.fromkeys((self._form, *FORMS)) if differ else (self._form,)
+        for form in forms:
+            try:
+                yield self._text(messages, form), form
+            except ChatTemplateError as error:
+                refusals.append(error)
+        if len(refusals) == len(forms):
+            raise refusals[0]
+
+    def _guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [self._template.guarded(one, by_policy=one["role"] == "assistant") for one in messages]
+
     def _place(self, row: _Row, turn: _Turn) -> tuple[_Place, str]:
         """Return where the row goes on, and the chat's text."""
         rendered: list[tuple[str, Form]] = []
-        refusals: list[ChatTemplateError] = []
-        for form in dict.fromkeys((self._form, *FORMS)):
-            try:
-                text = self._text([*self._history, *self._since], form)
-            except ChatTemplateError as error:
-                refusals.append(error)
-                continue
+        for text, form in self._renderings([*self._history, *self._since]):
             place = self._end_of_turn(row, turn, text)
             if place is not None:
                 self._form = form
@@ -351,10 +376,7 @@ class Transcript:
             rendered.append((text, form))
             if not turn.calls_tools:
                 break
-        if not rendered:
-            raise refusals[0]
-        # Some templates write a null as it is in Python.
-        text, self._form = min(rendered, key=lambda one: one[0].count("None"))
+        text, self._form = min(rendered, key=_not_understood)
         return self._common_beginning(row, turn, text), text
 
     def _end_of_turn(self, row: _Row, turn: _Turn, text: str) -> _Place | None:
@@ -452,6 +474,11 @@ def _joined(begun: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
+def _not_understood(rendering: tuple[str, Form]) -> int:
+    """Return how often a template has written a null as it is in Python, as some do."""
+    return rendering[0].count("None")
 
 
 def _common_length(one: str, other: str) -> int:

@@ -7,10 +7,13 @@ same seeds: alone, among the other episodes at the same time, and only up to its
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,7 @@ from hrl.data.chat import ChatTemplateError, render_prompt, text_of, with_tools
 from hrl.environments.interface import Action, EnvironmentReplyError, Observation, StepResult
 from hrl.environments.loading import EnvironmentSpec
 from hrl.environments.replies import observation_to_plain, step_to_plain
+from hrl.episodes.clock import EpisodeClock
 from hrl.episodes.episode import Episode, limits_by_end
 from hrl.episodes.parser_choice import ParserChoiceError, tool_parser_for
 from hrl.episodes.play import EpisodeTask, Generate, Limits, Player, PlaySetup
@@ -39,6 +43,8 @@ _SLOW = 0.5
 """The share of a deadline from which on a call is worth a remark."""
 _SHOWN = 200
 _ERRORS = 3
+_POLL_S = 0.2
+"""How long a program is let run before its episode is cut off."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +170,10 @@ async def run_trial(
 
         watched = _Watched(pool, records, {task.key: task for task in tasks})
         playing = PlaySetup(setup.tokenizer, setup.stop_ids, setup.template_kwargs, settings, setup.limits)
-        door = None if agents is None else agents(playing, _AtOnce(generate))
-        try:
+        async with _opened(agents, playing, _AtOnce(generate)) as door:
             player = Player(playing, watched, generate, door)
             await player.prepare()
             episodes = [await player.play(task) for task in tasks]
-        finally:
-            if door is not None:
-                await door.close()
         played = [
             (number, records[episode.key])
             for number, episode in enumerate(episodes, start=1)
@@ -186,7 +188,7 @@ async def run_trial(
             *_masks(episodes, records),
             *_rewards(setup, [episode for episode in episodes if episode.end != "failed"]),
             *(await _repeats(pool, stepped) if stepped or not played else [_NOT_REPEATED]),
-            await _closes(pool, played),
+            await _closes(pool, played, functools.partial(_opened, agents, playing)),
             *_times(settings, [record for record in records.values() if not record.is_agent]),
             *_cut(setup, [record for _, record in stepped]),
         ]
@@ -194,6 +196,21 @@ async def run_trial(
 
 
 # ---------------------------------------------------------------------------------------------- what happens
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    agents: Callable[[PlaySetup, Router], OpenAgentDoor] | None, playing: PlaySetup, router: Router
+) -> AsyncIterator[OpenAgentDoor | None]:
+    """Give a door that is closed at the end; None where none can be opened."""
+    if agents is None:
+        yield None
+        return
+    door = agents(playing, router)
+    try:
+        yield door
+    finally:
+        await door.close()
 
 
 class _AtOnce(Router):
@@ -221,6 +238,8 @@ class _Watched:
 
 
 class _WatchedEnvironment:
+    clock: EpisodeClock | None = None
+
     def __init__(self, live: Any, record: Record) -> None:
         self._live, self._record = live, record
 
@@ -408,26 +427,43 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-async def _closes(pool: EnvironmentPool, played: Sequence[tuple[int, Record]]) -> Check:
-    """Return whether `close` works, at the end and after an episode that was cut off."""
-    stepped = [record for _, record in played if not record.is_agent]
-    for record in stepped:
-        live = pool.open(record.task.key, record.task.row, *record.task.environment_seeds)
-        try:
-            await live.reset()
-            if record.steps:
-                await live.step(record.steps[0][0])
-        except (EnvironmentFaultError, EnvironmentReplyError):
-            pass  # told already, as what does not repeat
-        finally:
-            await live.close()
+async def _closes(
+    pool: EnvironmentPool,
+    played: Sequence[tuple[int, Record]],
+    opened: Callable[[Router], AbstractAsyncContextManager[OpenAgentDoor | None]],
+) -> Check:
+    """Return whether `close` works, at the end and after an episode that was cut off.
+
+    Args:
+        pool: Where environments live.
+        played: The episodes that did not fail.
+        opened: Opens a door for programs, whose calls a router answers.
+    """
+    records = [record for _, record in played]
+    nobody = Router()
+    nobody.open(1)  # no engine asks for work there, so that a program waits for its answer until its episode is closed
+    async with opened(nobody) as door:
+        for record in records:
+            live = pool.open(record.task.key, record.task.row, *record.task.environment_seeds)
+            session = await door.open(record.task, EpisodeClock(math.inf)) if record.is_agent and door else None
+            try:
+                await live.reset()
+                if session is not None:
+                    await live.step(Action(text=json.dumps({**session.settings, "poll_s": _POLL_S})))
+                elif record.steps:
+                    await live.step(record.steps[0][0])
+            except (EnvironmentFaultError, EnvironmentReplyError):
+                pass  # told already, as what does not repeat
+            finally:
+                if session is not None:
+                    await session.close()
+                await live.close()
     await pool.settled()
     failed = pool.counts.failed_closes
     if failed:
         return Check("close", False, f"`close` failed or took too long {failed}×; the log above has why")
-    if played and not stepped:
-        return Check("close", True, "called at the end of each episode; not tried while an agent's program runs")
-    return Check("close", True, "called once for each episode, also for those that end after a turn")
+    early = "after a turn" if not all(record.is_agent for record in records) else "while a program waits for an answer"
+    return Check("close", True, f"called once for each episode, also for those that end {early}")
 
 
 def _times(settings: EnvironmentConfig, records: Sequence[Record]) -> list[Check]:

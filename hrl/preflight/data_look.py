@@ -14,7 +14,7 @@ from hrl.config.data import DataConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, SFTTrainerConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.data.chat import check_chat_template, inspect_chat_template, shortened, with_tools
+from hrl.data.chat import check_chat_template, encode_texts, inspect_chat_template, shortened, with_tools
 from hrl.data.dataset import (
     MESSAGES,
     PromptRow,
@@ -395,24 +395,55 @@ def _look_at_size(findings: Findings, rows: Any, wanted: int, *, suggested_at_mo
         findings.problem(_BATCH, what, f"Set {_BATCH}={suggestion}.")
 
 
+def _look_at_length(
+    findings: Findings, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, prompt: str
+) -> None:
+    """Check that a prompt fits with the tools of the environment, without which rows were counted."""
+    (ids,) = encode_texts(tokenizer, [prompt])
+    limit = config.data.max_prompt_length
+    if len(ids) > limit:
+        findings.problem(
+            "data.max_prompt_length",
+            f"is {limit}: the first prompt has {len(ids)} tokens with its tools, and its episode would fail.",
+            f"Set data.max_prompt_length={_rounded_up(len(ids))} or more.",
+        )
+
+
+def _rounded_up(tokens: int) -> int:
+    """Return a multiple of 64 with a quarter of room: other prompts are a little longer."""
+    return -(-tokens * 5 // 4 // 64) * 64
+
+
 def look_at_template(
-    findings: Findings, config: RunConfiguration, train: Any, tokenizer: PreTrainedTokenizerBase, ids: TokenIds
+    findings: Findings,
+    config: RunConfiguration,
+    train: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: TokenIds,
+    shown_tools: Sequence[Mapping[str, Any]] | None = (),
 ) -> None:
     """Render the first prompt and check the chat template.
 
     Its faults are warnings for sampled answers and errors for given ones.
+
+    Args:
+        findings: Collects what is found.
+        config: The validated configuration.
+        train: The rows.
+        tokenizer: Of the policy.
+        ids: Its tokens that matter.
+        shown_tools: Of an environment, shown beside the row's messages; None where it makes of the row what it likes.
     """
     kwargs = config.data.apply_chat_template_kwargs
     with findings.about("data.train_files"):
         if isinstance(config, PPOTrainerConfig):
             first = train[train.known[0]]  # a user's own data set may have no `tools`
-            report = inspect_chat_template(
-                tokenizer, first["raw_prompt"], ids.stop, with_tools(kwargs, first.get("tools"))
-            )
+            tools = shown_tools or first.get("tools")
+            report = inspect_chat_template(tokenizer, first["raw_prompt"], ids.stop, with_tools(kwargs, tools))
+            if shown_tools:
+                _look_at_length(findings, config, tokenizer, report.prompt)
             of_row = (
-                "the row's, and what `reset` makes of it is shown by `hrl env-test`: "
-                if config.environment.pays
-                else ""
+                "the row's, and what `reset` makes of it is shown by `hrl env-test`: " if shown_tools is None else ""
             )
             findings.facts.append(Fact("first prompt", f"{of_row}{report.shown_prompt}"))
             findings.notes += report.warnings_for_sampling()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hrl.config.arithmetic import Fact, count
@@ -46,7 +47,7 @@ def look_at_environment(
     tokenizer: PreTrainedTokenizerBase | None,
     train: Any,
     val: Any = None,
-) -> None:
+) -> Sequence[Mapping[str, Any]] | None:
     """Load the environment in a process of its own, as the run will, and see whether its turns can be read and paid.
 
     Args:
@@ -56,19 +57,23 @@ def look_at_environment(
         tokenizer: Tokenizer of the policy, if found.
         train: Rows to train on, if they could be read.
         val: Rows to validate on, likewise.
+
+    Returns:
+        Schemas of the tools that the first prompt shows beside the row's messages; None where `reset` makes of the row
+        what it likes, or nothing is known.
     """
     settings = config.environment
     rows_choose = _ENV in getattr(train, "columns", ())
     if not settings.is_used:
         _look_at_idle_keys(findings, settings, rows_choose=rows_choose)
-        return
+        return []
     if settings.is_object and given.environment is None:
         findings.problem(
             "environment.path",
             f"is {settings.path}: an environment that an earlier run was given from Python, and this run is not.",
             "Give it again (hrl.GRPO(environment=…)), or name its file (my_env.py:Class).",
         )
-        return
+        return None
     try:
         spec = environment_of(settings, given.environment)
         chosen = _choices(train, val)
@@ -77,7 +82,7 @@ def look_at_environment(
         said = str(error)
         own = said.removeprefix("environment.path ")  # some name their key
         findings.problem("environment.path", sentence(own if own != said else f"can't be used: {said}"))
-        return
+        return None
     for (where, _), refusal in zip(chosen, refusals, strict=True):
         if refusal is not None:
             findings.problem("environment.path", f"can't be used with {where}: {sentence(refusal)}")
@@ -108,6 +113,7 @@ def look_at_environment(
     if tokenizer is not None:
         kwargs = config.data.apply_chat_template_kwargs
         _look_at_parsers(findings, settings, tokenizer, kwargs, has_tools=traits.has_tools)
+    return None if rows_choose else traits.shown_tools
 
 
 def _choices(*datasets: Any) -> list[tuple[str, Choice]]:

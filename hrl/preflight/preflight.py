@@ -6,7 +6,7 @@ what to change. `hrl check` and a run make the same checks, for every kind of ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,8 +107,9 @@ def inspect_run(
         ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
     with stage("reading the rows"):
         train, val = look_at_rows(findings, config, given, tokenizer, ids)
+    shown_tools: Sequence[Mapping[str, Any]] | None = []
     if isinstance(config, PPOTrainerConfig):
-        look_at_environment(findings, config, given, tokenizer, train, val)
+        shown_tools = look_at_environment(findings, config, given, tokenizer, train, val)
         look_at_reward(findings, config, given, train, val)
     elif given.reward is not None:
         findings.problem("reward", "was given, and this kind of run scores nothing.", "Leave it out.")
@@ -125,7 +126,7 @@ def inspect_run(
     inputs = run_inputs(config, given, folders, tokenizer, val)
     if plan is not None:
         look_at_changes(findings, config, outline, plan, inputs)
-    look_at_template(findings, config, train, tokenizer, ids)
+    look_at_template(findings, config, train, tokenizer, ids, shown_tools)
     if isinstance(config, RMTrainerConfig):
         with findings.about("model.tokenizer_path"):
             ids = replace(ids, pad=padding_of_classifier(tokenizer, ids))

@@ -44,6 +44,10 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         self._clocks[task] = clock
         return task
 
+    def clock_of(self, call: asyncio.Task[Any]) -> Clock:
+        """Return the clock of a call of a caller."""
+        return self._clocks[call]
+
     async def finishes_within(self, call: asyncio.Task[Any], caller: int, timeout_s: float) -> bool:
         """Wait for a call of a caller, and return whether it is done by its deadline.
 

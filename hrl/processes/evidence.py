@@ -1,7 +1,8 @@
-"""How a process ended, and what the kernel tells of why: memory or shared memory that ran out."""
+"""How a process ended, and what tells of why: the kernel, of memory that ran out, or what was printed last."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,6 +12,10 @@ from typing import NamedTuple
 SHARED_MEMORY = Path("/dev/shm")
 _FULL_BELOW_BYTES = 64 << 20
 _ROOM_BYTES = 64 << 20
+_LAST_BYTES = 64 << 10
+_LONGEST_ERROR = 500
+_ERROR = re.compile(r"\b(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit)\b: .+")
+"""The last line of a traceback, wherever in a line of a log it stands."""
 
 
 def exit_in_words(code: int) -> str:
@@ -108,3 +113,29 @@ def free_shared_memory() -> int | None:
     except FileNotFoundError:
         return None
     return stat.f_bavail * stat.f_frsize
+
+
+def printed_last() -> str:
+    """Return the last error that this process, or one that it started, has printed, and where; else where to look.
+
+    Under Ray the output of a process is a file that nobody shows. It is the rest of a sentence about an end.
+    """
+    files = {}
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            file = Path(os.readlink(f"/proc/self/fd/{number}"))
+            if file.is_file():
+                files[file] = _last_error(file)
+    if not files:
+        return "its last output is on stderr"
+    where = " and ".join(map(str, files))
+    said = [error for error in files.values() if error is not None]
+    return f"its last error was {said[-1]} (its output is in {where})" if said else f"its output is in {where}"
+
+
+def _last_error(file: Path) -> str | None:
+    """Return the last error that stands at the end of a file; None where there is none."""
+    with file.open("rb") as stream:
+        stream.seek(max(file.stat().st_size - _LAST_BYTES, 0))
+        found = _ERROR.findall(stream.read().decode(errors="replace"))
+    return str(found[-1])[:_LONGEST_ERROR].strip() if found else None

@@ -8,10 +8,10 @@ import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 _CLOCKS: contextvars.ContextVar[tuple[Clock, ...]] = contextvars.ContextVar("clocks", default=())
 """The clocks of the present call, and of those that it is made in."""
@@ -23,14 +23,18 @@ class Clock:
     """The clock of a call, which stands still while the call waits in line.
 
     As a context manager it is the clock of what is begun inside, tasks too. It belongs to one event loop.
+
+    Attributes:
+        tell: Told when it stops (True) and when it goes on (False).
     """
 
     def __init__(self) -> None:
+        self.tell: Callable[[bool], object] = lambda _: None
         self._waiting = 0
         self._since = self._waited_s = 0.0
         self._token: contextvars.Token[tuple[Clock, ...]] | None = None
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> Self:
         self._token = _CLOCKS.set((*_CLOCKS.get(), self))
         return self
 
@@ -63,12 +67,14 @@ class Clock:
     def _stop(self) -> None:
         if not self._waiting:
             self._since = time.monotonic()
+            self.tell(True)
         self._waiting += 1
 
     def _go_on(self) -> None:
         self._waiting -= 1
         if not self._waiting:
             self._waited_s += time.monotonic() - self._since
+            self.tell(False)
 
 
 @contextlib.contextmanager

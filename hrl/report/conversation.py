@@ -7,7 +7,7 @@ hold what it was given.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hrl.masking import masked_text
@@ -62,14 +62,10 @@ def is_episode(record: Record) -> bool:
     return "turns" in record
 
 
-def first_turn(messages: Sequence[Mapping[str, Any]], num_turns: int) -> int:
-    """Return where in a conversation the policy's first turn is: its last `num_turns` messages as the assistant.
-
-    Where it has fewer, as when a failure came before the answer was kept, it is the first of them.
-    """
-    places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    own = places[len(places) - min(num_turns, len(places)) :]
-    return own[0] if own else len(messages)
+def first_turn(record: Record) -> int:
+    """Return where in the conversation of an episode the policy's first turn is; its end where none is in it."""
+    places = [turn["message"] for turn in record["turns"] if turn.get("message") is not None]
+    return min(places, default=len(record.get("messages") or ()))
 
 
 def conversation(record: Record, *, with_prompt: bool = True) -> list[Line]:
@@ -79,8 +75,7 @@ def conversation(record: Record, *, with_prompt: bool = True) -> list[Line]:
         record: Of an episode, see `hrl.report.episode_records`.
         with_prompt: Whether it begins with the messages of the prompt.
     """
-    turns, messages = record["turns"], record.get("messages") or []
-    begin = first_turn(messages, len(turns))
+    turns, messages, begin = record["turns"], record.get("messages") or [], first_turn(record)
     lines = []
     if with_prompt:
         lines += [_of_message(message) for message in messages[:begin]] or [Line("prompt", str(record["prompt"]))]

@@ -33,7 +33,8 @@ def with_conversations(
     Args:
         records: Those of the rows.
         batch: The rows, with the columns of episodes: `turn_index (B, R)`, `rollout_versions (B, R)`, and non-tensor
-            `episode_id`, `branch`, `num_turns`, `tool_calls`, `turn_rewards`, `env_metrics`, `messages`, `end`.
+            `episode_id`, `branch`, `num_turns`, `tool_calls`, `turn_rewards`, `env_metrics`, `messages`, `turn_places`,
+            `end`.
         tokenizer: Decodes the tokens.
 
     Returns:
@@ -54,10 +55,9 @@ def with_conversations(
         merged = _merged([records[row] for row in in_order], batch, in_order)
         facts = {field: plain(others[name][first]) for name, field in _OF_EPISODE.items() if name in others}
         facts = {field: fact for field, fact in facts.items() if field != "error" or fact is not None}
-        talked = conversation_fields(
-            rows_of(batch, in_order), others["messages"][first], others["turn_rewards"][first], tokenizer
-        )
-        asked = _question(talked["messages"], len(talked["turns"]))
+        messages, places, rewards = (others[name][first] for name in ("messages", "turn_places", "turn_rewards"))
+        talked = conversation_fields(rows_of(batch, in_order), messages, places, rewards, tokenizer)
+        asked = _question(talked)
         found.append({**merged, **({} if asked is None else {"question": asked}), **facts, **talked})
     return found
 
@@ -67,11 +67,10 @@ def record_of(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> dict[str,
     rewards = [reward for reward in episode.turn_rewards if reward is not None]
     rows = episode.rows
     texts = tokenizer.batch_decode([rows[0].prompt_ids, rows[-1].response_ids]) if rows else ["", ""]
-    talked = conversation_fields(rows, episode.messages, episode.turn_rewards, tokenizer)
-    asked = _question(talked["messages"], len(talked["turns"]))
+    talked = conversation_fields(rows, episode.messages, episode.turn_places, episode.turn_rewards, tokenizer)
     return {
         "prompt": texts[0],
-        "question": asked,
+        "question": _question(talked),
         "response": texts[1],
         "response_length": len(rows[-1].response_ids) if rows else 0,
         "score": sum(rewards) if rewards else None,
@@ -87,6 +86,7 @@ def record_of(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> dict[str,
 def conversation_fields(
     rows: Sequence[EpisodeRow],
     messages: Sequence[Mapping[str, Any]],
+    turn_places: Sequence[int | None],
     turn_rewards: Sequence[float | None],
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
@@ -95,6 +95,7 @@ def conversation_fields(
     Args:
         rows: Its branches in order. A token was sampled in the row if it has a version there.
         messages: The conversation.
+        turn_places: Where in it each turn stands; None, or nothing, for one that is not in it.
         turn_rewards: Of each turn.
         tokenizer: Decodes the tokens.
     """
@@ -104,7 +105,7 @@ def conversation_fields(
     chat = [plain(message) for message in messages]
     return {
         "messages": chat,
-        "turns": turns_of(chat, turn_rewards, sampled),
+        "turns": turns_of(chat, turn_places, turn_rewards, sampled),
         "branches": [[run._asdict() for run in branch] for branch in branches],
         "policy_tokens": sum(run.tokens for run in sampled),
         "environment_tokens": sum(run.tokens for run in said),
@@ -112,43 +113,45 @@ def conversation_fields(
 
 
 def turns_of(
-    messages: Sequence[Mapping[str, Any]], turn_rewards: Sequence[float | None], sampled: Iterable[Run]
+    messages: Sequence[Mapping[str, Any]],
+    turn_places: Sequence[int | None],
+    turn_rewards: Sequence[float | None],
+    sampled: Iterable[Run],
 ) -> list[dict[str, Any]]:
     """Return the policy's turns.
 
     Args:
-        messages: The conversation; the policy's turns are its last messages as the assistant.
+        messages: The conversation.
+        turn_places: Where in it each turn stands; None, or nothing, for one that is not in it.
         turn_rewards: Of each turn.
         sampled: What the policy sampled, over all branches.
 
     Returns:
-        Per turn: `text` (all that was sampled), `content` (without tool calls) and `reasoning` where the conversation
-        has them, `tool_calls`, `observation` (the messages that answered it), `reward`, `tokens` (how many it has), and
-        `version` (the latest policy that sampled any of it).
+        Per turn: `text` (all that was sampled), `message` (its place in the conversation), `content` (without tool
+        calls) and `reasoning` where the conversation has them, `tool_calls`, `observation` (the messages that answered
+        it), `reward`, `tokens` (how many it has), and `version` (the latest policy that sampled any of it).
     """
     texts: dict[int | None, list[Run]] = {}
     for run in sampled:
         texts.setdefault(run.turn, []).append(run)
-    begin, num_turns = first_turn(messages, len(turn_rewards)), len(turn_rewards)
-    answered: list[list[Mapping[str, Any]]] = []
-    for message in messages[begin:]:
-        if message.get("role") == "assistant" and len(answered) < num_turns:
-            answered.append([message])
-        elif answered:
-            answered[-1].append(message)
+    ends = [*sorted(place for place in turn_places if place is not None), len(messages)]
     turns = []
     for number, reward in enumerate(turn_rewards):
-        own, *observation = answered[number] if number < len(answered) else [{}]
+        place = turn_places[number] if number < len(turn_places) else None
+        own, observation = (
+            ({}, []) if place is None else (messages[place], messages[place + 1 : ends[ends.index(place) + 1]])
+        )
         runs = texts.get(number, [])
         versions = [run.version for run in runs if run.version is not None]
         thought = own.get("reasoning_content") or own.get("reasoning")
         turns.append(
             {
                 "text": "".join(run.text for run in runs),
+                "message": place,
                 "content": own.get("content"),
                 **({"reasoning": thought} if thought else {}),
                 "tool_calls": list(own.get("tool_calls") or ()),
-                "observation": observation,
+                "observation": list(observation),
                 "reward": plain(reward),
                 "tokens": sum(run.tokens for run in runs),
                 "version": max(versions, default=None),
@@ -223,7 +226,7 @@ def _scores(batch: DataProto, rows: Sequence[int]) -> dict[str, float]:
     return {"score": score} if is_same else {"score": score, "shaped_score": trained_on}
 
 
-def _question(messages: Sequence[Mapping[str, Any]], num_turns: int) -> str | None:
+def _question(talked: Mapping[str, Any]) -> str | None:
     """Return what the policy was asked: the last message before its first turn; None without a text there."""
-    begin = first_turn(messages, num_turns)
-    return (content_text(messages[begin - 1]) or None) if begin else None
+    begin = first_turn(talked)
+    return (content_text(talked["messages"][begin - 1]) or None) if begin else None

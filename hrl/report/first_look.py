@@ -128,6 +128,8 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
         return
     if config.environment.is_used:
         yield from _advice_on_ends(samples, config)
+        if config.environment.pays and not config.reward_entries and not any(map(_is_paid, samples)):
+            yield "no turn had a reward: `step` gives it, as hrl.StepResult(…, reward=1.0)"
     cut = sum(not is_episode(sample) and sample.get("finish_reason") == "length" for sample in samples)
     if cut >= _MANY * len(samples):
         limit = config.data.max_response_length
@@ -149,6 +151,11 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
         "more samples per prompt (actor_rollout_ref.rollout.n), a higher actor_rollout_ref.rollout.temperature, other "
         "rows, or a score with steps between wrong and right"
     )
+
+
+def _is_paid(sample: Sample) -> bool:
+    """Return whether an environment gave a turn a reward."""
+    return any(turn.get("reward") is not None for turn in sample.get("turns") or ())
 
 
 def _advice_on_ends(samples: Sequence[Sample], config: PPOTrainerConfig) -> Iterator[str]:

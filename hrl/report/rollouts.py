@@ -12,7 +12,7 @@ from hrl.errors import RefusedError
 from hrl.report.chat import samples_shown, tokens_shown
 from hrl.report.conversation import is_episode
 from hrl.report.run_folder import CONFIG, RolloutKind, existing_folder, read_config, rollouts_steps
-from hrl.report.samples import Sample, on_one_line, read_samples
+from hrl.report.samples import Sample, on_one_line, read_sample_file, read_samples
 
 SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advantage"}
 """Sort key → name of the record's field."""
@@ -36,7 +36,7 @@ def show_rollouts(
     """Show samples of one step.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, or that of an evaluation; or a file of samples in one of them.
         console: Where to write.
         step: The step; the last one by default.
         sort: A name in `SORT_KEYS`, largest first; by default the order of the batch, which keeps samples of a prompt
@@ -44,22 +44,29 @@ def show_rollouts(
         ends: Why the samples ended that are shown, as `end` of an episode or `finish_reason` of a response; empty shows
             all.
         limit: Number of samples to show.
-        validation: Show samples of the validation after the step instead of its training samples.
+        validation: Show samples of the validation after the step instead of its training samples; so they are where
+            there are no others, as of an evaluation.
         tokens: Show the tokens of each, those that are trained on told apart, instead of what was said.
 
     Raises:
         NoRunError: There is no such folder.
         NoSamplesError: The folder has no samples, none of this step, none that ended so, or none with the sort key.
     """
-    kind: RolloutKind = "val" if validation else "train"
-    folder = existing_folder(folder)
-    step = _existing_step(folder, step, kind)
-    records = read_samples(folder / "rollouts", step, kind)
+    if folder.is_file():
+        records, origin = read_sample_file(folder), str(folder)
+    else:
+        folder = existing_folder(folder)
+        rollouts = folder / "rollouts"
+        validation = validation or (not rollouts_steps(rollouts) and bool(rollouts_steps(rollouts, "val")))
+        kind: RolloutKind = "val" if validation else "train"
+        step = _existing_step(folder, step, kind)
+        records = read_samples(rollouts, step, kind)
+        origin = f"{'validation after step' if validation else 'step'} {step}"
     found = [record for record in records if not ends or _end(record) in ends]
     if not found:
         raise NoSamplesError(f"none of these samples ended by {' or '.join(ends)}; they ended by {_counted(records)}")
     shown = _sorted(found, sort)[:limit]
-    title = f"{'validation after step' if validation else 'step'} {step}: {len(shown)} of {len(records)} samples"
+    title = f"{origin}: {len(shown)} of {len(records)} samples"
     title += f", by {sort}" if sort else ""
     if any(map(is_episode, records)):
         title += f"; they ended by {_counted(records)}"

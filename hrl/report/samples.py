@@ -150,7 +150,11 @@ def read_samples(rollouts: Path, step: int, kind: RolloutKind = "train") -> list
     Raises:
         DamagedFileError: A line is no sample; names file and line.
     """
-    file = rollouts_file(rollouts, step, kind)
+    return read_sample_file(rollouts_file(rollouts, step, kind))
+
+
+def read_sample_file(file: Path) -> list[dict[str, Any]]:
+    """Return the samples of a file, see `read_samples`."""
     records = read_jsonl(file)
     for line, record in enumerate(records, start=1):
         require_sample(f"{file}, line {line},", record)

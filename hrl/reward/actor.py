@@ -22,7 +22,7 @@ from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.processes.lifetime import die_with_parent
 from hrl.reward.library.base import FAILURE
-from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow, Status
+from hrl.reward.pool import PlayedEpisode, RewardOutcome, RewardPool, RewardRow, Status
 from hrl.reward.spec import RewardSpec
 from hrl.single_controller.node_service import NodeService
 
@@ -115,8 +115,8 @@ class RewardLoop:
                 self._give_up(next(iter(self._steps)))
             self._steps[step] = _Step(title, by_key)
 
-    def submit(self, step: int, key: Hashable, solution_str: str, turns: Sequence[str] | None = None) -> None:
-        """Queue a finished sample for scoring; `turns` is what the policy wrote in each turn of an episode.
+    def submit(self, step: int, key: Hashable, solution_str: str, played: PlayedEpisode | None = None) -> None:
+        """Queue a finished sample for scoring; `played` is what an episode was, None of a single response.
 
         The sender doesn't wait for an answer. A sample that is refused (it was not announced, was submitted before, or
         isn't plain data) is therefore reported by the next `collect`. An episode of no turn is worth 0, and nobody is
@@ -132,7 +132,7 @@ class RewardLoop:
             elif key in state.submitted:
                 self._refuse(state.title, key, "the sample was submitted twice")
             else:
-                if turns is not None and not turns:
+                if played is not None and not played.turns:
                     future = state.submitted[key] = Future()
                     future.add_done_callback(functools.partial(self._note, state, key))
                     future.set_result(RewardOutcome("ok", 0.0))
@@ -140,7 +140,7 @@ class RewardLoop:
                 row = state.rows[key]
                 name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
                 try:
-                    future = state.submitted[key] = self._pool.submit(row, solution_str, name, turns)
+                    future = state.submitted[key] = self._pool.submit(row, solution_str, name, played)
                 except (ValueError, RuntimeError) as error:  # not plain data; or the processes have ended
                     self._refuse(state.title, key, str(error))
                 else:

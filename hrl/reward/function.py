@@ -18,9 +18,9 @@ from hrl.user_file import UserFileError, load_user_file, member_of
 
 RESPONSE = ("response", "solution_str")
 """What the response's text is called: plainly, and as in verl."""
-HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info", "turns")
-"""What a reward function may take of every sample, beside the columns of its row. Without a column `answer` that is the
-ground truth, and without a column `turns` what the policy wrote in each turn."""
+HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info", "turns", "conversation")
+"""What a reward function may take of every sample, beside the columns of its row. Without columns of these names,
+`answer` is the ground truth, `turns` what the policy wrote in each turn, and `conversation` the whole chat."""
 TURN_SCORES = "turn_scores"
 """What turns are worth one by one: an entry of the dict that a reward function returns."""
 

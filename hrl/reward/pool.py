@@ -75,6 +75,7 @@ class RewardRow:
         key: Unique within its step, e.g. `(uid, sample_index)`.
         data_source, ground_truth, extra_info: From the prompt's row; plain data.
         columns: Every column of the row, as it was read; plain data.
+        prompt: Its messages; plain data.
     """
 
     key: Hashable
@@ -82,6 +83,20 @@ class RewardRow:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
+    prompt: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """What reward functions may see of an episode, beside the policy's last turn.
+
+    Attributes:
+        turns: What the policy wrote in each turn.
+        conversation: All messages, from the first that the policy was shown to its last; plain data.
+    """
+
+    turns: Sequence[str]
+    conversation: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -213,7 +228,7 @@ class RewardPool:
             raise RewardFunctionError(f"{self._spec.source.title} can't be loaded: {self._broken}")
 
     def submit(
-        self, row: RewardRow, solution_str: str, name: str, turns: Sequence[str] | None = None
+        self, row: RewardRow, solution_str: str, name: str, played: PlayedEpisode | None = None
     ) -> Future[RewardOutcome]:
         """Queue a sample; the future always gets an outcome, even if the process dies or the pool is shut down.
 
@@ -221,19 +236,24 @@ class RewardPool:
             row: The sample's row.
             solution_str: The response's text.
             name: Name of the sample in messages.
-            turns: What the policy wrote in each turn of an episode; None of a single response.
+            played: What an episode was; None of a single response.
 
         Raises:
             ValueError: Ground truth or extra info is not plain data.
             RuntimeError: The pool isn't running.
         """
         number = next(self._numbers)
+        if played is None:
+            chat = [*row.prompt, {"role": "assistant", "content": solution_str}]
+        else:
+            chat = [*played.conversation]
         frame = encode(
             {
                 "id": number,
                 "data_source": row.data_source,
                 "solution_str": solution_str,
-                "turns": None if turns is None else list(turns),
+                "turns": None if played is None else list(played.turns),
+                "conversation": chat,  # came as JSON, or was looked at as a row: nothing in it ends the run
                 "ground_truth": to_plain(row.ground_truth, f"ground truth of {name}"),
                 "extra_info": to_plain(row.extra_info, f"extra_info of {name}"),
                 # One by one, as the data set has checked them: together they would be nested a level deeper.

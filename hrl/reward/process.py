@@ -157,6 +157,7 @@ def _arguments(
     truth, turns = from_plain(sample["ground_truth"]), sample["turns"]
     offered = {
         "turns": [sample["solution_str"]] if turns is None else turns,
+        "conversation": sample["conversation"],
         **dict.fromkeys(spec.columns),
         "answer": truth,
         **{name: from_plain(value) for name, value in sample["columns"].items()},

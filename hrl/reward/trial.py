@@ -313,7 +313,7 @@ def run_trial(
         for number, attempt in enumerate(attempts):
             row = rows[attempt.row]
             belongings = RewardRow(
-                number, row.data_source, row.reward_model.get("ground_truth"), row.extra_info, row.columns
+                number, row.data_source, row.reward_model.get("ground_truth"), row.extra_info, row.columns, row.messages
             )
             futures.append(pool.submit(belongings, attempt.response, f"{attempt.kind} {number} (row {attempt.row})"))
         limit_s = _TRIAL_S + reward.timeout_s * len(futures)

@@ -121,11 +121,12 @@ class AgentSession:
     def played(self) -> AgentPlay:
         """Return what the program has asked for so far."""
         session = self._session
-        counts = session.counts
+        counts, chat, texts = session.counts, session.longest_chat, _texts(session.calls)
         return AgentPlay(
             rows=rows_of(session.calls, self._room),
-            messages=session.messages,
-            texts=_texts(session.calls),
+            messages=chat.messages,
+            turn_places=[chat.places.get(turn) for turn in range(len(texts))],
+            texts=texts,
             answer=max(session.calls, key=lambda call: call.turn).text if session.calls else "",
             num_tool_calls=counts["tool_calls"],
             num_tool_errors=counts["tool_errors"],

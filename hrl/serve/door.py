@@ -175,7 +175,7 @@ class Door:
             session.count("unread_calls", unread)
             await self.words.remember(session, asked, context, read)
             if isinstance(asked, ChatAsked) and session.keeps_calls:
-                context.conversation.said([*asked.messages, read.parsed.message])
+                context.conversation.said([*asked.messages, read.parsed.message], turn)
         return [read.choice for read, _ in reads]
 
     async def _all(
@@ -301,11 +301,11 @@ class Door:
         param: str,
     ) -> SamplingParams:
         """Return how a turn of an episode is sampled, whatever the client asks for."""
-        in_prompt = Branches.of(session.calls, fixed.max_response_tokens).prompt_length(context.ids)
+        in_prompt = session.branches.prompt_length(context.ids)
         in_response = len(context.ids) - in_prompt
         if in_prompt > fixed.max_prompt_tokens:
             # What has become too long to fork from a row is taken for a prompt, and is none.
-            is_forked = Branches.of(session.calls).prompt_length(context.ids) <= fixed.max_prompt_tokens
+            is_forked = Branches().grow(session.calls).prompt_length(context.ids) <= fixed.max_prompt_tokens
             session.ran_into("max_tokens" if is_forked else "max_prompt")
             raise too_long(f"{param} has {len(context.ids)} tokens", fixed.max_prompt_tokens, param)
         room = min(room, fixed.max_response_tokens - in_response, fixed.max_turn_tokens or room)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hrl.data.chat import ChatTemplateError
 from hrl.environments.interface import EnvironmentReplyError, Observation
+from hrl.episodes.episode import NO_VERSION
 from hrl.episodes.parser_choice import ParserChoiceError
 from hrl.episodes.parsing import ParsedTurn, TurnParser, TurnParsers
 from hrl.episodes.tokens import Transcript
+from hrl.episodes.tokens_as_text import Pieces, Stopped, beginnings, decode, pieces, shown_token, stopped_at
 from hrl.serve.answers import Choice, FinishReason
 from hrl.serve.asked import ChatAsked, plain_message
 from hrl.serve.refusals import RequestRefusedError, bad_request
-from hrl.serve.rows import NO_VERSION
 from hrl.serve.sessions import Conversation
-from hrl.serve.tokens_as_text import Pieces, Stopped, beginnings, decode, pieces, shown_token, stopped_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_ANSWERS = ("assistant", "tool", "function")
 _DOCUMENTS = "documents"
 """The only parameter of `apply_chat_template` that is data for the template and says nothing of how it is rendered."""
 _LONGEST_TOKEN_AT_LEAST = 64
@@ -259,7 +260,9 @@ class PolicyWords:
         kwargs = {**self._reading.template_kwargs, **asked.chat_template_kwargs}
         first = Observation(messages=asked.messages, tools=asked.tools or None)
         try:
-            script = Transcript(self._tokenizer, self._reading.stop_ids, kwargs, first=first)
+            script = Transcript(
+                self._tokenizer, self._reading.stop_ids, kwargs, first=first, num_own=_num_own(asked.messages)
+            )
         except (ChatTemplateError, EnvironmentReplyError) as error:
             raise bad_request(str(error), "messages") from None
         return Context(script.context, conversation, script)
@@ -335,6 +338,15 @@ def too_long(what: str, max_model_len: int, param: str) -> RequestRefusedError:
     return bad_request(
         f"{what}, and the longest context with its answer is {max_model_len} tokens", param, "context_length_exceeded"
     )
+
+
+def _num_own(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many messages come before the first answer, which is the policy's or stands for one of it.
+
+    What was answered and what tools said is text, also in a chat that nobody remembers.
+    """
+    begins = (place for place, message in enumerate(messages) if message["role"] in _ANSWERS)
+    return next(begins, len(messages))
 
 
 def _setting(asked: ChatAsked) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from hrl.files import write_whole
 from hrl.report.episode_records import conversation_fields
 from hrl.report.run_folder import json_line, rollouts_file, rollouts_steps
 from hrl.serve.rows import Call, rows_of
-from hrl.serve.sessions import DEFAULT, Session
+from hrl.serve.sessions import DEFAULT, Conversation, Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,25 +25,35 @@ class Recorded:
 
     Attributes:
         name: Of the session, and of its conversation where the session has no name of its own.
-        calls: In any order.
+        calls: In any order, their turns counted from 0.
         messages: The conversation.
+        places: Turn → where in the conversation its answer stands.
         counts: Of the session.
     """
 
     name: str
     calls: Sequence[Call]
     messages: Sequence[Mapping[str, Any]]
+    places: Mapping[int, int]
     counts: Mapping[str, int]
 
 
 def recorded(session: Session) -> list[Recorded]:
     """Return what a session is recorded as: one record, or without a name of its own one for each conversation."""
     if session.name != DEFAULT:
-        return [Recorded(session.name, list(session.calls), session.messages, dict(session.counts))]
+        return [_of(session.name, session.calls, session.longest_chat, session.counts)]
     return [
-        Recorded(f"{session.name}-{number}", list(conversation.calls), list(conversation.messages), {})
+        _of(f"{session.name}-{number}", conversation.calls, conversation, {})
         for number, conversation in enumerate(session.conversations)
     ]
+
+
+def _of(name: str, calls: Sequence[Call], chat: Conversation, counts: Mapping[str, int]) -> Recorded:
+    """Return what calls are recorded as; turns are those of the record, and not of all that the session asked."""
+    turns = {turn: number for number, turn in enumerate(sorted(call.turn for call in calls))}
+    places = {turns[turn]: place for turn, place in chat.places.items() if turn in turns}
+    renumbered = [replace(call, turn=turns[call.turn]) for call in calls]
+    return Recorded(name, renumbered, list(chat.messages), places, dict(counts))
 
 
 class Record:
@@ -72,7 +82,9 @@ class Record:
     def _record(self, found: Recorded) -> dict[str, Any]:
         rows = rows_of(found.calls)
         decode = self._tokenizer.decode
-        talked = conversation_fields(rows, found.messages, [None] * len(found.calls), self._tokenizer)
+        turns = range(len(found.calls))
+        places = [found.places.get(turn) for turn in turns]
+        talked = conversation_fields(rows, found.messages, places, [None for _ in turns], self._tokenizer)
         return {
             "uid": found.name,
             "episode_id": found.name,

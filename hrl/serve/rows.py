@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
 from hrl.batching.trie import common_length
-from hrl.episodes.episode import EpisodeRow
-
-NO_VERSION = -1
+from hrl.episodes.episode import NO_VERSION, EpisodeRow
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,20 @@ class Call:
 
 @dataclass(eq=False)
 class _Branch:
-    prompt_ids: list[int]
-    ids: list[int]
+    num_prompt: int
+    ids: array[int]
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
 
+    @property
+    def view(self) -> np.ndarray:
+        """The ids without a copy; they can't grow while somebody has it."""
+        return np.frombuffer(self.ids, np.int32)
+
     def add_context(self, ids: Sequence[int], turns: Sequence[int]) -> None:
-        self.ids += ids
+        self.ids.extend(ids)
         self.mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self.versions += [NO_VERSION] * len(ids)
@@ -52,19 +57,19 @@ class _Branch:
 
     def add_sampled(self, call: Call) -> None:
         count = len(call.token_ids)
-        self.ids += call.token_ids
+        self.ids.extend(call.token_ids)
         self.mask += [1] * count
         self.log_probs += call.log_probs
         self.versions += [call.version] * count
         self.turns += [call.turn] * count
 
     def row(self) -> EpisodeRow:
-        response = self.ids[len(self.prompt_ids) :]
-        return EpisodeRow(self.prompt_ids, response, self.mask, self.log_probs, self.versions, self.turns)
+        prompt, response = self.ids[: self.num_prompt].tolist(), self.ids[self.num_prompt :].tolist()
+        return EpisodeRow(prompt, response, self.mask, self.log_probs, self.versions, self.turns)
 
 
 class Branches:
-    """Rows that grow call by call.
+    """Rows that grow with the calls of a session.
 
     Args:
         max_response_tokens: Longest row after its prompt. A branch that would be longer has its own context as prompt.
@@ -72,31 +77,38 @@ class Branches:
 
     def __init__(self, max_response_tokens: int | None = None) -> None:
         self._branches: list[_Branch] = []
+        self._num_calls, self._last_turn = 0, -1
         self._max_response_tokens = max_response_tokens
 
-    @classmethod
-    def of(cls, calls: Sequence[Call], max_response_tokens: int | None = None) -> Branches:
-        """Return the rows of a session's calls. Their turns decide the order, and not which one ended first."""
-        branches = cls(max_response_tokens)
-        for call in sorted(calls, key=lambda call: call.turn):
-            branches.add(call)
-        return branches
+    def grow(self, calls: Sequence[Call]) -> Self:
+        """Take the calls that came since the last time; their turns decide the order, and not which one ended first.
+
+        Args:
+            calls: All of the session so far, those of the last time first.
+        """
+        new = calls[self._num_calls :]
+        if any(call.turn < self._last_turn for call in new):  # asked earlier, and answered later
+            self._branches, new = [], calls
+        for call in sorted(new, key=lambda call: call.turn):
+            self._add(call)
+            self._last_turn = call.turn
+        self._num_calls = len(calls)
+        return self
 
     def prompt_length(self, context: Sequence[int]) -> int:
         """Return how many tokens of a context would be the prompt of its row."""
-        context = list(context)
-        branch = self._continued(context) or self._begun(context, 0, 0)
-        return len(branch.prompt_ids)
+        ids = np.array(context, np.int32)
+        branch = self._continued(ids) or self._begun(ids, 0, 0)
+        return branch.num_prompt
 
-    def add(self, call: Call) -> None:
-        """Append a call; its turn is later than those before it."""
-        context = list(call.prompt_ids)
+    def _add(self, call: Call) -> None:
+        context = np.array(call.prompt_ids, np.int32)
         branch = self._continued(context)
         if branch is None:
             branch = self._begun(context, call.turn, len(call.token_ids))
             self._branches.append(branch)
         else:
-            new = context[len(branch.ids) :]
+            new = context[len(branch.ids) :].tolist()
             branch.add_context(new, [branch.turns[-1] if branch.turns else call.turn] * len(new))
         branch.add_sampled(call)
 
@@ -104,30 +116,29 @@ class Branches:
         """Return them."""
         return [branch.row() for branch in self._branches]
 
-    def _continued(self, context: list[int]) -> _Branch | None:
+    def _continued(self, context: np.ndarray) -> _Branch | None:
         """Return the longest row that a context continues from its first token to its last."""
-        found = [branch for branch in self._branches if context[: len(branch.ids)] == branch.ids]
+        found = [one for one in self._branches if np.array_equal(context[: len(one.ids)], one.view)]
         return max(found, key=lambda branch: len(branch.ids), default=None)
 
-    def _begun(self, context: list[int], turn: int, num_sampled: int) -> _Branch:
+    def _begun(self, context: np.ndarray, turn: int, num_sampled: int) -> _Branch:
         most, length = self._max_response_tokens, len(context) + num_sampled
         forked = [
             other
             for other in self._branches
-            if context[: len(other.prompt_ids)] == other.prompt_ids
-            and (most is None or length - len(other.prompt_ids) <= most)
+            if np.array_equal(context[: other.num_prompt], other.view[: other.num_prompt])
+            and (most is None or length - other.num_prompt <= most)
         ]
         if not forked:
-            return _Branch(context, list(context))
-        ids = np.array(context)
-        in_common = [common_length(np.array(other.ids), ids) for other in forked]
+            return _Branch(len(context), array("i", context.tobytes()))
+        in_common = [common_length(other.view, context) for other in forked]
         nearest = forked[int(np.argmax(in_common))]
-        prompt = nearest.prompt_ids
-        branch = _Branch(prompt, list(prompt))
-        common = max(in_common) - len(prompt)
-        turns = list(nearest.turns[:common])
-        rest = len(context) - len(prompt) - common
-        branch.add_context(context[len(prompt) :], [*turns, *[turns[-1] if turns else turn] * rest])
+        prompt = nearest.num_prompt
+        branch = _Branch(prompt, nearest.ids[:prompt])
+        common = max(in_common) - prompt
+        turns = nearest.turns[:common]
+        rest = len(context) - prompt - common
+        branch.add_context(context[prompt:].tolist(), [*turns, *[turns[-1] if turns else turn] * rest])
         return branch
 
 
@@ -143,4 +154,4 @@ def rows_of(calls: Sequence[Call], max_response_tokens: int | None = None) -> li
         calls: Of one session.
         max_response_tokens: See `Branches`.
     """
-    return Branches.of(calls, max_response_tokens).rows()
+    return Branches(max_response_tokens).grow(calls).rows()

@@ -71,6 +71,7 @@ class DoorServer:
         port: The port; 0 for a free one.
         allow_remote: Whether the address may be one that other machines reach. Requests may then name any host.
         limits: What a connection may use up.
+        opened: What `open_socket` returned for the address; None opens it.
 
     Raises:
         DoorError: The address can be reached from other machines, or the port is taken.
@@ -84,9 +85,10 @@ class DoorServer:
         port: int = 0,
         allow_remote: bool = False,
         limits: HttpLimits = HttpLimits(),
+        opened: socket.socket | None = None,
     ) -> None:
         self._door, self._limits, self._allow_remote = door, limits, allow_remote
-        self._socket = _listening(host, port, allow_remote=allow_remote)
+        self._socket = open_socket(host, port, allow_remote=allow_remote) if opened is None else opened
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._silent: dict[int, asyncio.TimerHandle] = {}
@@ -390,7 +392,12 @@ def _of_http(error: web.HTTPException, request: web.Request, limits: HttpLimits)
 _PATHS = "GET /v1/models, POST /v1/chat/completions and POST /v1/completions"
 
 
-def _listening(host: str, port: int, *, allow_remote: bool) -> socket.socket:
+def open_socket(host: str, port: int, *, allow_remote: bool) -> socket.socket:
+    """Return the socket of a door; whoever connects waits until a server has it.
+
+    Raises:
+        DoorError: See `DoorServer`.
+    """
     if not allow_remote and not is_loopback(host):
         raise DoorError(
             f"{host} can be reached from other machines, and who has the key could use the engine from there; leave "

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hrl.serve.history import Chats, Memory, Texts
 from hrl.serve.refusals import RequestRefusedError, bad_request, over_limit, too_busy
-from hrl.serve.rows import Call
+from hrl.serve.rows import Branches, Call
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import OnTokens, SampleOutput
 
@@ -73,15 +73,19 @@ class Conversation:
     Attributes:
         calls: In the order in which they were answered.
         messages: The longest chat with its answer; none of a text.
+        places: Turn → where in `messages` its answer stands.
     """
 
     calls: list[Call] = field(default_factory=list)
     messages: list[Mapping[str, Any]] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
 
-    def said(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Note a chat with its last answer."""
+    def said(self, messages: Sequence[Mapping[str, Any]], turn: int) -> None:
+        """Note a chat with its last answer, and which turn that is."""
         if len(messages) >= len(self.messages):
             self.messages = list(messages)
+            place = len(messages) - 1
+            self.places = {other: at for other, at in self.places.items() if at != place} | {turn: place}
 
 
 @dataclass(eq=False)
@@ -136,12 +140,14 @@ class Session:
     totals: Counter[str] = field(default_factory=Counter)
     reached: LimitReached | None = None
     engine_s: float = 0.0
+    _branches: Branches = field(init=False)
     _turns: int = 0
     _began: float | None = None
     _admitted: set[Admission] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.chats, self.texts = Chats(self.memory), Texts(self.memory)
+        self._branches = Branches(None if self.fixed is None else self.fixed.max_response_tokens)
 
     @property
     def is_idle(self) -> bool:
@@ -236,9 +242,14 @@ class Session:
             conversation.calls.append(call)
 
     @property
-    def messages(self) -> list[Mapping[str, Any]]:
-        """The longest chat so far, with its answer."""
-        return max((one.messages for one in self.conversations), key=len, default=[])
+    def branches(self) -> Branches:
+        """The rows that its calls make up so far."""
+        return self._branches.grow(self.calls)
+
+    @property
+    def longest_chat(self) -> Conversation:
+        """The conversation with the most messages so far."""
+        return max(self.conversations, key=lambda one: len(one.messages), default=Conversation())
 
     def ran_into(self, limit: LimitReached) -> None:
         """Note a limit that ends what the session is for."""

@@ -7,9 +7,10 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
 from hrl.serve.door import Door, Served
 from hrl.serve.policy import PolicyWords, Reading
 from hrl.serve.record import Record, recorded
-from hrl.serve.server import DoorServer, HttpLimits
+from hrl.serve.server import DoorServer, HttpLimits, open_socket
 from hrl.serve.sessions import Limits, Session, Sessions, new_key
 from hrl.trained.evaluate import keys_of_the_run
 from hrl.trained.folders import Trained, find_trained, require_loadable
@@ -150,9 +151,11 @@ def serve(name: str, serving: Serving, overrides: Sequence[str], say: Callable[[
         setup.model.max_model_len,
     )
     record = None if serving.record is None else Record(expanded(serving.record), tokenizer)
+    # Before the engine: an address that can't be had costs no start.
+    opened = open_socket(serving.host, serving.port, allow_remote=serving.allow_remote)
     say(f"starting {sampling.name} with {setup.model.path} ({setup.device.type}, {sampling.dtype})")
     disable_progress_bar()
-    with RolloutHost(setup, name="serving") as host:
+    with closing(opened), RolloutHost(setup, name="serving") as host:
         words = PolicyWords(tokenizer, reading, served.max_model_len)
 
         async def generate(
@@ -165,7 +168,7 @@ def serve(name: str, serving: Serving, overrides: Sequence[str], say: Callable[[
         sessions = Sessions(key, serving.limits, keep_calls=record is not None, on_end=ended.append)
         door = Door(served, words, generate, sessions)
         try:
-            asyncio.run(_serve(door, serving, record, ended, say, key if is_new else None))
+            asyncio.run(_serve(door, serving, opened, record, ended, say, key if is_new else None))
         finally:
             words.close()
     if record is not None:
@@ -175,6 +178,7 @@ def serve(name: str, serving: Serving, overrides: Sequence[str], say: Callable[[
 async def _serve(
     door: Door,
     serving: Serving,
+    opened: socket.socket,
     record: Record | None,
     ended: list[Session],
     say: Callable[[str], None],
@@ -183,9 +187,7 @@ async def _serve(
     limits = HttpLimits(body_bytes=serving.body_bytes)
     asked_to_end = asyncio.Event()
     with _told_of_the_end(asked_to_end):
-        async with DoorServer(
-            door, host=serving.host, port=serving.port, allow_remote=serving.allow_remote, limits=limits
-        ) as server:
+        async with DoorServer(door, allow_remote=serving.allow_remote, limits=limits, opened=opened) as server:
             for line in _greeting(server.base_url, door.served, new_key):
                 say(line)
             if record is None:

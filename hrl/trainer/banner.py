@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from hrl.config.outline import RunConfiguration
     from hrl.preflight.preflight import Preflight
 
-_FROM_LOOKING = ("rows", "validation rows", "reward", "devices", "run folder", "first prompt")
+_FROM_LOOKING = ("rows", "validation rows", "environment", "reward", "devices", "run folder", "first prompt")
 _FROM_ARITHMETIC = ("one step", "actor update", "critic update", "run", "engines")
-_ORDER = ("model", "rows", "validation rows", "reward", "one step", "actor update", "critic update", "run", "engines")
+_ORDER = (
+    *("model", "rows", "validation rows", "environment", "reward"),
+    *("one step", "actor update", "critic update", "run", "engines"),
+)
 
 
 def title(config: RunConfiguration, kind: str) -> str:

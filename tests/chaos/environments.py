@@ -12,6 +12,7 @@ from pathlib import Path
 from hrl.config.environment import EnvironmentConfig
 from hrl.environments.interface import Action, ToolCall
 from hrl.environments.loading import EnvironmentSpec
+from hrl.environments.tools import ToolLimits
 from hrl.episodes.pool import (
     EnvironmentFailedError,
     EnvironmentFaultError,
@@ -107,7 +108,7 @@ def beside(tool: str, what: str, judge: Judge, folder: Path, *, episodes: int = 
     settings = EnvironmentConfig(
         num_workers=_PROCESSES, step_timeout_s=3.0, memory_limit_gib=1.0, max_observation_tokens=256
     )
-    spec = EnvironmentSpec.of(f"{WORLDS}:World", tool_timeout_s=1.0)
+    spec = EnvironmentSpec.of(f"{WORLDS}:World", tool_limits=ToolLimits(call_s=1.0))
 
     async def run() -> tuple[list[list[str]], list[object], str]:
         with (folder / "output").open("wb") as output:

@@ -136,10 +136,6 @@ CASES = [
     ),
     ({"environment.env": ["API_KEY=sk-123"]}, "environment.env has the value of API_KEY written out"),
     (
-        {"environment.path": "tools", "environment.tool_timeout_s": 60},
-        "environment.tool_timeout_s is 60 s, and must be less than environment.step_timeout_s=60, at which the episode",
-    ),
-    (
         {"environment.path": "python", "environment.kwargs": {"time_s": 30}},
         "environment.kwargs.time_s is 30 s, and must be less than environment.tool_timeout_s=30, at which the",
     ),

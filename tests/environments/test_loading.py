@@ -19,7 +19,7 @@ from hrl.environments.interface import Action
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec, EnvironmentTraits
 from hrl.environments.registry import NamedEnvironment, UnknownEnvironmentError, load_named
 from hrl.environments.single_turn import SingleTurn
-from hrl.environments.tools import ToolEnvironment, ToolSignatureError, tool
+from hrl.environments.tools import ToolEnvironment, ToolLimits, ToolSignatureError, tool, tool_of
 from tests.environments.worlds import World, add, small
 
 WORLDS = str(Path(__file__).with_name("worlds.py"))
@@ -91,9 +91,9 @@ def test_a_class_a_function_or_an_object_may_be_given(given):
 
 
 def test_a_list_of_functions_is_an_environment_of_tools():
-    environment = maker(None, given=[add], tool_timeout_s=7.0).make()
+    environment = maker(None, given=[add], tool_limits=ToolLimits(call_s=7.0)).make()
     assert isinstance(environment, ToolEnvironment) and list(environment.tools) == ["add"]
-    assert environment._tool_timeout_s == 7.0
+    assert environment._limits.call_s == 7.0
 
 
 def test_tools_of_a_file_are_beside_those_of_the_class():
@@ -264,9 +264,17 @@ def test_a_class_tells_whether_it_pays_and_has_tools():
         def answered(self, action):
             return 1.0
 
-    assert maker("tools", tools=[add]).traits == EnvironmentTraits(is_unpaid=True, has_tools=True)
-    assert maker("tools").traits == EnvironmentTraits(is_unpaid=True, lacks_tools=True)
-    assert EnvironmentTraits.of(Notes) == EnvironmentTraits(is_unpaid=True, has_tools=True)
-    assert EnvironmentTraits.of(Paid) == EnvironmentTraits(has_tools=True)
-    assert EnvironmentTraits.of(World) == EnvironmentTraits(is_unpaid=True), "a SingleTurn with the step of its base"
+    class Begins(Notes):
+        def reset(self, row):
+            return "Keep a note."
+
+    (note,) = EnvironmentTraits.of(Notes).shown_tools
+    assert note["function"]["name"] == "note"
+    shown = [tool_of(add).schema]
+    assert maker("tools", tools=[add]).traits == EnvironmentTraits(is_unpaid=True, has_tools=True, shown_tools=shown)
+    assert maker("tools").traits == EnvironmentTraits(is_unpaid=True, lacks_tools=True, shown_tools=[])
+    assert EnvironmentTraits.of(Notes) == EnvironmentTraits(is_unpaid=True, has_tools=True, shown_tools=[note])
+    assert EnvironmentTraits.of(Paid) == EnvironmentTraits(has_tools=True, shown_tools=[note])
+    assert EnvironmentTraits.of(Begins).shown_tools is None, "what its reset shows is its own affair"
+    assert EnvironmentTraits.of(World).is_unpaid, "a SingleTurn with the step of its base"
     assert maker(None, given=small).traits == EnvironmentTraits(), "what a function makes is seen when it is made"

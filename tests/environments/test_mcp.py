@@ -13,6 +13,7 @@ import pytest
 
 from hrl.environments.interface import Action, ToolCall
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec
+from hrl.environments.tools import ToolLimits
 
 mcp_environment = pytest.importorskip("hrl.environments.mcp")
 McpEnvironment, McpError = mcp_environment.McpEnvironment, mcp_environment.McpError
@@ -175,7 +176,7 @@ def test_a_function_of_the_name_of_a_servers_tool_is_refused_and_the_tool_can_be
 
     async def play(**kwargs):
         environment = McpEnvironment(server=address, per="episode", start_timeout_s=60, **kwargs)
-        environment.set_up([add], 30.0)
+        environment.set_up([add], ToolLimits())
         try:
             await environment.reset({"prompt": [{"role": "user", "content": "?"}]}, 1)
             return await said(environment, call("add", a=3, b=2))

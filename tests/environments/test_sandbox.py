@@ -8,6 +8,7 @@ import pytest
 from hrl.environments.interface import Action, ToolCall
 from hrl.environments.loading import EnvironmentLoadError, EnvironmentMaker, EnvironmentSpec
 from hrl.environments.sandbox import PythonEnvironment
+from hrl.environments.tools import ToolLimits
 from hrl.processes import sandbox
 from hrl.processes.sandbox import ProgramResult, SandboxError, sandbox_limit
 from hrl.processes.waiting import Places
@@ -56,7 +57,7 @@ class Slow:
 
 def tool_environment(timeout_s, **kwargs):
     environment = PythonEnvironment(time_s=timeout_s / 2, **kwargs)
-    environment.set_up([], timeout_s)
+    environment.set_up([], ToolLimits(timeout_s))
     return environment
 
 
@@ -103,4 +104,4 @@ def test_a_program_may_not_take_longer_than_its_call():
     with pytest.raises(
         SandboxError, match=r"environment\.kwargs\.time_s is 10 s, .* less than environment\.tool_timeout_s=10"
     ):
-        PythonEnvironment().set_up([], 10)
+        PythonEnvironment().set_up([], ToolLimits(10))

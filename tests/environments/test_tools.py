@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import hrl
 from hrl.environments.beginning import first_observation
 from hrl.environments.interface import Action, EnvironmentReplyError, StepResult, ToolCall
-from hrl.environments.tools import ToolEnvironment, ToolSignatureError, check_counts, text_of
+from hrl.environments.replies import read_step
+from hrl.environments.tools import ToolEnvironment, ToolLimits, ToolSignatureError, check_counts, text_of
 
 
 def add(a: int, b: int = 1) -> int:
@@ -74,7 +76,7 @@ FUNCTIONS = (add, wait, sleep, fail, leave, leave_async, cancel, stop, huge, muc
 
 def made(*functions: Any, timeout_s: float = 20.0) -> ToolEnvironment:
     environment = ToolEnvironment()
-    environment.set_up(functions or FUNCTIONS, timeout_s)
+    environment.set_up(functions or FUNCTIONS, ToolLimits(timeout_s))
     return environment
 
 
@@ -157,6 +159,43 @@ def test_a_call_past_its_deadline_is_told_to_the_policy(name):
     assert answers(asyncio.run(play())) == [f"Error: {name} took longer than 0.1 s"]
 
 
+@pytest.mark.parametrize("number", [2, 5])
+def test_calls_of_a_turn_that_take_too_long_together_are_told_before_the_step_is_over(number):
+    slow = Slow()
+    slow.set_up([], ToolLimits(call_s=0.3, turn_s=0.45))
+    begun = time.monotonic()
+    said = answers(step(slow, *(call("wait") for _ in range(number))))
+    assert time.monotonic() - begun < 1.0
+    assert said[0] == "Error: wait took longer than 0.3 s" and said[1].startswith("Error: wait took longer than 0.1")
+    why = "those before it took all of the 0.45 s that a turn's calls may take"
+    assert said[2:] == [f"Error: wait was not called: {why}"] * (number - 2)
+
+
+def test_functions_that_wait_for_others_of_a_turn_are_told_too():
+    environment = made(timeout_s=0.3)
+    environment.set_up([wait], ToolLimits(call_s=0.3, turn_s=0.45, calls=40))
+    said = Counter(answers(step(environment, *(call("wait", {"seconds": 10.0}) for _ in range(40)))))
+    assert said["Error: wait took longer than 0.3 s"] == 16
+    assert sum(count for text, count in said.items() if text.startswith("Error: wait was not called")) == 8
+
+
+def test_of_more_calls_than_a_turn_may_make_the_policy_is_told():
+    environment = made(add)
+    environment.set_up([add], ToolLimits(calls=2))
+    result = step(environment, *(call("add", {"a": one, "b": 1}) for one in range(3)), call("ad"))
+    told = "was not called: at most 2 calls are made in a turn"
+    assert answers(result) == ["1", "2", f"Error: add {told}", f"Error: ad {told}"]
+    assert (result.metrics["tool_calls"], result.metrics["tool_errors"]) == (4, 2)
+    assert (result.metrics["tool_calls/add"], result.metrics["tool_errors/add"]) == (3, 1)
+
+
+def test_results_of_a_turn_share_what_a_reply_may_hold():
+    result = step(made(), *(call("much") for _ in range(16)))
+    read = read_step(result)  # refuses what is too long
+    assert [len(message["content"]) for message in read.observation.messages] == [len(one) for one in answers(result)]
+    assert all(100_000 < len(answer) < 140_000 for answer in answers(result))
+
+
 def test_a_tool_may_have_a_deadline_of_its_own():
     @hrl.tool(timeout_s=0.05)
     async def slow() -> None:
@@ -172,7 +211,7 @@ class Claims(ToolEnvironment):
 
 def test_a_metric_of_ones_own_replaces_no_count_of_calls():
     environment = Claims()
-    environment.set_up([add], 1.0)
+    environment.set_up([add], ToolLimits(1.0))
     step(environment, call("add", {"a": 1}), call("fail"))
     assert check_counts(environment, asyncio.run(environment.step(Action("of mine")))).metrics["tool_calls"] == 2
     claimed = asyncio.run(environment.step(Action("tool_errors")))
@@ -273,7 +312,7 @@ class Slow(hrl.ToolEnvironment):
 
 def test_no_method_begins_before_one_that_outlived_its_deadline_has_ended():
     slow = Slow()
-    slow.set_up([], tool_timeout_s=0.2)
+    slow.set_up([], ToolLimits(0.2))
 
     async def play() -> None:
         def said(*names: str):
@@ -301,7 +340,7 @@ def test_methods_and_functions_of_the_same_name_are_refused():
     def buy() -> None: ...
 
     shop = Shop()
-    shop.set_up([buy], 1.0)
+    shop.set_up([buy], ToolLimits(1.0))
     with pytest.raises(ToolSignatureError, match="two tools are named buy"):
         _ = shop.tools
 

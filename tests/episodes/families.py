@@ -350,3 +350,21 @@ FAMILIES = {
         Family("gpt_oss", byte_level, HARMONY, ("<|return|>", "<|call|>"), harmony, calls=1, call_end="<|call|>"),
     )
 }
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    return {"id": "abcdefgh0", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+
+
+def result(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "name": "look_up", "tool_call_id": "abcdefgh0"}
+
+
+def control_ids(family: Family) -> set[int]:
+    """Special tokens, and what the template writes as markup."""
+    added = family.tokenizer.added_tokens_decoder.items()
+    return {i for i, token in added if token.special or token.content in family.tokenizer.chat_template}

@@ -12,8 +12,8 @@ import hrl
 class Game(hrl.Environment):
     """Three turns; what it says depends on its seed and on what the policy did."""
 
-    def __init__(self, turns=3):
-        self.turns = turns
+    def __init__(self, turns=3, words=0):
+        self.turns, self.words = turns, words
 
     def reset(self, row, seed):
         self.random = random.Random(seed)
@@ -21,7 +21,7 @@ class Game(hrl.Environment):
         return [{"role": "user", "content": f"begin {self.random.randrange(100)}"}]
 
     def step(self, action):
-        said = f"{self.random.randrange(100)} {sum(action.token_ids) % 7}"
+        said = f"{self.random.randrange(100)} {sum(action.token_ids) % 7}" + " word" * self.words
         if action.turn + 1 == self.turns:
             return hrl.StepResult(reward=float(len(action.token_ids)), done=True)
         return hrl.StepResult(said, reward=0.5, metrics={"said": float(len(said))})

@@ -1,7 +1,10 @@
-"""What a turn of an episode costs beside its engine: `python -m tests.episodes.measure_service [episodes] [turns]`.
+"""What a turn of an episode costs beside its engine.
+
+`python -m tests.episodes.measure_service [episodes] [turns] [words]`.
 
 Episodes of a game that does next to nothing run at the same time, through templates, parser, router and environment
-processes; the engine is scripted, answers 30 tokens after 0.2 s, and computes nothing. Seconds are of CPU.
+processes; the engine is scripted, answers 30 tokens after 0.2 s, and computes nothing. The game answers with two
+numbers and so many words. Seconds are of CPU, but for the longest time in which the event loop did nothing else.
 """
 
 from __future__ import annotations
@@ -39,14 +42,24 @@ class Engine:
         return SampleOutput(ids, [-0.5] * len(ids), "stop", 0)
 
 
-async def measure(episodes: int, turns: int) -> dict[str, Any]:
-    kwargs = {"turns": turns}
+async def look(held: list[float]) -> None:
+    """Note for how long others held the loop, over and over."""
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(0.001)
+        held.append(time.perf_counter() - began - 0.001)
+
+
+async def measure(episodes: int, turns: int, words: int) -> dict[str, Any]:
+    kwargs = {"turns": turns, "words": words}
     settings = EnvironmentConfig(path=f"{GAMES}:Game", kwargs=kwargs, max_turns=turns, num_workers=2)
-    limits = Limits(200, 200 * turns)
+    limits = Limits(200, (200 + 8 * words) * turns)
     service = EpisodeService(
         EpisodeSetup(environment_of(settings), settings, limits, "", False, (FAMILY.stop_ids[0],), {})
     )
     await service.start()
+    held: list[float] = []
+    looking = asyncio.create_task(look(held))
     this = psutil.Process()
     before = this.memory_info().rss
     children = [child for child in this.children(recursive=True) if "environment_process" in " ".join(child.cmdline())]
@@ -70,6 +83,7 @@ async def measure(episodes: int, turns: int) -> dict[str, Any]:
     number = sum(episode.num_turns for episode in played)
     own_s = time.process_time() - cpu[0]
     theirs_s = sum(sum(child.cpu_times()[:2]) for child in children) - cpu[1]
+    looking.cancel()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     await service.close()
     return {
@@ -77,6 +91,7 @@ async def measure(episodes: int, turns: int) -> dict[str, Any]:
         "wall_s": round(wall_s, 2),
         "service_ms_per_turn": round(1e3 * own_s / number, 3),
         "environment_ms_per_turn": round(1e3 * theirs_s / number, 3),
+        "longest_hold_ms": round(1e3 * max(held)),
         "service_kib_per_episode": round((peak - before) / 1024 / episodes, 1),
     }
 
@@ -85,8 +100,9 @@ def main() -> None:
     import hrl.episodes.service as module
 
     module.load_tokenizer = lambda *_, **__: FAMILY.tokenizer  # type: ignore[assignment]
-    episodes, turns = (int(text) for text in (*sys.argv[1:], "1000", "6")[:2])
-    print(asyncio.run(measure(episodes, turns)))  # noqa: T201
+    given = [int(text) for text in sys.argv[1:]]
+    episodes, turns, words = (*given, *(1000, 6, 0)[len(given) :])
+    print(asyncio.run(measure(episodes, turns, words)))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ CALLS = """{%% for m in messages %%}<|start|>{{ m['role'] }}
 OBJECTS = CALLS % "call.function.arguments | tojson"
 TEXTS = CALLS % "'' + call.function.arguments"
 BOTH = CALLS % "call.function.arguments if call.function.arguments is string else call.function.arguments | tojson"
+#: How GLM's and Qwen3-Coder's templates read arguments.
+ENTRIES = CALLS % "call.function.arguments.items() | list | tojson"
 SHORT_IDS = (
     "{%- for m in messages %}{%- for call in m.tool_calls or [] %}"
     "{%- if call.id is not defined or call.id | length != 9 %}{{ raise_exception('ids have nine') }}{%- endif %}"
@@ -213,6 +215,20 @@ def test_arguments_that_are_no_object_are_given_as_text(arguments):
     (found,) = turn.tool_calls
     assert found.arguments is None and json.loads(found.text) == json.loads(arguments)
     assert turn.message["tool_calls"][0]["function"]["arguments"] == found.text
+
+
+@with_vllm
+def test_arguments_that_a_template_would_walk_through_and_that_are_no_object_leave_the_turn_a_text():
+    tokenizer = make_tokenizer(ENTRIES)
+    first = Observation([{"role": "user", "content": "?"}], tools=[ADD])
+    transcript = Transcript(tokenizer, [tokenizer.eos_token_id], {}, first=first)
+    assert "tool_calls" in parsed(call('{"a": 1}'), ENTRIES, tool_parser="hermes").message
+    sampled = [*tokenizer(call("[1, 2]")).input_ids, tokenizer.eos_token_id]
+    turn = TurnParser(tokenizer, "hermes", None, [ADD]).parse(sampled)
+    assert turn.tool_calls[0].arguments is None and turn.message["content"] == call("[1, 2]")
+    transcript.add_turn(sampled, [0.0] * len(sampled), 0, turn.message)
+    transcript.add_observation(Observation([{"role": "tool", "tool_call_id": "c", "content": "Error"}]))
+    assert transcript.num_rows == 1 and transcript.rows()[0].mask[: len(sampled)] == [1] * len(sampled)
 
 
 @with_vllm

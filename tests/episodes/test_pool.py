@@ -582,3 +582,31 @@ def test_an_episode_that_ended_its_process_begins_again_apart_from_all_others():
         assert pool.open("suspect", {"name": "x"}, 7)._process is other._process, "it has shown itself harmless"
 
     with_pool(play, pool_of())
+
+
+def test_the_clock_of_an_episode_stands_while_its_call_waits_in_line() -> None:
+    class Stands:
+        def __init__(self) -> None:
+            self.told: list[tuple[str, float]] = []
+
+        def stop(self) -> None:
+            self.told.append(("stop", time.monotonic()))
+
+        def go_on(self) -> None:
+            self.told.append(("go on", time.monotonic()))
+
+    async def play(pool: EnvironmentPool) -> None:
+        clock: Any = Stands()
+        environment = pool.open(("uid", 0), {"name": "x"}, 7)
+        environment.clock = clock
+        await environment.reset()
+        assert clock.told == []
+        await environment.step(Action("wait in line"))
+        (first, begun_s), (last, ended_s) = clock.told
+        assert (first, last) == ("stop", "go on") and 0.4 < ended_s - begun_s < 5.0
+        with pytest.raises(EnvironmentTimeoutError):
+            await environment.step(Action("wait in line beyond the deadline"))
+        assert [kind for kind, _ in clock.told[2:]] == ["stop", "go on"], "once for each, also where it is given up"
+        await environment.close()
+
+    with_pool(play, pool_of("AsyncEcho", step_timeout_s=2.0))

@@ -38,6 +38,7 @@ from hrl.episodes.rows import episode_batch
 from hrl.episodes.service import EpisodeService, EpisodeServiceError, EpisodeSetup, RayInbox, most_failed
 from hrl.errors import may_pass
 from hrl.protocol import DataProto
+from hrl.reward.pool import PlayedEpisode
 from hrl.trainer.ppo.episodes import tasks_of
 from hrl.trainer.ppo.generation import Asked, prompt_batch
 from hrl.workers.requests import SampleRequest, SamplingParams
@@ -353,7 +354,7 @@ class Program:
         self.row = EpisodeRow([7] * prompt, zeros, [1] * response, [0.0] * response, zeros, zeros)
 
     def played(self) -> AgentPlay:
-        return AgentPlay([self.row], [], [""], "", 0, 0, 0, 0.0, None, {})
+        return AgentPlay([self.row], [], [], [""], "", 0, 0, 0, 0.0, None, {})
 
     def open(self, *_: Any) -> Any:
         return self if len(_) > 2 else asyncio.sleep(0, self)
@@ -394,6 +395,27 @@ def test_what_was_asked_for_limits_an_episode_too() -> None:
     (episode,) = play("Game", [replace(task, sampling=SamplingParams(max_tokens=7))])
     (row,) = episode.rows
     assert episode.end == "max_tokens" and len(row.response_ids) <= 7
+
+
+@pytest.mark.parametrize("most", [1000, 40])
+def test_a_turn_ends_with_the_text_that_ends_it_and_nothing_behind_it_is_trained(most: int) -> None:
+    class Searches(Engine):
+        async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+            self.asked.append((prompt, sampling))
+            ids = [*TOKENIZER.encode("I look. <q>word</q> It says: nothing."), STOP]
+            ids = (ids * 9)[: sampling.max_tokens]
+            return SampleOutput(ids, [-0.25] * len(ids), "length", VERSION)
+
+    engine = Searches()
+    (task,) = tasks(1)
+    asked = replace(task, sampling=SamplingParams(max_tokens=most))
+    (episode,) = play("Game", [asked], engines=[engine], stop=["</q>", "never"], max_turns=2)
+    assert set(episode.texts) == {"I look. <q>word</q>"}
+    (row,) = episode.rows
+    end = len(TOKENIZER.encode("I look. <q>word</q>"))
+    assert TOKENIZER.decode(row.response_ids[:end]) == "I look. <q>word</q>" and row.mask[: end + 1] == [1] * end + [0]
+    assert episode.num_turns == 2 and episode.end == "max_turns", "what was dropped takes no room"
+    assert engine.asked[1][0] == [*row.prompt_ids, *row.response_ids[: -sum(turn == 1 for turn in row.turns)]]
 
 
 def test_a_call_that_can_not_be_read_and_a_text_that_was_cut_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,7 +594,11 @@ def test_last_answers_and_turns_go_to_the_rewards_as_episodes_end() -> None:
     rewards = SimpleNamespace(submit=SimpleNamespace(remote=lambda *args: sent.append(args)))
     episodes = play("Game", tasks(5), rewards=rewards)
     said = {one.key: [each["content"] for each in one.messages if each["role"] == "assistant"] for one in episodes}
-    assert sorted(sent) == sorted((7, key, texts[-1], texts) for key, texts in said.items())
+    by_key = {key: (number, answer, played) for number, key, answer, played in sent}
+    for one in episodes:
+        texts = said[one.key]
+        assert by_key.pop(one.key) == (7, texts[-1], PlayedEpisode(texts, one.messages))
+    assert not by_key
     assert {len(texts) for texts in said.values()} == {3}
 
 

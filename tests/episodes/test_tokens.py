@@ -17,23 +17,23 @@ from hrl.data.chat import ChatTemplateError
 from hrl.environments import EnvironmentReplyError, Observation
 from hrl.episodes.tokens import Transcript
 from tests.data.conftest import make_tokenizer
-from tests.episodes.families import CHATML, FAMILIES, TOOL, Family, byte_level, mistral_v3, slow_tokenizer
+from tests.episodes.families import (
+    CHATML,
+    FAMILIES,
+    TOOL,
+    Family,
+    byte_level,
+    call,
+    control_ids,
+    mistral_v3,
+    result,
+    slow_tokenizer,
+    user,
+)
 
 NAMES = sorted(FAMILIES)
 families = pytest.mark.parametrize("name", NAMES)
 few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
-
-
-def user(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": text}]
-
-
-def call(**arguments: Any) -> dict[str, Any]:
-    return {"id": "abcdefgh0", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
-
-
-def result(text: str) -> dict[str, Any]:
-    return {"role": "tool", "content": text, "name": "look_up", "tool_call_id": "abcdefgh0"}
 
 
 @dataclass
@@ -200,12 +200,6 @@ def test_what_the_policy_samples_is_kept_and_found_in_its_context_whatever_it_is
         game.check()
 
     check()
-
-
-def control_ids(family: Family) -> set[int]:
-    """Special tokens, and what the template writes as markup."""
-    added = family.tokenizer.added_tokens_decoder.items()
-    return {i for i, token in added if token.special or token.content in family.tokenizer.chat_template}
 
 
 @families

@@ -100,6 +100,12 @@ def test_an_agents_program_is_played_and_what_it_asked_for_is_trained() -> None:
     assert [message["content"] for message in trial.episodes[0].messages] == ["?", "1", "more", "2"]
     assert [episode.turn_rewards for episode in trial.episodes] == [[None, 0.25]] * 3
     assert found(trial)["repeats"].is_right is None and found(trial)["masks"].is_right
+    assert found(trial)["close"].is_right and "while a program waits for an answer" in found(trial)["close"].says
+
+
+def test_a_program_that_does_not_close_while_it_waits_for_an_answer_is_told() -> None:
+    check = found(trial_of("ClosesIdleOnly"))["close"]
+    assert check.is_right is False and "`close` failed or took too long 3×" in check.says
 
 
 def test_messages_that_lose_their_middle_and_limits_are_told() -> None:

@@ -112,3 +112,18 @@ class Agent(AgentEnvironment):
                 said = json.load(answer)["choices"][0]["message"]
             messages += [said, {"role": "user", "content": more}]
         return 0.25
+
+
+class ClosesIdleOnly(AgentEnvironment):
+    """Closes well at the end of its program, and not while that waits for the policy."""
+
+    async def run(self, row, client):
+        self.is_done = False
+        await asyncio.to_thread(Agent.run, self, row, client)
+        self.is_done = True
+        return 0.25
+
+    async def close(self):
+        await super().close()
+        if not self.is_done:
+            raise RuntimeError("at work")

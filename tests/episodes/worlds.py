@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hrl
 from hrl import Observation, StepResult
+from hrl.processes.waiting import in_line
 
 
 class Echo(hrl.Environment):
@@ -152,6 +153,13 @@ def do(what):
 
 
 async def do_async(what):
+    if what == "wait in line":
+        with in_line():
+            await asyncio.sleep(0.5)
+    if what == "wait in line beyond the deadline":
+        with in_line():
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1000)
     if what == "wait":
         await asyncio.sleep(1000)
     if what == "wait and ignore":

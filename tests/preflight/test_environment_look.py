@@ -13,8 +13,9 @@ from hrl.config.load import validate_kind
 from hrl.config.run_kind import PPO
 from hrl.environments.loading import EnvironmentTraits
 from hrl.episodes import parser_choice
+from hrl.models.tokenizer import TokenIds
 from hrl.preflight import environment_look
-from hrl.preflight.data_look import look_at_rows
+from hrl.preflight.data_look import look_at_rows, look_at_template
 from hrl.preflight.environment_look import look_at_environment
 from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
@@ -169,3 +170,17 @@ def test_a_row_that_chooses_what_it_must_not_is_named_before_anything_starts(tok
     [problem] = [one for one in findings.problems if one.key == "environment.path"]
     assert f"{rows} line 3" in problem.what and "has env 'mcp'" in problem.what
     assert "environment.row_environments.mcp={…}" in problem.what
+
+
+@pytest.mark.parametrize(("limit", "is_told"), [(4, True), (4000, False)])
+def test_a_first_prompt_that_is_too_long_with_its_tools_is_told_before_the_run(
+    tokenizer: Any, limit: int, is_told: bool
+) -> None:
+    values = {"data.train_files": ["rows.jsonl"], "data.max_prompt_length": limit, "environment.path": "tools"}
+    config = validate_kind(PPO, values | {"environment.tools": ["my.py:look_up"]})
+    row = {"raw_prompt": [{"role": "user", "content": "?"}]}
+    rows = type("Rows", (), {"known": [0], "__getitem__": lambda *_: row})()
+    findings, ids = Findings(), TokenIds(0, (1,), len(tokenizer))
+    look_at_template(findings, config, rows, tokenizer, ids, [environment_look._TOOL])
+    assert [problem.key for problem in findings.problems] == ["data.max_prompt_length"] * is_told
+    assert "look_it_up" in next(fact.text for fact in findings.facts if fact.label == "first prompt")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,19 @@ def test_where_nobody_counts_nothing_is_said(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_an_exit_status_is_told_in_words(code: int, words: str) -> None:
     assert evidence.exit_in_words(code) == words
+
+
+def test_the_last_error_that_was_printed_to_a_file_is_told_with_the_file(tmp_path: Path) -> None:
+    program = (
+        "import sys; from hrl.processes.evidence import printed_last\n"
+        "print('(EngineCore pid=7) ERROR 11-28 [core.py:9] ValueError: the first', flush=True)\n"
+        "print('(EngineCore pid=7) ERROR 11-28 [core.py:9] torch.OutOfMemoryError: head_dim=16', flush=True)\n"
+        "print('and more', flush=True)\n"
+        "print(printed_last(), file=sys.stderr)"
+    )
+    with (tmp_path / "out").open("wb") as out:
+        told = subprocess.run([sys.executable, "-c", program], stdout=out, stderr=subprocess.PIPE, text=True).stderr
+    assert told == f"its last error was torch.OutOfMemoryError: head_dim=16 (its output is in {tmp_path}/out)\n"
+    quiet = "from hrl.processes.evidence import printed_last; print(printed_last())"
+    seen = subprocess.run([sys.executable, "-c", quiet], capture_output=True, text=True)
+    assert seen.stdout == "its last output is on stderr\n", "of a pipe nothing can be read"

@@ -41,6 +41,7 @@ def episode_batch(messages=None):
     thought there. The second failed in its first turn, and trains nothing.
     """
     talked = messages or conversation_with_a_tool()
+    places = [place for place, message in enumerate(talked) if message["role"] == "assistant"][-2:]
     return DataProto.from_dict(
         tensors={
             "prompts": torch.tensor([[3, 4], [3, 4], [0, 5]]),
@@ -62,6 +63,7 @@ def episode_batch(messages=None):
             "turn_rewards": objects([[0.25, 1.0], [0.25, 1.0], [None]]),
             "env_metrics": objects([{"solved": 1.0}, {"solved": 1.0}, {}]),
             "messages": objects([talked, talked, [{"role": "user", "content": "And 5 * 6?"}]]),
+            "turn_places": objects([places, places, []]),
             "end": objects(["done", "done", "failed"]),
             "finish_reason": objects(["stop", "stop", "abort"]),
             "reward_parts": objects([{"exact": 1.0}, {"exact": 1.0}, {}]),

@@ -12,7 +12,8 @@ from hrl import cli
 from hrl.report.answers import validation_series
 from hrl.report.chat import samples_shown, tokens_shown
 from hrl.report.console import JsonConsole, RunConsole
-from hrl.report.conversation import call_text, content_text, conversation, first_turn, runs_of, transcript
+from hrl.report.conversation import Run, call_text, content_text, conversation, first_turn, runs_of, transcript
+from hrl.report.episode_records import turns_of
 from hrl.report.html_report import write_html_report
 from hrl.report.outcome import Outcome
 from hrl.report.run_folder import DamagedFileError, json_line
@@ -56,6 +57,7 @@ def test_a_turn_has_what_was_sampled_in_it_what_it_called_and_what_answered_it(r
     one, two = records[0]["turns"]
     assert one == {
         "text": "w10 w11 ",
+        "message": 1,
         "content": "Let me see.",
         "tool_calls": [CALL],
         "observation": [{"role": "tool", "content": "408", "tool_call_id": "c1"}],
@@ -93,9 +95,20 @@ def test_rows_of_an_episode_need_not_be_neighbours_or_in_order():
     assert there == {record["episode_id"]: record for record in rollout_records(batch, Words())}
 
 
-def test_the_turns_are_the_last_messages_of_the_assistant():
-    few_shot = [{"role": "user"}, {"role": "assistant"}, {"role": "user"}, {"role": "assistant"}, {"role": "user"}]
-    assert [first_turn(few_shot, turns) for turns in (0, 1, 2, 5)] == [5, 3, 1, 1]
+def test_turns_stand_where_they_were_said_and_those_of_other_conversations_have_their_own_text():
+    roles = ("user", "assistant", "user", "assistant", "user", "assistant")
+    shown = [{"role": role, "content": f"{role} {place}"} for place, role in enumerate(roles)]
+    sampled = [Run("policy", f"sampled {turn}", 2, turn=turn, trained=True, version=1) for turn in range(3)]
+    record = {"prompt": "?", "messages": shown, "turns": turns_of(shown, [3, None, 5], [None] * 3, sampled)}
+    assert first_turn(record) == 3, "the first answer was shown to the policy"
+    assert [(line.turn, line.role, line.text) for line in conversation(record)] == [
+        *((None, role, f"{role} {place}") for place, role in enumerate(roles[:3])),
+        (0, "assistant", "assistant 3"),
+        (None, "user", "user 4"),
+        (1, "assistant", "sampled 1"),
+        (2, "assistant", "assistant 5"),
+    ]
+    assert first_turn({"messages": shown, "turns": [{"message": None}]}) == len(shown)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from hrl.config import compose_cli
 from hrl.config.environment import EnvironmentConfig
+from hrl.config.reward import RewardConfig
 from hrl.report.console import JsonConsole, RunConsole
 from hrl.report.first_look import Finding, first_look
 from hrl.report.reporter import RunReporter
@@ -179,6 +180,14 @@ def test_episodes_that_ended_badly_say_which_limit_or_error(end, advice):
     look = first_look(episodes(0, 0, end=end, error="it broke", finish_reason="length"), config_with(max_turns=3))
     assert any(advice in line for line in look.advice)
     assert not any("answers were cut off" in line for line in look.advice), "the limit of a response is not meant"
+
+
+@pytest.mark.parametrize(("reward", "is_told"), [(None, True), (0.0, False)])
+def test_an_environment_that_paid_nothing_is_told_how_it_pays(reward, is_told):
+    unpaid = {"turns": [{"text": "a guess", "reward": reward}]}
+    config = config_with().model_copy(update={"reward": RewardConfig()})
+    advice = first_look(episodes(0, 0, **unpaid), config).advice
+    assert any("hrl.StepResult(…, reward=1.0)" in line for line in advice) == is_told
 
 
 def test_what_an_environment_can_pay_at_most_is_not_known():

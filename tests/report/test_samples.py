@@ -1,5 +1,6 @@
 import io
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -197,6 +198,19 @@ def test_the_command(run, capsys, monkeypatch):
     assert order(capsys.readouterr().out) == [2, 1]
     assert cli.main(["rollouts", str(run), "--val"]) == 0
     assert "still not" in capsys.readouterr().out
+
+
+def test_what_an_evaluation_has_written_is_shown_by_its_folder_and_by_its_file(run, tmp_path):
+    rollouts = run / "rollouts"
+    (val, *_) = sorted(rollouts.glob("val_step_*.jsonl"))
+    evaluated = tmp_path / "evaluated"
+    (evaluated / "rollouts").mkdir(parents=True)
+    shutil.copy(val, evaluated / "rollouts")
+    shutil.copy(val, evaluated / "samples.jsonl")
+    step = int(val.stem.rpartition("_")[2])
+    of_folder, of_file = shown(evaluated), shown(evaluated / "samples.jsonl", width=400)
+    assert f"validation after step {step}: " in of_folder and order(of_folder) == order(of_file)
+    assert str(evaluated / "samples.jsonl") in of_file
 
 
 def test_a_folder_without_samples_is_status_2(tmp_path, capsys):

@@ -1,3 +1,4 @@
+import functools
 import time
 from contextlib import contextmanager
 
@@ -5,7 +6,7 @@ import pytest
 
 from hrl.reward.actor import RewardError, RewardLoop, reward_metrics
 from hrl.reward.function import BuiltIn, UserFile
-from hrl.reward.pool import RewardRow
+from hrl.reward.pool import PlayedEpisode, RewardRow
 from hrl.reward.spec import RewardSpec
 from tests.reward.settings import reward
 
@@ -23,6 +24,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
         time.sleep(1000)
     if solution_str == "turns":
         return {"score": 1.0, "turn_scores": [float(len(turn)) for turn in kwargs["turns"]]}
+    if solution_str == "conversation":
+        said = " / ".join(f"{one['role']}: {one['content']}" for one in kwargs["conversation"])
+        return {"score": 1.0, "said": said}
     if solution_str == "a score too many":
         return {"turn_scores": [0.0, *map(len, kwargs["turns"])]}
     time.sleep(float(extra_info.get("sleep_s", 0.0)))
@@ -93,8 +97,8 @@ def test_results_come_in_the_order_of_the_rows_whatever_finishes_first(strict):
 
 def test_an_episode_of_no_turn_is_worth_0_and_no_function_sees_it(strict):
     strict.begin(9, rows(2))
-    strict.submit(9, ("g", 0), "raise", [])
-    strict.submit(9, ("g", 1), "1", ["1"])
+    strict.submit(9, ("g", 0), "raise", PlayedEpisode([]))
+    strict.submit(9, ("g", 1), "1", PlayedEpisode(["1"]))
     assert scores(strict.collect(9, deadline_s=20)) == [0.0, 1.0]
 
 
@@ -209,16 +213,36 @@ def test_responses_that_break_a_built_in_function_do_not_stop_a_strict_run_and_a
 
 def test_a_function_sees_the_turns_of_an_episode_and_says_what_each_is_worth(strict):
     strict.begin(50, rows(2))
-    strict.submit(50, ("g", 0), "turns", ["one", "three"])
+    strict.submit(50, ("g", 0), "turns", PlayedEpisode(["one", "three"]))
     strict.submit(50, ("g", 1), "turns")
     episode, single = strict.collect(50, deadline_s=20)
     assert (episode.score, episode.turn_scores, episode.parts) == (1.0, [3.0, 5.0], {"turn_scores": 8.0})
     assert (single.score, single.turn_scores) == (6.0, None), "a response is one turn, and its score that of the whole"
 
 
+def test_a_function_sees_the_whole_chat_however_deep_a_call_in_it_is_nested(strict):
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    deep = functools.reduce(lambda inner, _: {"x": inner}, range(98), 1)
+    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": deep}}
+    chat = [
+        *asked,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    strict.begin(52, [RewardRow(number, "s", "4", prompt=asked) for number in range(2)])
+    strict.submit(52, 0, "conversation", PlayedEpisode(["", "conversation"], chat))
+    strict.submit(52, 1, "conversation")
+    said = [outcome.parts["said"] for outcome in strict.collect(52, deadline_s=20)]
+    assert said == [
+        "user: 2 + 2? / assistant:  / tool: 4 / assistant: It is 4.",
+        "user: 2 + 2? / assistant: conversation",
+    ]
+
+
 def test_another_number_of_scores_than_of_turns_names_function_and_sample(strict):
     strict.begin(51, rows(1))
-    strict.submit(51, ("g", 0), "a score too many", ["one", "three"])
+    strict.submit(51, ("g", 0), "a score too many", PlayedEpisode(["one", "three"]))
     what = r"reward function compute_score in .*mine.py failed on 1 of 1 .* sample g/0 .* returned 3 turn_scores where "
     with pytest.raises(RewardError, match=f"{what}the sample has 2 of the policy's turns"):
         strict.collect(51, deadline_s=20)

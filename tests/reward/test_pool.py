@@ -717,7 +717,7 @@ def test_a_function_takes_what_it_names_of_a_row():
         with RewardPool(spec, reward(timeout_s=5.0)) as pool:
             took[name] = [pool.submit(one, "4!", "s").result(20).parts["took"] for one in (row, bare)]
     assert took["by name"] == ["('4!', 'four', (1, 2))", "('4!', '4', None)"]
-    everything = "answer data_source extra_info ground_truth level prompt response solution_str turns"
+    everything = "answer conversation data_source extra_info ground_truth level prompt response solution_str turns"
     assert took["all"] == [everything, everything]
 
 

@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hrl.data.tasks import bundled_rows
+from hrl.data.tasks.reasoning_gym import reasoning_gym_rows
+from hrl.models.tokenizer import load_tokenizer
 from hrl.report.run_folder import read_jsonl
+from hrl.workers.rollout.hf_engine import _Request, draw
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import Runner
 
@@ -105,6 +109,39 @@ def openenv() -> Iterator[str]:
     server.wait()
 
 
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+#: Environment → the row's question, and what the policy says, turn by turn; a random model would never call a tool.
+SAID = {
+    "mcp": ("Add by your tool.", [CALL % ("add", '{"a": 3, "b": 4}'), "It is 7."]),
+    "python": ("Compute by your tool.", [CALL % ("python", '{"code": "print(3 + 4)"}'), "It is 7."]),
+    "gymnasium": ("Reach G.", ["down", "down", "right", "right", "down", "right"]),
+    "single_turn": ("Say it.", ["It is 7."]),
+}
+
+
+class Words:
+    """What requests are to say whose prompt asks for it; with the log-probs that the model gives these tokens."""
+
+    def __init__(self, tokenizer: Any, said: dict[str, tuple[str, list[str]]]) -> None:
+        self._tokenizer, self._said = tokenizer, said
+        self._left: dict[int, list[int]] = {}
+
+    def request(self, prompt_ids: list[int], *args: Any) -> Any:
+        asked = _Request(prompt_ids, *args)
+        text = self._tokenizer.decode(prompt_ids)
+        turn = text.count("<|im_start|>assistant") - 1
+        for question, answers in self._said.values():
+            if question in text:
+                self._left[id(asked.generator)] = [*self._tokenizer.encode(answers[turn]), self._tokenizer.eos_token_id]
+        return asked
+
+    def draw(self, logits: torch.Tensor, sampling: Any, generator: torch.Generator) -> tuple[int, float]:
+        if not (left := self._left.get(id(generator))):
+            return draw(logits, sampling, generator)
+        token = left.pop(0)
+        return token, float((logits / sampling.temperature).log_softmax(-1)[token])
+
+
 def _of_hydra(arguments: dict[str, Any]) -> str:
     return "{" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in arguments.items()) + "}"
 
@@ -121,7 +158,8 @@ def test_every_environment_makes_two_steps(
     (tmp_path / "sums.py").write_text(MCP_SERVER)
     # Of the environments' processes: this one has started.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(OTHERS)]))
-    lake = {"id": "FrozenLake-v1", "is_slippery": False, "prompt": "Reach G."}
+    actions = ["left", "down", "right", "up"]
+    lake = {"id": "FrozenLake-v1", "is_slippery": False, "prompt": "Reach G.", "actions": actions}
     named = {
         "textarena": {"game": "GuessTheNumber-v0"},
         "gymnasium": lake,
@@ -132,9 +170,19 @@ def test_every_environment_makes_two_steps(
         "retry": {"attempts": 2},
         "single_turn": {},
     }
+    (sums,) = reasoning_gym_rows("chain_sum?size=1&seed=5")
+    right = sums["answer"]
+    said = {**SAID, "retry": (sums["prompt"][-1]["content"][:40], ["It is nothing.", f"<answer>{right}</answer>"])}
+    words = Words(load_tokenizer(model), said)
+    monkeypatch.setattr("hrl.workers.rollout.hf_engine._Request", words.request)
+    monkeypatch.setattr("hrl.workers.rollout.hf_engine.draw", words.draw)
     games = list(bundled_rows(f"games/train?size={len(named)}"))
     truth = {"data_source": "numeric", "reward_model": {"style": "rule", "ground_truth": "7"}}
-    rows = [{**game, **truth, "env": name} for game, name in zip(games, named, strict=True)]
+    rows = [
+        {**game, **truth, **({"prompt": said[name][0]} if name in said else {}), "env": name}
+        for game, name in zip(games, named, strict=True)
+    ]
+    rows[list(named).index("retry")] |= sums
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with in_process():
         run_in_process(
@@ -145,14 +193,14 @@ def test_every_environment_makes_two_steps(
             "environment.path=single_turn",
             *(f"environment.row_environments.{name}={_of_hydra(arguments)}" for name, arguments in named.items()),
             "environment.tool_parser=hermes",
-            "environment.max_turn_tokens=3",
-            "environment.max_turns=3",
+            "environment.max_turn_tokens=40",
+            "environment.max_turns=6",
             "environment.max_observation_tokens=40",
             "environment.step_timeout_s=150",
             "environment.on_error=raise",
             f"data.train_batch_size={len(named)}",
             "data.max_prompt_length=512",
-            "data.max_response_length=200",
+            "data.max_response_length=500",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
             "actor_rollout_ref.rollout.n=2",
             "trainer.total_training_steps=2",
@@ -167,20 +215,33 @@ def test_every_environment_makes_two_steps(
         samples = read_jsonl(tmp_path / "run" / "rollouts" / f"step_{record['step']}.jsonl")
         assert len(samples) == 2 * len(named)
         firsts = Counter(sample["messages"][0]["content"][:20] for sample in samples)
-        assert set(firsts.values()) <= {2, 8} and len(firsts) == 5, firsts  # mcp, python, retry, single_turn: "Begin."
+        assert set(firsts.values()) == {2} and len(firsts) == len(named), firsts
         replies = {message["content"] for sample in samples for message in sample["messages"][1:]}
-        assert {"Again.", "And now?", "That is not right. Try again."} <= replies
+        assert {"Again.", "And now?", "That is not right. Try again.", "7"} <= replies
+        assert record["env/tool_calls/add"] > 0 and record["env/tool_errors/add"] == 0
+        assert record["env/tool_calls/python"] > 0 and record["env/tool_errors/python"] == 0
         assert math.isfinite(record["actor/grad_norm"])
         for sample in samples:
-            _check_score(sample)
+            _check_score(sample, said)
 
 
-def _check_score(sample: dict[str, Any]) -> None:
-    """Compare what two environments paid, as their own code says, with the score that trains."""
+def _check_score(sample: dict[str, Any], scripted: dict[str, tuple[str, list[str]]]) -> None:
+    """Compare the score that trains with what an environment's own code says of what was said."""
     said = [turn["content"] or "" for turn in sample["turns"]]
+    rewards = [turn["reward"] for turn in sample["turns"] if turn["reward"] is not None]
+    for name, (question, answers) in scripted.items():
+        if question in sample["messages"][0]["content"]:
+            # The run's reward function scores the last answer of each, and `retry` does so itself, too.
+            assert (
+                sample["score"] == (2.0 if name == "retry" else 1.0)
+                and len(sample["turns"]) == len(answers)
+                and sample["end"] == "done"
+            ), sample
+            return
+    assert sample["score"] == sum(rewards), sample
     heard = [message["content"] for message in sample["messages"][1:] if message["role"] == "user"]
     if "Again." in heard:
         assert sample["score"] == float(len(said[-1]) % 2 == 0)
     if "And now?" in heard:
-        assert [turn["reward"] for turn in sample["turns"]] == [float(len(text) % 2) for text in said]
+        assert rewards == [float(len(text) % 2) for text in said]
         assert sample["score"] == sum(float(len(text) % 2) for text in said)

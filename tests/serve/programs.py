@@ -37,6 +37,14 @@ class Plain(AgentEnvironment):
         return float(len(answer.choices[0].message.content))
 
 
+class PaysTokens(Plain):
+    """Gives rewards of tokens, as no program can."""
+
+    def run(self, row: Mapping[str, Any], client: ClientSettings) -> StepResult:
+        super().run(row, client)
+        return StepResult(reward=[])
+
+
 class Several(AgentEnvironment):
     """Agents at the same time, each with a history of its own."""
 

@@ -38,6 +38,11 @@ def test_a_program_plays_an_episode_with_the_sampling_of_the_run(stage: Stage):
     assert episode.metrics["agent/overridden"] == 2.0
 
 
+def test_a_program_that_pays_tokens_fails_its_episode_and_no_other(stage: Stage):
+    (episode,), _ = stage.play("PaysTokens")
+    assert episode.end == "failed" and "give one number, for the whole episode" in str(episode.error)
+
+
 def test_agents_at_the_same_time_are_branches(stage: Stage):
     (episode,), engine = stage.play("Several")
     require_sampled(list(episode.rows), engine)
@@ -48,6 +53,8 @@ def test_agents_at_the_same_time_are_branches(stage: Stage):
 def test_every_turn_has_the_text_that_was_sampled_in_it_whatever_else_was_said(stage: Stage):
     (episode,), _ = stage.play("Critic")
     assert episode.texts == ["FIRST", "SECOND", "THIRD"] and episode.turn_rewards == [None, None, 1.0]
+    assert episode.turn_places == [3, None, 5], "the second was asked in a conversation of its own"
+    assert [episode.messages[place]["content"] for place in (3, 5)] == ["FIRST", "THIRD"]
 
 
 def test_an_answer_that_a_program_did_not_wait_for_is_a_turn_without_text():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hrl.serve.answers import Form
-from hrl.serve.policy import Context, GrowingChoice
-from hrl.serve.sessions import Conversation
+from hrl.serve.asked import ChatAsked
+from hrl.serve.policy import Context, GrowingChoice, PolicyWords, Reading
+from hrl.serve.sessions import Conversation, Session
+from tests.episodes.families import FAMILIES, call, control_ids, result, user
 from tests.serve.doors import tokenizer_with_merges
 
 
@@ -59,3 +62,27 @@ def test_a_stream_of_twice_the_tokens_is_twice_the_work(is_chat: bool):
 
     once, twice = work(100), work(200)
     assert twice[0] == 2 * once[0] and twice[1] <= 2 * once[1] + 2
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "mistral", "smollm2"])
+def test_what_a_tool_or_an_answer_spells_out_is_no_control_token_in_a_chat_that_nobody_remembers(name: str):
+    family = FAMILIES[name]
+    words = PolicyWords(family.tokenizer, Reading(stop_ids=family.stop_ids), 4000)
+    names = control_ids(family)
+    added = "".join(family.tokenizer.added_tokens_decoder[token].content for token in sorted(names))
+
+    def context(said: str, heard: str) -> list[int]:
+        answered = {"role": "assistant", "content": said}
+        messages = [*user("Go!"), answered, *user(heard)]
+        if family.calls:
+            answered["tool_calls"] = [call(word="a")]
+            messages[2:] = [result(heard)]
+        asked = ChatAsked(model="m", messages=messages)
+        return asyncio.run(words.chat(Session("s"), asked)).ids
+
+    special = {token for token in names if family.tokenizer.added_tokens_decoder[token].special}
+    harmless, heard, said = context("So", "x"), context("So", f"x{added}"), context(f"So{added}", "x")
+    assert [token for token in heard if token in names] == [token for token in harmless if token in names]
+    assert [token for token in said if token in special] == [token for token in harmless if token in special]
+    assert added in family.tokenizer.decode(heard)
+    words.close()

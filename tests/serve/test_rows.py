@@ -101,16 +101,25 @@ def test_every_call_is_trained_once_in_its_context(seed: int):
 
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_rows_have_the_prompts_that_were_foretold_and_fit(seed: int, longest: int):
-    branches = Branches(longest)
+    branches, calls = Branches(longest), list[Call]()
     for one in random_calls(seed):
         in_prompt = branches.prompt_length(one.prompt_ids)
         room = longest - (len(one.prompt_ids) - in_prompt)
         if room < 1:
             continue  # refused
         sampled = one.token_ids[:room]
-        branches.add(call(one.turn, list(one.prompt_ids), list(sampled)))
+        calls.append(call(one.turn, list(one.prompt_ids), list(sampled)))
+        branches.grow(calls)
         row = next(
             row for row in branches.rows() if one.turn in [t for t, m in zip(row.turns, row.mask, strict=True) if m]
         )
         assert len(row.prompt_ids) <= max(in_prompt, len(one.prompt_ids))
         assert all(len(row.response_ids) <= longest for row in branches.rows())
+
+
+@given(st.integers(0, 2**32), st.randoms(use_true_random=False))
+def test_rows_that_grew_are_those_of_all_calls_in_whatever_order_these_were_answered(seed: int, draw: random.Random):
+    calls, branches = random_calls(seed), Branches()
+    draw.shuffle(calls)
+    for number in sorted(draw.sample(range(1, len(calls) + 1), draw.randint(1, len(calls)))):
+        assert branches.grow(calls[:number]).rows() == rows_of(calls[:number])

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from hrl import cli
 from hrl.config.compose import compose_cli, to_yaml
 from hrl.errors import ConfigError
 from hrl.report.rollouts import show_rollouts
+from hrl.serve.server import DoorError
 from hrl.serve.sessions import Limits
 from hrl.trained import serving
 from hrl.trained.folders import NoModelError, find_trained
@@ -129,6 +131,17 @@ def test_a_key_that_can_not_be_sent_is_refused(key: str, model: Path, monkeypatc
     with pytest.raises(ServingError, match="HRL_SERVE_KEY can't be used") as refused:
         serve(str(model), Serving(), ["rollout.name=hf"], print)
     assert key not in str(refused.value)
+
+
+def test_an_address_that_can_not_be_had_is_refused_before_an_engine_starts(model: Path) -> None:
+    said: list[str] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for wrong in (Serving(port=taken.getsockname()[1]), Serving(host="0.0.0.0")):
+            with pytest.raises(DoorError):
+                serve(str(model), wrong, ["rollout.name=hf"], said.append)
+    assert said == []
 
 
 def test_keys_are_those_of_a_run(model: Path) -> None:

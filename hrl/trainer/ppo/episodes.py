@@ -30,7 +30,6 @@ from hrl.masking import remember
 from hrl.metrics import Metric, StepMetrics
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
-from hrl.reward.actor import RewardError
 from hrl.serve.agents import AgentDoor, Outside
 from hrl.serve.outside import write_address
 from hrl.serve.sessions import new_key
@@ -262,12 +261,8 @@ def score_episodes(
     of_row = torch.from_numpy(codes)
     ends = last.non_tensor_batch["end"]
     counts = torch.tensor([end not in LEFT_OUT for end in ends])
-    if counts.any() and not (rewards.gives_scores or is_paid.any()):
-        raise RewardError(
-            f"no episode got a reward, such as that of uid {last.non_tensor_batch['uid'][0]}: the environment gave "
-            "none, and there is no reward function. Return hrl.StepResult(reward=…), or name a function in "
-            "reward.functions (data_source scores by the rows' answers)"
-        )
+    # No reward is one of 0: a game may pay for nothing but a win, and a step may be without any.
+    is_unpaid = counts & ~is_paid[heads] & (not rewards.gives_scores)
     if settings.on_truncation == "mask" and not validate:
         counts &= torch.tensor([end == "done" for end in ends])
     combined = rewards.collect(
@@ -294,6 +289,7 @@ def score_episodes(
         {
             "episode/rewards_moved": Metric.total(placed.num_moved),
             "episode/rewards_lost": Metric.total(placed.num_lost),
+            "episode/num_unpaid": Metric.total(float(is_unpaid.sum())),
         }
     )
     fold = FoldedEpisodes.of(mask, of_row, turn_index)

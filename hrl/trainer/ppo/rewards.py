@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from hrl.config import PPOTrainerConfig
 
 
+_OF_ROWS = ("data_source", "reward_model", "extra_info", "columns", "raw_prompt")
+"""What rewards are told of a row, in the order of `RewardRow`."""
+
+
 class _Round(NamedTuple):
     number: int = 0
     title: str = "no step"
@@ -119,10 +123,10 @@ class RewardService:
         if self._loop is None:
             return None
         announced = [
-            RewardRow(key, str(source), reward_model.get("ground_truth"), extra or {}, columns)
-            for key, source, reward_model, extra, columns in zip(
+            RewardRow(key, str(source), reward_model.get("ground_truth"), extra or {}, columns, prompt)
+            for key, source, reward_model, extra, columns, prompt in zip(
                 sample_keys(rows),
-                *(rows.non_tensor_batch[name] for name in ("data_source", "reward_model", "extra_info", "columns")),
+                *(rows.non_tensor_batch[name] for name in _OF_ROWS),
                 strict=True,
             )
         ]

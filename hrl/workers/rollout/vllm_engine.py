@@ -34,7 +34,7 @@ import torch
 
 from hrl.models.hf_config import engine_overrides
 from hrl.processes.child_environment import changed_environment
-from hrl.processes.evidence import why_memory_ended_it
+from hrl.processes.evidence import printed_last, why_memory_ended_it
 from hrl.processes.imports import quick_imports
 from hrl.processes.watch import NEEDED
 from hrl.workers.requests import SamplingParams
@@ -182,8 +182,8 @@ class VllmEngine(RolloutEngine):
                     self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.setup)))
             except Exception as error:  # reading a model runs vLLM's and transformers' code, which raise anything
                 raise RolloutError(
-                    f"the vLLM engine for {self.setup.model.path} did not start: {error} (the engine process wrote "
-                    "the cause to stderr; VLLM_LOGGING_LEVEL=INFO says more)"
+                    f"the vLLM engine for {self.setup.model.path} did not start: {error}; {printed_last()}. "
+                    "VLLM_LOGGING_LEVEL=INFO says more"
                 ) from error
             self._loaded_from_folder()
             self._watch(child.pid for child in _engine_processes() if child.pid not in self._others)
@@ -402,7 +402,7 @@ class VllmEngine(RolloutEngine):
     def _epitaph(self, during: str) -> str:
         pids = ", ".join(str(process["pid"]) for process in self.processes)
         known = [self._why_ended, *(NEEDED.why_it_ended(pid) for pid in sorted(self._watched)), why_memory_ended_it()]
-        reason = next((f". {reason}" for reason in known if reason is not None), "; its last output is on stderr")
+        reason = next((f". {reason}" for reason in known if reason is not None), f"; {printed_last()}")
         return f"the vLLM engine (pid {pids}) died during {during}{reason}"
 
 

@@ -20,7 +20,6 @@ from hrl.errors import may_pass
 from hrl.metrics import StepMetrics
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
-from hrl.reward.actor import RewardError
 from hrl.reward.combine import CombinedScores, RewardShaping
 from hrl.reward.pool import RewardOutcome
 from hrl.single_controller.worker_errors import WorkerError
@@ -264,13 +263,14 @@ def test_the_head_of_an_episode_is_the_row_with_its_last_turn_wherever_it_stands
     assert heads_of(batch).tolist() == [0, 2], "a program that talks to the policy in two chats by turns"
 
 
-def test_episodes_that_nobody_pays_end_the_run_with_a_way_out() -> None:
-    batch = batch_of()
+@pytest.mark.parametrize(("gives_scores", "num_unpaid"), [(False, 2.0), (True, 0.0)])
+def test_episodes_that_nobody_pays_are_worth_nothing_and_counted(gives_scores: bool, num_unpaid: float) -> None:
+    batch, metrics = batch_of(), StepMetrics()
     batch.non_tensor_batch["turn_rewards"] = object_column([[None, None], [None, None], [None]])
     rewards = Rewards(0.0, 0.0)
-    rewards.gives_scores = False
-    with pytest.raises(RewardError, match="no episode got a reward, such as that of uid a: .*reward.functions"):
-        scored(batch, rewards)
+    rewards.gives_scores = gives_scores
+    found = score_episodes(batch, rewards, EnvironmentConfig(path="x"), metrics, validate=False)
+    assert found.tokens.abs().sum() == 0 and found.kept.all() and metrics["episode/num_unpaid"] == num_unpaid
 
 
 def test_what_an_episode_without_a_token_was_paid_is_counted_as_lost() -> None:

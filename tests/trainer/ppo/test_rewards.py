@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hrl.columns import object_column
 from hrl.config import compose_cli
 from hrl.config.reward import RewardConfig
 from hrl.metrics import StepMetrics
@@ -103,7 +104,7 @@ def test_a_left_out_row_trains_nothing_and_the_plain_score_has_no_penalty(loops:
 
 def test_what_is_learnt_from_is_shaped_by_the_spread_of_training_rewards_alone(loops: list[Loop]) -> None:
     service = RewardService(compose_cli(["reward.shaping={standardise: null}"]), ())
-    names = ("uid", "sample_index", "data_source", "reward_model", "extra_info", "columns")
+    names = ("uid", "sample_index", "data_source", "reward_model", "extra_info", "columns", "raw_prompt")
     nothing = DataProto.from_dict(non_tensors={name: np.empty(0, dtype=object) for name in names})
     for step in (0, 1):
         service.begin(nothing, step, validate=step == 0)
@@ -115,6 +116,7 @@ def test_what_is_learnt_from_is_shaped_by_the_spread_of_training_rewards_alone(l
 
 def test_samples_are_announced_by_their_keys_and_called_by_the_step_they_belong_to(loops: list[Loop]) -> None:
     service = RewardService(compose_cli([]), ("sums",))
+    prompts = [[{"role": "user", "content": question}] for question in ("1 + 2?", "3 + 4?")]
     rows = DataProto.from_dict(
         non_tensors={
             "uid": np.array(["a", "b"], dtype=object),
@@ -122,14 +124,15 @@ def test_samples_are_announced_by_their_keys_and_called_by_the_step_they_belong_
             "data_source": np.array(["sums", "sums"], dtype=object),
             "reward_model": np.array([{"ground_truth": "3"}, {"style": "rule"}], dtype=object),
             "extra_info": np.array([{"level": 1}, None], dtype=object),
+            "raw_prompt": object_column(prompts),
             "columns": np.array([{"answer": "3"}, {}], dtype=object),
         },
     )
     rounds = [service.begin(rows, 4, validate=validate) for validate in (True, False)]
     (_, announced, validation), (_, _, training) = loops[0].announced
     assert list(announced) == [
-        RewardRow(("a", 0), "sums", "3", {"level": 1}, {"answer": "3"}),
-        RewardRow(("b", 1), "sums", None, {}),
+        RewardRow(("a", 0), "sums", "3", {"level": 1}, {"answer": "3"}, prompts[0]),
+        RewardRow(("b", 1), "sums", None, {}, {}, prompts[1]),
     ]
     assert (validation, training) == ("the validation after step 4", "step 4")
     assert rounds == [1, 2], "rounds count on, so that a late sample of the first is told apart"
