@@ -50,6 +50,8 @@ class BatchPlan:
     Attributes:
         rows: Per rank the indices into the whole batch, in the order in which the rank holds them, each at most once.
         ranks: Per rank what it runs.
+        ranks_each: So many consecutive ranks run each entry of `rows` and `ranks` together, as a sequence group, and
+            the first of them answers for all. With more than one, "rank" stands for such a group here.
 
     Raises:
         ValueError: The ranks differ in their number of mini-batches, micro-batches or counts: one of them would wait in
@@ -58,6 +60,7 @@ class BatchPlan:
 
     rows: tuple[tuple[int, ...], ...]
     ranks: tuple[RankPlan, ...]
+    ranks_each: int = 1
 
     @property
     def num_steps(self) -> int:

@@ -201,18 +201,20 @@ def _cost(tokens: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """How large a micro-batch of one rank may be, and the key that raises it.
+    """How large a micro-batch may be, how many ranks run it together, and the key that raises it.
 
     Attributes:
-        max_tokens: Hard cap on its tokens; `None` only together with `max_rows`.
+        max_tokens: Hard cap on its tokens, of all ranks that run it; `None` only together with `max_rows`.
         max_rows: Fixed number of its rows (the last one has the rest), pairs where pairs are planned; `None` to fill
             it up to `max_tokens`.
         budget_key: The configuration key of `max_tokens`, for errors.
+        ranks: Consecutive ranks that run each micro-batch together, a slice of its tokens on each.
     """
 
     max_tokens: int | None
     max_rows: int | None
     budget_key: str
+    ranks: int = 1
 
     @property
     def token_cap(self) -> int:
@@ -227,9 +229,28 @@ class MicroBatchLimits:
         """
         if self.max_tokens is None and self.max_rows is None:
             raise ValueError("a micro-batch needs a limit: give max_tokens, max_rows or both")
-        for name, limit in (("max_tokens", self.max_tokens), ("max_rows", self.max_rows)):
+        for name, limit in (("max_tokens", self.max_tokens), ("max_rows", self.max_rows), ("ranks", self.ranks)):
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} must be at least 1, got {limit}")
+
+    def least_budget(self, tokens: int) -> int:
+        """Return what `budget_key`, which counts tokens of one rank, has to be for a micro-batch of so many tokens."""
+        return -(-tokens // self.ranks)
+
+    def sequence_groups(self, world_size: int) -> int:
+        """Return how many micro-batches run at once on so many ranks.
+
+        Raises:
+            ValueError: The ranks that run a micro-batch together don't divide them.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        if world_size % self.ranks:
+            raise ValueError(
+                f"{world_size} ranks do not make groups of {self.ranks}: set ulysses_sequence_parallel_size to a "
+                "divisor of their number"
+            )
+        return world_size // self.ranks
 
     def check_rows(self, rows: RowLengths, positions: np.ndarray) -> None:
         """Raise a ValueError that names the first row which alone exceeds the token budget."""
@@ -240,7 +261,7 @@ class MicroBatchLimits:
             length = int(tokens[rows.index[positions] == row][0])
             raise ValueError(
                 f"row {row} alone has {length} tokens, more than the {self.token_cap} that one micro-batch may hold; "
-                f"set {self.budget_key} to at least {length}, or shorten prompts or responses"
+                f"set {self.budget_key} to at least {self.least_budget(length)}, or shorten prompts or responses"
             )
 
 
@@ -386,7 +407,7 @@ def plan_forward(rows: RowLengths, world_size: int, limits: MicroBatchLimits) ->
     Args:
         rows: All rows of the batch.
         world_size: Number of ranks.
-        limits: Of a rank's micro-batch.
+        limits: Of a micro-batch, and how many ranks run it.
 
     Returns:
         A plan of exactly one mini-batch that holds every row once. Its counts take every response token as trained.
@@ -395,7 +416,7 @@ def plan_forward(rows: RowLengths, world_size: int, limits: MicroBatchLimits) ->
         ValueError: A row alone exceeds the token budget (row, length, budget, key are named), or arguments don't fit.
     """
     step = _plan_step(rows, np.arange(len(rows)), rows.response, None, world_size, limits)
-    return _assemble(rows, [step], world_size, repeats=1)
+    return _assemble(rows, [step], world_size, limits, repeats=1)
 
 
 def plan_update(
@@ -418,7 +439,7 @@ def plan_update(
     Args:
         rows: All rows of the batch.
         world_size: Number of ranks.
-        limits: Of a rank's micro-batch.
+        limits: Of a micro-batch, and how many ranks run it.
         mini_batch_rows: Rows per optimizer step, over all ranks; of an episode of several rows only one counts.
         epochs: Passes over the batch.
         skip: (B,) rows that can't move a weight. They count in the divisors and are neither sent nor run.
@@ -441,7 +462,7 @@ def plan_update(
         for order in orders
         for positions in _mini_batches(rows, mini_batch_rows, order)
     ]
-    return _assemble(rows, steps, world_size, repeats=epochs if shuffle_seed is None else 1)
+    return _assemble(rows, steps, world_size, limits, repeats=epochs if shuffle_seed is None else 1)
 
 
 @dataclass(frozen=True)
@@ -462,13 +483,12 @@ def _plan_step(
     world_size: int,
     limits: MicroBatchLimits,
 ) -> _Step:
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
     limits.check()
+    sequence_groups = limits.sequence_groups(world_size)
     run = np.sort(positions if left_out is None else positions[~left_out[positions]])
     with_tokens = positions[trained[positions] > 0]
     return _Step(
-        ranks=_cut_micro_batches(rows, run, world_size, limits),
+        ranks=_cut_micro_batches(rows, run, sequence_groups, limits),
         num_tokens=int(trained[positions].sum()),
         num_sequences=rows.num_samples(with_tokens),
         num_groups=int(np.count_nonzero(np.bincount(rows.group[with_tokens]))),
@@ -498,10 +518,12 @@ def _mini_batches(rows: RowLengths, mini_batch_rows: int, order: np.random.Gener
     return np.split(np.concatenate(groups), np.cumsum([len(group) for group in groups])[groups_before - 1])
 
 
-def _assemble(rows: RowLengths, steps: list[_Step], world_size: int, repeats: int) -> BatchPlan:
+def _assemble(
+    rows: RowLengths, steps: list[_Step], world_size: int, limits: MicroBatchLimits, repeats: int
+) -> BatchPlan:
     """Give every rank the rows that its micro-batches name, in the order of their first use."""
     held, plans = [], []
-    for rank in range(world_size):
+    for rank in range(limits.sequence_groups(world_size)):
         used = rows.index[_flat([micro_batch for step in steps for micro_batch in step.ranks[rank]])].tolist()
         place = dict(zip(dict.fromkeys(used), count()))
         places = map(place.__getitem__, used)
@@ -516,7 +538,7 @@ def _assemble(rows: RowLengths, steps: list[_Step], world_size: int, repeats: in
         )
         held.append(tuple(place))
         plans.append(RankPlan(mini_batches * repeats, is_tree=rows.shared is not None))
-    return BatchPlan(rows=tuple(held), ranks=tuple(plans))
+    return BatchPlan(rows=tuple(held), ranks=tuple(plans), ranks_each=limits.ranks)
 
 
 def plan_pairs(
@@ -528,7 +550,7 @@ def plan_pairs(
         rows: All 2N rows of the batch, each a group of its own; both answers of a pair have one prompt, and count (and
             compute) it once if the rows share prefixes.
         world_size: Number of ranks.
-        limits: Of a rank's micro-batch; `max_rows` counts pairs.
+        limits: Of a micro-batch, and how many ranks run it; `max_rows` counts pairs.
         mini_batch_pairs: Pairs per optimizer step, over all ranks.
         epochs: Passes over the batch.
 
@@ -554,7 +576,8 @@ def plan_pairs(
         pair = int(np.argmax(tokens > limits.token_cap))
         raise ValueError(
             f"the answers of pair {pair} have {tokens[pair]} tokens with their prompt, more than the "
-            f"{limits.max_tokens} that one micro-batch may hold; set {limits.budget_key} to at least {tokens[pair]}"
+            f"{limits.max_tokens} that one micro-batch may hold; set {limits.budget_key} to at least "
+            f"{limits.least_budget(int(tokens[pair]))}"
         )
     pairs = RowLengths.of(once, response.sum(1), trained.sum(1), None, share_prefix=False)
     return _both_rows(plan_update(pairs, world_size, limits, mini_batch_rows=mini_batch_pairs, epochs=epochs))
@@ -579,7 +602,7 @@ def _both_rows(pairs: BatchPlan) -> BatchPlan:
         )
         for rank in pairs.ranks
     ]
-    return BatchPlan(rows=tuple(map(both, pairs.rows)), ranks=tuple(ranks))
+    return replace(pairs, rows=tuple(map(both, pairs.rows)), ranks=tuple(ranks))
 
 
 def _cut_micro_batches(

@@ -14,7 +14,7 @@ from hrl.config.model import (
     OptimConfig,
 )
 from hrl.config.rollout import RolloutConfig
-from hrl.config.section import Get, NameOf, Section, Unit, follows, section
+from hrl.config.section import ACTOR, Get, NameOf, Section, Unit, follows, section
 
 
 class PolicyLossConfig(Section):
@@ -97,10 +97,17 @@ class ActorConfig(Section):
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
 
+class RefShardingConfig(ForwardShardingConfig):
+    """`actor_rollout_ref.ref.fsdp_config`: FSDP2 settings of the reference."""
+
+    ulysses_sequence_parallel_size: PositiveInt = follows(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+    """Processes that run each micro-batch of the reference together. Default: the actor's."""
+
+
 class RefConfig(LogProbConfig):
     """`actor_rollout_ref.ref`: the frozen reference policy."""
 
-    fsdp_config: ForwardShardingConfig = section(ForwardShardingConfig)
+    fsdp_config: RefShardingConfig = section(RefShardingConfig)
 
 
 class ActorRolloutRefConfig(Section):

@@ -138,9 +138,10 @@ def _micro_batch_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
 
 def _micro_batch_in_words(each: MicroBatches, longest: int, noun: str) -> str:
     tokens = each.largest(longest)
+    whose = "process" if each.processes == 1 else f"group of {each.processes} processes"
     if each.max_rows is None:
-        return f"packed up to {tokens:,} tokens per process ({count(tokens // longest, f'longest {noun}')})"
-    return f"{count(each.max_rows, noun)} per process (at most {tokens:,} tokens)"
+        return f"packed up to {tokens:,} tokens per {whose} ({count(tokens // longest, f'longest {noun}')})"
+    return f"{count(each.max_rows, noun)} per {whose} (at most {tokens:,} tokens)"
 
 
 def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
@@ -166,17 +167,29 @@ def placement_facts(config: RunConfiguration) -> list[Fact]:
     if not isinstance(config, PPOTrainerConfig):
         trainer = config.trainer
         machines = f" ({trainer.n_gpus_per_node} on each of {trainer.nnodes} machines)" if trainer.nnodes > 1 else ""
-        return [Fact("model", f"{count(config.num_processes, 'process', 'processes')}{machines}")]
+        groups = _groups_in_words(config.micro_batches()["model"].processes, config.num_processes)
+        return [Fact("model", f"{count(config.num_processes, 'process', 'processes')}{machines}{groups}")]
     placement = resolve_placement(config)
-    return [Fact(f"pool {pool}", _pool_sentence(placement, pool)) for pool in placement.pools]
+    return [Fact(f"pool {pool}", _pool_sentence(config, placement, pool)) for pool in placement.pools]
 
 
-def _pool_sentence(placement: Placement, pool: str) -> str:
+def _groups_in_words(degree: int, processes: int) -> str:
+    """Return how a role's processes share sequences, in brackets; nothing where each has its own."""
+    if degree == 1:
+        return ""
+    return f" ({count(processes // degree, 'sequence group')} of {degree})"
+
+
+def _pool_sentence(config: PPOTrainerConfig, placement: Placement, pool: str) -> str:
     sizes = placement.pools[pool]
     processes = count(sum(sizes), "process", "processes")
     per_machine = " + ".join(map(str, sizes))
     machines = f" ({per_machine} on {len(sizes)} machines)" if len(sizes) > 1 else ""
-    roles = ", ".join(placement.roles_on(pool))
+    degrees = {name: each.processes for name, each in config.micro_batches().items()}
+    degrees["actor_rollout"] = degrees["actor"]
+    roles = ", ".join(
+        f"{role}{_groups_in_words(degrees.get(role, 1), sum(sizes))}" for role in placement.roles_on(pool)
+    )
     return f"{processes}{machines} with {roles}"
 
 

@@ -57,14 +57,15 @@ class LogProbConfig(Section):
 
 
 class MicroBatches(NamedTuple):
-    """How large the micro-batches of a pass may be, on every process.
+    """How large the micro-batches of a pass may be.
 
     Attributes:
-        max_tokens: The budget up to which they are packed; None where the number of sequences is fixed.
+        max_tokens: The budget of one process up to which they are packed; None where the number of sequences is fixed.
         max_rows: The number of sequences (of pairs, where pairs are learnt); None where they are packed.
         tokens_key: Key of the budget.
         rows_key: Key of the number of sequences.
         packs_key: Key that chooses between the two; empty where the budget counts unless a number is set.
+        processes: Number of processes that run each micro-batch together.
     """
 
     max_tokens: int | None
@@ -72,10 +73,11 @@ class MicroBatches(NamedTuple):
     tokens_key: str
     rows_key: str
     packs_key: str
+    processes: int
 
     @classmethod
-    def of(cls, section: Section, name: str, tokens: str, rows: str, packs: str = "") -> Self:
-        """Read them from the section `name` by its keys."""
+    def of(cls, section: Section, name: str, tokens: str, rows: str, packs: str = "", *, processes: int) -> Self:
+        """Read them from the section `name` by its keys; so many processes run each of them together."""
         is_packed = getattr(section, packs) if packs else getattr(section, rows) is None
         return cls(
             getattr(section, tokens) if is_packed else None,
@@ -83,11 +85,21 @@ class MicroBatches(NamedTuple):
             f"{name}.{tokens}",
             f"{name}.{rows}",
             packs and f"{name}.{packs}",
+            processes,
         )
+
+    @property
+    def budget(self) -> int | None:
+        """The tokens up to which they are packed, of all processes that run one; None as for `max_tokens`."""
+        return None if self.max_tokens is None else self.max_tokens * self.processes
+
+    def budget_for(self, tokens: int) -> int:
+        """Return the smallest `max_tokens` with which a micro-batch holds so many tokens."""
+        return -(-tokens // self.processes)
 
     def largest(self, longest_row: int) -> int:
         """Return the tokens of the largest one: the budget, or a fixed number of the longest rows."""
-        return (self.max_rows or 0) * longest_row if self.max_tokens is None else self.max_tokens
+        return (self.max_rows or 0) * longest_row if self.budget is None else self.budget
 
 
 class BackboneConfig(Section):
@@ -117,19 +129,23 @@ class ModelConfig(BackboneConfig):
     """Folder or hub id of the tokenizer; null uses the model's own."""
 
 
-class _ShardingConfig(Section):
+class ShardingConfig(Section):
     """FSDP2 settings common to all models."""
 
     param_offload: bool = False
     """Keep the parameters in pinned host memory while the model is idle. No effect on a CPU."""
     fsdp_size: MinusOneOrMore = -1
     """Processes that share one sharded copy; -1 uses all processes of the pool."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Processes that run each micro-batch together, for sequences that are too long for one: each computes a slice of
+    the tokens, and in attention all tokens for a share of the heads. Divides the number of processes and of attention
+    heads. Token budgets (`…max_token_len_per_gpu`) stay those of one process."""
     dtype: DType = "auto"
     """Dtype of matrix products; gradients are reduced in fp32. `auto` is bfloat16, or float32 on a CPU without matrix
     instructions for bfloat16, where it is faster."""
 
 
-class ForwardShardingConfig(_ShardingConfig):
+class ForwardShardingConfig(ShardingConfig):
     """FSDP2 settings of a model that is only evaluated."""
 
     reshard_after_forward: ClassVar[bool] = True  # no backward pass needs the parameters again
@@ -141,7 +157,7 @@ class ForwardShardingConfig(_ShardingConfig):
         return self.dtype
 
 
-class FsdpConfig(_ShardingConfig):
+class FsdpConfig(ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
     model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"

@@ -92,7 +92,9 @@ class OfflineConfig(WholeConfig):
 
     def micro_batches(self) -> dict[str, MicroBatches]:
         """Return the micro-batches of the run's one model, `model`."""
-        return {"model": MicroBatches.of(self.data, "data", "max_token_len_per_gpu", "micro_batch_size_per_gpu")}
+        keys = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
+        together = self.model.fsdp_config.ulysses_sequence_parallel_size
+        return {"model": MicroBatches.of(self.data, "data", *keys, processes=together)}
 
     @property
     def num_processes(self) -> int:

@@ -1,13 +1,14 @@
 """A common view of all kinds of run: models, lengths and processes, wherever a kind's schema keeps them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hrl.config.model import ModelConfig
 from hrl.config.offline import OfflineConfig, RMTrainerConfig
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.section import ACTOR, REF
 
 RunConfiguration = PPOTrainerConfig | OfflineConfig
 
@@ -21,12 +22,14 @@ class NamedModel:
         path: Value of that key, a folder or hub id.
         override_config: Fields of the model's config.json to replace.
         is_scalar: Whether the model gives one number per token, as critics and reward models do.
+        degrees: Keys of `ulysses_sequence_parallel_size` of the roles that train or score with it → their values.
     """
 
     key: str
     path: str
     override_config: Mapping[str, Any]
     is_scalar: bool = False
+    degrees: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,18 @@ def outline_of(config: RunConfiguration) -> Outline:
 
 def _of_ppo(config: PPOTrainerConfig) -> Outline:
     section, model, data = "actor_rollout_ref.model", config.actor_rollout_ref.model, config.data
-    models = {"actor": NamedModel(f"{section}.path", model.path, model.override_config)}
+    policy = config.actor_rollout_ref
+    degrees, of_ref = _degree(ACTOR, policy.actor), _degree(REF, policy.ref)
+    if config.needs_reference and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
+        degrees |= of_ref
+    models = {"actor": NamedModel(f"{section}.path", model.path, model.override_config, degrees=degrees)}
     if config.needs_critic:
-        critic = config.critic.model
-        models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, is_scalar=True)
+        critic, degrees = config.critic.model, _degree("critic.model", config.critic.model)
+        models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, True, degrees)
     rm = config.reward.reward_model
     if config.needs_reward_model and rm.model_path is not None:
-        models["rm"] = NamedModel("reward.reward_model.model_path", rm.model_path, {}, is_scalar=True)
+        degrees = _degree("reward.reward_model.model", rm.model)
+        models["rm"] = NamedModel("reward.reward_model.model_path", rm.model_path, {}, True, degrees)
     total = data.max_prompt_length + data.max_response_length
     lengths = Lengths(
         total=total,
@@ -97,6 +105,12 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     return Outline(section, model, models, lengths, resolve_placement(config))
 
 
+def _degree(section: str, owner: Any) -> dict[str, int]:
+    """Return the key of the size of a section's sequence groups → its value."""
+    size: int = owner.fsdp_config.ulysses_sequence_parallel_size
+    return {f"{section}.fsdp_config.ulysses_sequence_parallel_size": size}
+
+
 def _of_offline(config: OfflineConfig) -> Outline:
     model, longest, trainer = config.model, config.data.max_length, config.trainer
     is_scalar = isinstance(config, RMTrainerConfig)
@@ -104,7 +118,7 @@ def _of_offline(config: OfflineConfig) -> Outline:
     return Outline(
         section="model",
         model=model,
-        models={role: NamedModel("model.path", model.path, model.override_config, is_scalar)},
+        models={role: NamedModel("model.path", model.path, model.override_config, is_scalar, _degree("model", model))},
         lengths=Lengths(longest, ("data.max_length",), longest),
         placement=Placement({"global": (trainer.n_gpus_per_node,) * trainer.nnodes}, {role: "global"}),
     )

@@ -54,15 +54,21 @@ class PPOTrainerConfig(WholeConfig):
         rows_of_learner = ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")
         learns = ("ppo_max_token_len_per_gpu", *rows_of_learner)
         scores = ("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz")
+        together = policy.actor.fsdp_config.ulysses_sequence_parallel_size
         passes = {
-            "actor": MicroBatches.of(policy.actor, ACTOR, *learns),
-            "log_prob": MicroBatches.of(policy.rollout, ROLLOUT, *scores),
+            "actor": MicroBatches.of(policy.actor, ACTOR, *learns, processes=together),
+            "log_prob": MicroBatches.of(policy.rollout, ROLLOUT, *scores, processes=together),
         }
         if self.needs_reference:
-            passes["ref"] = MicroBatches.of(policy.ref, REF, *scores)
+            together = policy.ref.fsdp_config.ulysses_sequence_parallel_size
+            passes["ref"] = MicroBatches.of(policy.ref, REF, *scores, processes=together)
         if self.needs_critic:
-            passes["critic"] = MicroBatches.of(critic, "critic", *learns)
-            passes["values"] = MicroBatches.of(critic, "critic", "forward_max_token_len_per_gpu", *rows_of_learner)
+            together = critic.model.fsdp_config.ulysses_sequence_parallel_size
+            forward = ("forward_max_token_len_per_gpu", *rows_of_learner)
+            passes["critic"] = MicroBatches.of(critic, "critic", *learns, processes=together)
+            passes["values"] = MicroBatches.of(critic, "critic", *forward, processes=together)
         if self.needs_reward_model:
-            passes["rm"] = MicroBatches.of(reward_model, RM, "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+            keys = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
+            together = reward_model.model.fsdp_config.ulysses_sequence_parallel_size
+            passes["rm"] = MicroBatches.of(reward_model, RM, *keys, processes=together)
         return passes

@@ -12,7 +12,7 @@ from hrl.algos.registry import (
     policy_loss_traits,
 )
 from hrl.config.alarms import SAMPLER_GAP
-from hrl.config.model import CheckpointConfig, FsdpConfig
+from hrl.config.model import CheckpointConfig, FsdpConfig, MicroBatches, ShardingConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
@@ -36,13 +36,6 @@ _CORRECTION = "algorithm.rollout_correction"
 _ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
 _SHAPING = "reward.shaping"
 _RESPONSE = ("data.max_prompt_length", "data.max_response_length")
-_SHARED_ROWS = tuple(
-    f"{owner}{section}.ulysses_sequence_parallel_size"
-    for owner in (ACTOR, REF, "critic")
-    for section in ("", ".fsdp_config")
-)
-"""Keys of verl that split a row over several processes. hrl refuses them, and then a token budget smaller than a row is
-not reported as a second mistake."""
 
 
 def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -164,12 +157,22 @@ def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Proble
 def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]:
     """The token budget of a micro-batch is large enough for the longest row."""
     row = config.data.max_prompt_length + config.data.max_response_length
-    budgets = {each.tokens_key: each.max_tokens for each in config.micro_batches().values()}
-    too_small = {key: budget for key, budget in budgets.items() if budget is not None and budget < row}
+    passes = {each.tokens_key: each for each in config.micro_batches().values()}
+    budgets = {key: each.max_tokens for key, each in passes.items()}
+    too_small = {key: tokens for key, tokens in budgets.items() if tokens is not None and _is_below(passes[key], row)}
     for key, budget in _without_followers(too_small).items():
         lengths = f"{config.data.max_prompt_length} prompt + {config.data.max_response_length} response"
-        what = f"is {budget} tokens, but one row may have {row} ({lengths})."
-        yield Problem(key, what, f"Set it to at least {row}.", (*_RESPONSE, *_SHARED_ROWS))
+        what = f"is {_tokens_of(passes[key], budget)}, but one row may have {row} ({lengths})."
+        yield Problem(key, what, f"Set it to at least {passes[key].budget_for(row)}.", _RESPONSE)
+
+
+def _is_below(each: MicroBatches, tokens: int) -> bool:
+    """Return whether a pass has a budget, and it is too small for a micro-batch of so many tokens."""
+    return each.budget is not None and each.budget < tokens
+
+
+def _tokens_of(each: MicroBatches, budget: int) -> str:
+    return f"{budget} tokens" + (f" on each of {each.processes} processes" if each.processes > 1 else "")
 
 
 def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -230,20 +233,45 @@ def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
         what = f"is {ranks}, which does not divide the {processes} rollout processes."
         hint = f"Nearest that do: {_nearest_divisors(processes, ranks)}."
         yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, hint, involves)
-    sharded = {placement.actor: (ACTOR, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)}
-    sharded["ref"] = (REF, config.actor_rollout_ref.ref.fsdp_config.fsdp_size)
-    sharded["critic"] = ("critic.model", config.critic.model.fsdp_config.fsdp_size)
-    sharded["rm"] = ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config.fsdp_size)
-    for role, (owner, size) in sharded.items():
-        if role in placement.roles:
-            yield from _uneven_copies(owner, size, placement.processes(role), f" of {role}", involves)
+    sharded: dict[str, tuple[str, ShardingConfig]] = {
+        placement.actor: (ACTOR, config.actor_rollout_ref.actor.fsdp_config),
+        "ref": (REF, config.actor_rollout_ref.ref.fsdp_config),
+        "critic": ("critic.model", config.critic.model.fsdp_config),
+        "rm": ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config),
+    }
+    # The reference follows the actor: what is wrong with both is said once, unless they have pools of their own.
+    said: set[tuple[int, int]] = set()
+    for role, (owner, sharding) in sharded.items():
+        if role not in placement.roles:
+            continue
+        processes, whose = placement.processes(role), f" of {role}"
+        yield from _uneven_copies(owner, sharding, processes, whose, involves)
+        degree = sharding.ulysses_sequence_parallel_size
+        if role != "ref" or (degree, processes) not in said:
+            yield from _uneven_groups(owner, sharding, processes, whose, involves)
+        said.add((degree, processes))
 
 
-def _uneven_copies(owner: str, size: int, processes: int, whose: str, involves: tuple[str, ...]) -> Iterator[Problem]:
+def _uneven_copies(
+    owner: str, sharding: ShardingConfig, processes: int, whose: str, involves: tuple[str, ...]
+) -> Iterator[Problem]:
     """Report a size of a sharded copy that does not divide the number of processes."""
+    size = sharding.fsdp_size
     if size != -1 and (size == 0 or processes % size):
         what = f"is {size}, which does not divide the {processes} processes{whose}."
         yield Problem(f"{owner}.fsdp_config.fsdp_size", what, "Set it to -1 for all of them.", involves)
+
+
+def _uneven_groups(
+    owner: str, sharding: ShardingConfig, processes: int, whose: str, involves: tuple[str, ...]
+) -> Iterator[Problem]:
+    """Report a size of sequence groups that does not divide the number of processes."""
+    degree = sharding.ulysses_sequence_parallel_size
+    if processes % degree:
+        what = f"is {degree}, which does not divide the {processes} processes{whose}."
+        divisors = _nearest_divisors(processes, degree)
+        hint = f"Nearest that do: {divisors}; or start a multiple of {degree} processes (trainer.n_gpus_per_node)."
+        yield Problem(f"{owner}.fsdp_config.ulysses_sequence_parallel_size", what, hint, involves)
 
 
 def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -532,10 +560,11 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
             )
     pair = config.data.max_prompt_length + 2 * config.data.max_response_length
     budget, rows = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
-    if actor.use_dynamic_bsz and budget < pair:
-        what = f"is {budget} tokens, but a prompt with both its answers may have {pair}."
+    each = config.micro_batches()["actor"]
+    if _is_below(each, pair):
+        what = f"is {_tokens_of(each, budget)}, but a prompt with both its answers may have {pair}."
         involves = (key, "data.max_prompt_length", "data.max_response_length")
-        yield Problem(f"{ACTOR}.ppo_max_token_len_per_gpu", what, f"Set it to at least {pair}.", involves)
+        yield Problem(each.tokens_key, what, f"Set it to at least {each.budget_for(pair)}.", involves)
     if not actor.use_dynamic_bsz and rows is not None and rows < 2:
         what = f"is {rows}, but a pair is two sequences."
         yield Problem(f"{ACTOR}.ppo_micro_batch_size_per_gpu", what, "Set it to at least 2.", (key,))
@@ -599,17 +628,19 @@ def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Pro
     data = config.data
     pairs = isinstance(data, PairDataConfig)
     longest = data.max_length * (2 if pairs else 1)
-    budget = config.micro_batches()["model"].max_tokens
-    if budget is not None and budget < longest:
+    each = config.micro_batches()["model"]
+    if _is_below(each, longest):
         row = f"the two answers of a pair may have 2 × {data.max_length}" if pairs else f"one row may have {longest}"
-        what = f"is {budget} tokens, but {row}."
-        yield Problem("data.max_token_len_per_gpu", what, f"Set it to at least {longest}.", ("data.max_length",))
+        what = f"is {_tokens_of(each, data.max_token_len_per_gpu)}, but {row}."
+        yield Problem(each.tokens_key, what, f"Set it to at least {each.budget_for(longest)}.", ("data.max_length",))
 
 
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
-    """The size of a sharded copy divides the number of processes."""
+    """The sizes of a sharded copy and of a sequence group divide the number of processes."""
     involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    yield from _uneven_copies("model", config.model.fsdp_config.fsdp_size, config.num_processes, "", involves)
+    sharding, processes = config.model.fsdp_config, config.num_processes
+    yield from _uneven_copies("model", sharding, processes, "", involves)
+    yield from _uneven_groups("model", sharding, processes, "", involves)
 
 
 def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:

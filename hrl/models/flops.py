@@ -79,11 +79,11 @@ class ModelFlops:
         per_head_token = 0.0 if head is None else 2.0 * head.weight.numel()
         return cls(per_token=2.0 * weights, per_pair=per_pair, per_head_token=per_head_token)
 
-    def forward(self, tokens: int, pairs: int, head_tokens: int) -> float:
+    def forward(self, tokens: float, pairs: float, head_tokens: float) -> float:
         """Return the FLOPs of one forward over a packed row."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_head_token * head_tokens
 
-    def update(self, tokens: int, pairs: int, head_tokens: int) -> float:
+    def update(self, tokens: float, pairs: float, head_tokens: float) -> float:
         """Return the FLOPs of forward and backward, without what is recomputed to save memory."""
         return (1.0 + BACKWARD_OVER_FORWARD) * self.forward(tokens, pairs, head_tokens)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hrl.models.ops.exchange import SlicedLayout
 from hrl.models.ops.layout import AttentionLayout
 from hrl.models.ops.log_prob import LogitForm
 
@@ -85,8 +86,10 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     return inner[0]
 
 
-def last_hidden_states(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
-    """Run the backbone on one packed row.
+def last_hidden_states(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: AttentionLayout | SlicedLayout
+) -> Tensor:
+    """Run the backbone on one packed row, or on this rank's slice of one.
 
     Args:
         model: Whose attention is `hrl.models.ops.attention.ATTENTION_NAME`.

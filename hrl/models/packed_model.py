@@ -10,6 +10,9 @@ Three things are left out of a packed row, none of which changes a number:
 - Tokens after which nothing is predicted: for log-probs or values of `r` response tokens the model reads the prompt and
   the first `r - 1` of them.
 - Rows without a trained token.
+
+Several ranks may run one packed row together (`hrl.models.ops.exchange`). Then each packs the same rows and keeps a
+slice of the tokens, with those of the wanted hidden states that lie in it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from transformers import PreTrainedModel
 
 from hrl.batching.trie import Trie
 from hrl.models.head import head_form, last_hidden_states
+from hrl.models.ops.exchange import SequenceGroup, SlicedLayout, join_results
 from hrl.models.ops.layout import AttentionLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
 
@@ -118,12 +122,16 @@ class PackedMicroBatch:
 
     input_ids: Tensor
     position_ids: Tensor
-    layout: AttentionLayout
+    layout: AttentionLayout | SlicedLayout
     hidden_index: Tensor
     labels: Tensor
     mask: Tensor
     mask_index: Tensor
     is_empty: bool
+
+    def join(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return what the ranks that run the row together have computed, `(N,)` each; here one rank has all of it."""
+        return results
 
     def unpack(self, flat: Tensor) -> Tensor:
         """Spread `(N,)` results over `(b, r)`, zero outside the mask. Differentiable."""
@@ -136,6 +144,28 @@ class PackedMicroBatch:
         return matrix.reshape(-1).index_select(0, self.mask_index)
 
 
+@dataclass(frozen=True)
+class SlicedMicroBatch(PackedMicroBatch):
+    """One rank's slice of a forward that several ranks make together.
+
+    The slice has t tokens, and M of the N wanted hidden states lie in it. `input_ids` and `position_ids` are `(1, t)`,
+    `hidden_index` and `labels` `(M,)`; where M is 0 they have one entry, because every rank has to join the collectives
+    of the head. `mask` and `mask_index` are those of the whole micro-batch.
+
+    Attributes:
+        own: `(M,)` int64, which of the N results are computed here.
+        num_results: N.
+    """
+
+    layout: SlicedLayout
+    own: Tensor
+    num_results: int
+
+    def join(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the results of all ranks, `(N,)` each; see `join_results`."""
+        return join_results(results, self.own, self.num_results, self.layout.group)
+
+
 def pack_micro_batch(
     rows: TokenRows,
     picked: tuple[int, ...],
@@ -144,6 +174,7 @@ def pack_micro_batch(
     is_tree: bool = False,
     wanted: Wanted,
     device: torch.device,
+    group: SequenceGroup | None = None,
 ) -> PackedMicroBatch:
     """Pack the rows `picked` into one row.
 
@@ -154,10 +185,11 @@ def pack_micro_batch(
         is_tree: Compute all that rows have in common at their beginning once, instead of equal prompts alone.
         wanted: Which hidden states are wanted.
         device: Of the result.
+        group: Ranks that run the row together, of which this one gets its slice; None where it is alone.
     """
     used = rows.used(picked, wanted)
     if not used:
-        return _empty(len(picked), device)
+        return _empty(len(picked), device, group)
     writer = _Writer()
     write = _write_rows if not share_prefix else _write_tree if is_tree else _write_groups
     segment = write(writer, rows, used)
@@ -178,16 +210,8 @@ def pack_micro_batch(
         index.append(path[len(rows.prompts[row]) - 1 + columns])
         labels.append(rows.responses[row, columns])
         places.append(slot * width + columns)
-    arrays = (
-        np.concatenate(writer.tokens)[None],
-        layout.position_ids()[None],
-        *map(np.concatenate, (index, labels, places)),
-    )
-    input_ids, position_ids, hidden_index, label_ids, at = to_device([*map(torch.from_numpy, arrays)], device)
-    mask = torch.zeros(len(picked) * width, dtype=torch.bool, device=device).index_fill(0, at, True)
-    return PackedMicroBatch(
-        input_ids, position_ids, layout, hidden_index, label_ids, mask.view(len(picked), width), at, is_empty=False
-    )
+    arrays = [np.concatenate(writer.tokens), layout.position_ids(), *map(np.concatenate, (index, labels, places))]
+    return _on_device(arrays, layout, (len(picked), width), device, group, is_empty=False)
 
 
 def take_columns(
@@ -262,11 +286,57 @@ def _tokens(rows: TokenRows, row: int, length: int) -> np.ndarray:
     return np.concatenate([rows.prompts[row], rows.responses[row, :length]])
 
 
-def _empty(num_rows: int, device: torch.device) -> PackedMicroBatch:
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
+def _empty(num_rows: int, device: torch.device, group: SequenceGroup | None) -> PackedMicroBatch:
+    zero = np.zeros(1, np.int64)
     layout = AttentionLayout(np.array([1]), np.array([0]), np.array([0]))
-    mask = torch.zeros(num_rows, 1, dtype=torch.bool, device=device)
-    return PackedMicroBatch(zero[None], zero[None], layout, zero, zero, mask, zero[:0], is_empty=True)
+    return _on_device([zero, zero, zero, zero, zero[:0]], layout, (num_rows, 1), device, group, is_empty=True)
+
+
+def _on_device(
+    arrays: list[np.ndarray],
+    layout: AttentionLayout,
+    shape: tuple[int, int],
+    device: torch.device,
+    group: SequenceGroup | None,
+    *,
+    is_empty: bool,
+) -> PackedMicroBatch:
+    """Return a packed row on the device, or this rank's slice of it.
+
+    Args:
+        arrays: Tokens and positions `(T,)`; wanted hidden states and their labels `(N,)`; the flat positions of the
+            results in the micro-batch's rows `(N,)`, none where nothing is wanted.
+        layout: Of the row.
+        shape: Of the micro-batch's mask.
+        device: Where it is wanted.
+        group: Ranks that run the row together.
+        is_empty: Nothing is wanted.
+    """
+    sliced = None if group is None else SlicedLayout(layout, group)
+    num_results = len(arrays[2])
+    if sliced is not None:
+        arrays = _of_slice(arrays, sliced)
+    tensors = to_device([*map(torch.from_numpy, arrays)], device)
+    input_ids, position_ids, hidden_index, labels, at = tensors[:5]
+    mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=device).index_fill(0, at, True).view(shape)
+    row = input_ids[None], position_ids[None]
+    if sliced is None:
+        return PackedMicroBatch(*row, layout, hidden_index, labels, mask, at, is_empty)
+    return SlicedMicroBatch(*row, sliced, hidden_index, labels, mask, at, is_empty, tensors[5], num_results)
+
+
+def _of_slice(arrays: list[np.ndarray], layout: SlicedLayout) -> list[np.ndarray]:
+    """Cut the arrays of `_on_device` to a slice, and add which results are its own `(M,)`."""
+    tokens, positions, index, labels, at = arrays
+    size, start = layout.num_tokens, layout.start
+    slices = []
+    for of_row in (tokens, positions):
+        own = of_row[start : start + size]
+        slices.append(np.pad(own, (0, size - len(own))))
+    local = index - start
+    (mine,) = np.nonzero((local >= 0) & (local < size))
+    computed = (local[mine], labels[mine]) if len(mine) else (np.zeros(1, np.int64), np.zeros(1, np.int64))
+    return [*slices, *computed, at, mine]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------

@@ -166,7 +166,8 @@ def _training(model: CostModel) -> Iterator[Changes]:
     """Yield layouts of the learners."""
     hardware, data, ranks = model.hardware, model.config.data, model.ranks("actor")
     longest = data.max_prompt_length + data.max_response_length
-    budgets = [budget for budget in (4096, 8192, 16384, 32768, 65536) if budget >= longest]
+    least = max(each.budget_for(longest) for each in model.config.micro_batches().values())
+    budgets = [budget for budget in (4096, 8192, 16384, 32768, 65536) if budget >= least]
     groups = [-1, *(size for size in (1, 8, 16, 32, 64, 128) if size < ranks and ranks % size == 0)]
     offloads: tuple[tuple[bool, bool], ...] = ((False, False),)
     if not hardware.is_cpu:

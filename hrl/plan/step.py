@@ -238,13 +238,14 @@ class CostModel:
             sharding = config.reward.reward_model.model.fsdp_config
         name = {"actor": "log_prob", "critic": "values"}.get(role, role) if scores else role
         ranks, longest = self.ranks(role), config.data.max_prompt_length + config.data.max_response_length
+        each = config.micro_batches()[name]
         return Learner(
             shape=self.shapes["actor" if role == "ref" else role],
             hardware=self._device(role),
             assumed=self.assumed,
             ranks=ranks,
             shards=ranks if sharding.fsdp_size == -1 else sharding.fsdp_size,
-            budget=config.micro_batches()[name].largest(longest),
+            budget=each.largest(longest),
             recompute=(config.critic.model if role == "critic" else policy.model).enable_gradient_checkpointing,
             master_bytes=dtype_of(sharding.model_dtype).itemsize,
             compute_bytes=dtype_of(sharding.dtype).itemsize,
@@ -252,6 +253,7 @@ class CostModel:
             has_head=role in ("actor", "ref"),
             param_offload=sharding.param_offload and not self.hardware.is_cpu,
             optimizer_offload=sharding.optimizer_offload and not self.hardware.is_cpu,
+            degree=each.processes,
         )
 
     def ranks(self, role: str) -> int:

@@ -17,6 +17,7 @@ UNEVEN = "waiting for the rank with the most tokens"
 GATHERS = "gathering weights and reducing gradients"
 OPTIMIZER = "optimizer step"
 HOST = "copies to and from host memory"
+EXCHANGES = "exchanging heads for tokens"
 BETWEEN = "packing and statistics"
 
 _REDUCE_BYTES = 4
@@ -33,13 +34,14 @@ class Learner:
         assumed: Constants.
         ranks: Processes that hold it.
         shards: Processes that share one copy.
-        budget: Tokens of its largest micro-batch.
+        budget: Tokens of its largest micro-batch, of all ranks that run it.
         recompute: Whether layers run again in the backward pass.
         master_bytes: Bytes of a stored weight.
         compute_bytes: Bytes of a weight in a product.
         reshards: Whether gathered weights are dropped between forward and backward.
         has_head: Whether it computes log-probs.
         param_offload, optimizer_offload: Whether these come from host memory.
+        degree: Ranks that run each micro-batch together.
     """
 
     shape: ModelShape
@@ -55,13 +57,20 @@ class Learner:
     has_head: bool
     param_offload: bool
     optimizer_offload: bool
+    degree: int = 1
+
+    @property
+    def groups(self) -> int:
+        """How many micro-batches run at once."""
+        return self.ranks // self.degree
 
     def forward(self, work: Workload) -> dict[str, float]:
         """Return what a forward over all rows is spent on."""
-        layers, head = work.forward_flops(self.shape.flops, self.ranks, self.budget)
+        layers, head = work.forward_flops(self.shape.flops, self.groups, self.budget)
         flops = layers + head * self.has_head
         compute = self._compute(flops, self._micro_batches(work) * self._gathers(1), work)
-        return added([*compute, (BETWEEN, self.assumed.pass_s), *self._moved(0)])
+        exchanged = EXCHANGES, self._exchanges(work, 1)
+        return added([*compute, exchanged, (BETWEEN, self.assumed.pass_s), *self._moved(0)])
 
     def update(self, work: Workload, optimizer_steps: int, mini_batches: int) -> dict[str, float]:
         """Return what an update is spent on: forward, backward, and an optimizer step for each mini-batch and pass.
@@ -71,12 +80,13 @@ class Learner:
         compute: list[tuple[str, float]] = []
         if work.teaching > 0.0:
             run = work.part(work.teaching / mini_batches)
-            layers, head = run.forward_flops(self.shape.flops, self.ranks, self.budget)
+            layers, head = run.forward_flops(self.shape.flops, self.groups, self.budget)
             runs = 1.0 + _BACKWARD + self.recompute
             heads = 2.0 + _BACKWARD  # its logits are never kept, so they are computed again
             flops = runs * layers + heads * head * self.has_head
             once = self._gathers(1 + self.reshards) + self._reductions()
             compute = self._compute(flops, self._micro_batches(run) * once, run)
+            compute.append((EXCHANGES, self._exchanges(run, 2 + self.recompute)))
         return added(
             [
                 *((label, optimizer_steps * seconds) for label, seconds in compute),
@@ -97,15 +107,28 @@ class Learner:
         hardware, assumed = self.hardware, self.assumed
         share = hardware.product_share * (assumed.expert_share if self.shape.active_share < 0.5 else 1.0)
         even = flops / self.ranks / (hardware.flops * share)
-        mean = work.packed_tokens(self.ranks, self.budget) / self.ranks
+        mean = work.packed_tokens(self.groups, self.budget) / self.groups
         longest = work.prompt + work.longest_of(work.sequences)
-        fullest = max(assumed.imbalance, longest / mean) if self.ranks > 1 else 1.0
+        fullest = max(assumed.imbalance, longest / mean) if self.groups > 1 else 1.0
         exposed = max(0.0, collectives_s - assumed.overlap * even * fullest)
         return [(PRODUCTS, even), (UNEVEN, even * (fullest - 1.0)), (GATHERS, exposed)]
 
     def _micro_batches(self, work: Workload) -> int:
         """Return the micro-batches of one rank in a pass over some rows."""
-        return ceil(work.packed_tokens(self.ranks, self.budget) / self.ranks / self.budget)
+        return ceil(work.packed_tokens(self.groups, self.budget) / self.groups / self.budget)
+
+    def _exchanges(self, work: Workload, passes: int) -> float:
+        """Return the seconds in which the ranks of a group exchange heads for tokens, and back, in every layer.
+
+        Queries and outputs are about as wide as the residual stream. Key heads that are fewer than the ranks are sent
+        once to each.
+        """
+        size, copies = self.shape.size, max(1.0, self.degree / self.shape.kv_heads)
+        per_token = 2 * size.hidden_size * size.num_layers + copies * size.kv_bytes_per_token / 2
+        tokens = work.packed_tokens(self.groups, self.budget) / self.ranks
+        calls = 2 * size.num_layers * self._micro_batches(work)
+        moved = self.compute_bytes * per_token * tokens
+        return passes * gather_s(moved, calls, self.degree, self.hardware, self.assumed)
 
     def _gathers(self, times: int) -> float:
         """Return the seconds of the all-gathers of a micro-batch."""

@@ -112,7 +112,7 @@ class ResidentModel:
         master_bytes: Bytes of a stored weight.
         compute_bytes: Bytes of a weight in a matrix product.
         shards: Number of processes that share one copy.
-        tokens: Tokens of its largest micro-batch.
+        tokens: Tokens of its largest micro-batch on one process.
         recompute: Whether activations are recomputed in the backward pass.
         keeps_cast: Whether all weights in the compute dtype are there at once: a rank that is alone keeps them, see
             `keeps_cast_parameters`, and several gather them for a whole pass if they don't reshard after the forward.
@@ -314,16 +314,16 @@ def _resident(
 
 
 def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, ranks: int) -> int:
-    """Return the tokens of a role's largest micro-batch, at most the rank's part of the samples of `prompts`.
+    """Return a rank's tokens of a role's largest micro-batch, at most its part of the samples of `prompts`.
 
     Episodes have no such bound: how many rows they give, and how much of them is shared, is known when they are over.
     """
-    samples, data = config.actor_rollout_ref.rollout.n, config.data
-    sequences = -(-prompts * samples // ranks)
+    samples, data, each = config.actor_rollout_ref.rollout.n, config.data, config.micro_batches()[role]
+    sequences = -(-prompts * samples * each.processes // ranks)
     there = sequences * data.max_response_length + -(-sequences // samples) * data.max_prompt_length
     longest = data.max_prompt_length + data.max_response_length
-    largest = config.micro_batches()[role].largest(longest)
-    return largest if config.environment.is_used else min(there, largest)
+    largest = each.largest(longest)
+    return -(-(largest if config.environment.is_used else min(there, largest)) // each.processes)
 
 
 def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str) -> list[_Pool]:
@@ -369,13 +369,13 @@ def _model_of(
 
 def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
     """Return the one pool of a run that learns from a data set."""
-    rows = 2 if isinstance(config.data, PairDataConfig) else 1
+    rows, each = 2 if isinstance(config.data, PairDataConfig) else 1, config.micro_batches()["model"]
     model = _resident(
         "model",
         size,
         config.model.fsdp_config,
         config.num_processes,
-        config.micro_batches()["model"].largest(rows * config.data.max_length),
+        -(-each.largest(rows * config.data.max_length) // each.processes),
         device,
         recompute=config.model.enable_gradient_checkpointing,
         head=not isinstance(config, RMTrainerConfig),

@@ -63,6 +63,8 @@ def look_at_models(
         if role == "rm":
             with findings.about(model.key):
                 check_scores(other)
+    for role, folder in found.items():
+        _look_at_heads(findings, outline.models[role], folder, trust_remote_code=trust)
     return found, tokenizer
 
 
@@ -170,6 +172,17 @@ def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> No
         verb = "are" if len(keys) > 1 else "is"
         what = f"{verb} {wanted} tokens, but {folder.name} has {limit} positions."
         findings.problem(" + ".join(keys), what, hint)
+
+
+def _look_at_heads(findings: Findings, model: NamedModel, folder: Path, *, trust_remote_code: bool) -> None:
+    """Check that the ranks of a sequence group can share the model's attention heads."""
+    used = load_config(folder, model.override_config, trust_remote_code=trust_remote_code).get_text_config()
+    heads = getattr(used, "num_attention_heads", None)
+    for key, degree in model.degrees.items():
+        if isinstance(heads, int) and heads % degree:
+            fitting = [size for size in range(1, heads + 1) if heads % size == 0]
+            what = f"is {degree}, which does not divide the {heads} attention heads of {folder.name}."
+            findings.problem(key, what, f"Set it to one of {', '.join(map(str, fitting))}.")
 
 
 def _look_at_vocabulary(

@@ -46,7 +46,8 @@ class Dispatch(Enum):
     """As DP_COMPUTE_PROTO but never padded (a padded row would count twice in metrics); results are a list by rank."""
     DP_COMPUTE_PLAN = "dp_compute_plan"
     """`method(batch, request)`: rank i gets the rows `request.rows[i]` and columns `request.columns` of the batch, and
-    `request.for_rank(i)`. Returned rows are put back in the batch's order; other results are a list by rank."""
+    `request.for_rank(i)`. Returned rows are put back in the batch's order; other results are a list by rank. Of
+    `request.ranks_each` consecutive ranks that get the same rows, the first one's results count."""
 
 
 class Execute(Enum):
@@ -407,6 +408,10 @@ class PlannedRequest(Protocol):
     def columns(self) -> Collection[str]:
         """Names of the batch's columns that the ranks read; only these are sent."""
 
+    @property
+    def ranks_each(self) -> int:
+        """Consecutive ranks that work on the same rows together, and return the same."""
+
     def for_rank(self, rank: int) -> Any:
         """Return the request for one rank."""
 
@@ -423,7 +428,8 @@ def _dp_compute_plan(call: DriverCall) -> GroupCall:
         RankCall((BatchRows(batch, rows, columns), request.for_rank(rank)), {})
         for rank, rows in enumerate(rows_by_rank)
     )
-    return GroupCall(ranks, lambda results: _join_planned(results, rows_by_rank, num_rows))
+    first = slice(None, None, request.ranks_each)
+    return GroupCall(ranks, lambda results: _join_planned(results[first], rows_by_rank[first], num_rows))
 
 
 def _checked_columns(request: PlannedRequest, batch: DataProto) -> tuple[str, ...]:

@@ -180,17 +180,22 @@ class Dump:
         """The share of the loss that each micro-batch had."""
         return [_NUMBER.validate_python(part["loss"]) for part in self.record["micro_batches"]]
 
-    def batch(self) -> DataProto:
-        """Return the rows with their padding."""
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self.columns["prompt_lengths"].max()) if self.rows else 0
+
+    def batch(self, prompt_width: int) -> DataProto:
+        """Return the rows with their padding, prompts in so many columns."""
         prompts, responses = (self.columns[f"{side}_lengths"].tolist() for side in ("prompt", "response"))
         width, tensors = self.record["response_width"], {}
         of_prompts, of_responses = (
             [torch.ones(length, dtype=torch.int64) for length in lengths] for lengths in (prompts, responses)
         )
-        masks = _padded(of_prompts, max(prompts), left=True), _padded(of_responses, width)
+        masks = _padded(of_prompts, prompt_width, left=True), _padded(of_responses, width)
         for name, column in self.columns.items():
             if name == "prompts":
-                tensors[name] = _padded(column.split(prompts), max(prompts), left=True)
+                tensors[name] = _padded(column.split(prompts), prompt_width, left=True)
             elif len(column) == sum(responses) and (sum(responses) != self.rows or name in _PER_TOKEN):
                 tensors[name] = _padded(column.split(responses), width)
             elif name not in ("prompt_lengths", "response_lengths", "micro_batch"):
@@ -335,7 +340,8 @@ def replay(
         checkpoint = _checkpoint_before(dumps[0])
     torch.set_num_threads(record["num_threads"])
     with _world_of_one():
-        request, batch = _request(dumps), DataProto.concat([dump.batch() for dump in dumps])
+        width = max(dump.longest_prompt for dump in dumps)
+        request, batch = _request(dumps), DataProto.concat([dump.batch(width) for dump in dumps])
         learner = _learner(dumps[0], request, model, trust_code=trust_code)
         engine = learner.engine
         weights = model or engine._source.path
@@ -429,8 +435,8 @@ def _learner(dump: Dump, request: Any, model: str | None, *, trust_code: bool) -
         source = replace(source, path=model)
     if not Path(source.path).is_dir():
         raise ReplayError(f"the model's folder {source.path} is not on this machine: name one with --model")
-    # One process has all of the model, whatever it was sharded over.
-    fsdp: Any = SimpleNamespace(**record["fsdp"] | {"fsdp_size": -1})
+    # One process has all of the model and of the rows, whatever they were cut over.
+    fsdp: Any = SimpleNamespace(**record["fsdp"] | {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1})
     make = ValueModel if isinstance(request, _SCALAR) else Policy
     return make(source, training, fsdp, device=torch.device("cpu"))
 

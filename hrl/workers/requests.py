@@ -40,7 +40,12 @@ class Request(Generic[P]):
     @property
     def rows(self: Request[BatchPlan]) -> Sequence[Sequence[int]]:
         """The rows of the batch that each rank gets."""
-        return self.plan.rows
+        return tuple(rows for rows in self.plan.rows for _ in range(self.plan.ranks_each))
+
+    @property
+    def ranks_each(self: Request[BatchPlan]) -> int:
+        """Consecutive ranks that run the same rows together, of which the first one's results are those of all."""
+        return self.plan.ranks_each
 
     @property
     def columns(self) -> frozenset[str]:
@@ -50,7 +55,7 @@ class Request(Generic[P]):
     def for_rank(self: Request[BatchPlan], rank: int) -> Request[RankPlan]:
         """Return what that rank is asked for."""
         whole: Any = self
-        return replace(whole, plan=self.plan.ranks[rank])
+        return replace(whole, plan=self.plan.ranks[rank // self.plan.ranks_each])
 
 
 @dataclass(frozen=True)

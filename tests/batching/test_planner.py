@@ -414,6 +414,48 @@ def test_ranks_that_disagree_are_no_plan():
         BatchPlan(rows=((0,),), ranks=(one, one))
 
 
+# ---------------------------------------------------------------------------------------------- sequence groups
+
+
+def in_groups_of(ranks: int, max_tokens: int | None = BUDGET, max_rows: int | None = None) -> MicroBatchLimits:
+    return MicroBatchLimits(max_tokens, max_rows, "a.key", ranks)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), st.sampled_from([2, 4]), st.sampled_from([1, 2, 3]))
+def test_ranks_that_run_their_rows_together_are_planned_as_one(batch, degree, groups):
+    prompts, responses, uids = batch
+    given = {"group_ids": uids, "share_prefix": True}
+    plan = plan_forward(prompts, responses, world_size=degree * groups, limits=in_groups_of(degree), **given)
+    alone = plan_forward(prompts, responses, world_size=groups, limits=limits(BUDGET), **given)
+    assert (plan.rows, plan.ranks, plan.ranks_each, alone.ranks_each) == (alone.rows, alone.ranks, degree, 1)
+    cuts = {"mini_batch_rows": 4, "epochs": 2}
+    update = plan_update(prompts, responses, responses, world_size=degree, limits=in_groups_of(degree), **cuts)
+    assert (update.ranks_each, len(update.ranks)) == (degree, 1)
+
+
+def test_pairs_and_nothing_are_planned_for_groups_of_ranks_too():
+    pairs = plan_pairs([2] * 4, [3] * 4, [3] * 4, world_size=4, limits=in_groups_of(2), mini_batch_pairs=2)
+    assert (pairs.ranks_each, len(pairs.ranks)) == (2, 2)
+    nothing = plan_update([], [], [], world_size=4, limits=in_groups_of(2), mini_batch_rows=2, epochs=1)
+    assert (nothing.ranks_each, nothing.rows) == (2, ((), ()))
+
+
+def test_groups_of_ranks_have_to_divide_the_ranks():
+    with pytest.raises(ValueError, match="6 ranks do not make groups of 4: set ulysses_sequence_parallel_size"):
+        plan_forward([4], [2], world_size=6, limits=in_groups_of(4))
+    with pytest.raises(ValueError, match="ranks must be at least 1"):
+        plan_forward([4], [2], world_size=2, limits=in_groups_of(0))
+
+
+def test_the_budget_that_a_long_row_needs_is_told_as_the_key_counts_it():
+    # The key has the tokens of one rank: 33 on each of two hold 65.
+    with pytest.raises(ValueError, match="65 tokens, more than the 64 .* set a.key to at least 33"):
+        plan_forward([40], [25], world_size=2, limits=in_groups_of(2))
+    with pytest.raises(ValueError, match="64 that one micro-batch may hold; set a.key to at least 35"):
+        plan_pairs([10] * 2, [25] * 2, [25] * 2, world_size=2, limits=in_groups_of(2), mini_batch_pairs=1)
+
+
 # ---------------------------------------------------------------------------------------------- pairs
 
 PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)

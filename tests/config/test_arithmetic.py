@@ -10,9 +10,10 @@ from hrl.config.arithmetic import (
     total_steps,
     units_in_words,
 )
-from hrl.config.compose import compose_cli
+from hrl.config.compose import compose_cli, compose_kind
 from hrl.config.placement import resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.run_kind import SFT
 from hrl.config.section import leaves
 
 KEYS = leaves(PPOTrainerConfig)
@@ -28,6 +29,22 @@ def test_the_quickstart_in_words():
         "engines": "1 rollout process ÷ 1 per engine = 1 vllm engine, about 64 sequences each, 256 at once",
         "KV cache": "50% of each GPU together with the weights; on CPU 1 GiB per engine",
     }
+
+
+def test_sequence_groups_are_told_where_roles_live_and_how_much_a_micro_batch_holds():
+    line = ["recipe=ppo", "trainer.n_gpus_per_node=8", "critic.ulysses_sequence_parallel_size=2"]
+    line += ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "algorithm.use_kl_in_reward=true"]
+    config = compose_cli([*line, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000"])
+    (roles,) = dict(placement_facts(config)).values()
+    assert roles == (
+        "8 processes with actor_rollout (2 sequence groups of 4), ref (2 sequence groups of 4), "
+        "critic (4 sequence groups of 2)"
+    )
+    facts = dict(batch_arithmetic(config))
+    assert facts["micro-batch of actor"] == "packed up to 4,000 tokens per group of 4 processes (41 longest sequences)"
+    assert facts["micro-batch of critic"].startswith("packed up to 2,000 tokens per group of 2 processes")
+    offline = compose_kind(SFT, ["ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=4"])
+    assert dict(placement_facts(offline)) == {"model": "4 processes (2 sequence groups of 2)"}
 
 
 def test_a_run_that_only_validates_has_no_step_and_no_update():

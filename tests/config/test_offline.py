@@ -121,6 +121,23 @@ def test_keys_of_verls_sft_trainer_are_understood():
         ),
         (
             RM,
+            {"ulysses_sequence_parallel_size": 2, "trainer__n_gpus_per_node": 3},
+            "model.fsdp_config.ulysses_sequence_parallel_size is 2, which does not divide the 3 processes. "
+            "Nearest that do: 1 and 3; or start a multiple of 2 processes (trainer.n_gpus_per_node).",
+        ),
+        (
+            DPO,
+            {
+                "ulysses_sequence_parallel_size": 2,
+                "trainer__n_gpus_per_node": 2,
+                "data__max_length": 1000,
+                "data__max_token_len_per_gpu": 999,
+            },
+            "data.max_token_len_per_gpu is 999 tokens on each of 2 processes, but the two answers of a pair may have "
+            "2 × 1000. Set it to at least 1000.",
+        ),
+        (
+            RM,
             {"model__fsdp_config__dtype": "float16"},
             "model.fsdp_config.dtype is float16, in which small gradients become zero: the loss isn't scaled. "
             "Set it to bfloat16.",

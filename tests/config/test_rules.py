@@ -99,6 +99,15 @@ CASES = [
         "Nearest that do: 2 and 4.",
     ),
     ({f"{ACTOR}.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4}, f"{ACTOR}.fsdp_config.fsdp_size is 3"),
+    (
+        {f"{ACTOR}.ulysses_sequence_parallel_size": 3, "trainer.n_gpus_per_node": 8},
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size is 3, which does not divide the 8 processes of "
+        "actor_rollout. Nearest that do: 2 and 4; or start a multiple of 3 processes (trainer.n_gpus_per_node).",
+    ),
+    (
+        {"algorithm.adv_estimator": "gae", "critic.ulysses_sequence_parallel_size": 4, "trainer.n_gpus_per_node": 2},
+        "critic.model.fsdp_config.ulysses_sequence_parallel_size is 4, which does not divide the 2 processes",
+    ),
     ({"trainer.role_pools": {"actr": "global"}}, "trainer.role_pools.actr is not a role. Did you mean actor?"),
     ({"trainer.role_pools": {"ref": None}}, "trainer.role_pools.ref is null, which only the actor can be"),
     ({"trainer.role_pools": {"actor": None}}, "Set trainer.total_training_steps=0 and trainer.resume_mode=disable"),

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from hrl.config import ConfigError, compose_cli, spellings
-from hrl.config.compose import config_problems
+from hrl.config.compose import compose_kind, config_problems
 from hrl.config.load import validate_kind
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rules import warnings
@@ -418,11 +419,44 @@ def test_a_file_of_another_engine_is_refused_as_one_and_verls_own_folder_is_hrls
     assert config_problems(PPO, ["--config-path=config", "--config-name=ppo_trainer", "trainer.total_epochs=1"]) == ()
 
 
-def test_a_row_that_was_to_be_cut_over_processes_is_not_too_long_as_well():
-    # The budget holds a quarter of a row, which is what each of four processes would have had.
-    lengths = {"data.max_prompt_length": 1024, "data.max_response_length": 3072}
-    cut = {f"{ACTOR}.ulysses_sequence_parallel_size": 4, f"{ACTOR}.ppo_max_token_len_per_gpu": 1024}
-    assert problem_of(f"{ACTOR}.ulysses_sequence_parallel_size", 4, **lengths, **cut).reason is Reason.ABSENT
+def test_a_row_that_is_cut_over_processes_needs_the_budget_of_all_of_them():
+    # The budget holds a quarter of a row, which is what each of four processes has.
+    line = {
+        "data.max_prompt_length": 1024,
+        "data.max_response_length": 3072,
+        "trainer.n_gpus_per_node": 4,
+        f"{ACTOR}.ulysses_sequence_parallel_size": 4,
+    }
+    assert validate(line | {f"{ACTOR}.ppo_max_token_len_per_gpu": 1024}).remarks == ()
+    problem = problem_of(f"{ACTOR}.ppo_max_token_len_per_gpu", 1023, **line)
+    assert "1023 tokens on each of 4 processes, but one row may have 4096" in problem.what
+    assert problem.hint == "Set it to at least 1024."
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (f"{ACTOR}.ulysses_sequence_parallel_size", "actor_rollout_ref.actor"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", "actor_rollout_ref.actor"),
+        (f"{REF}.ulysses_sequence_parallel_size", "actor_rollout_ref.ref"),
+        ("critic.ulysses_sequence_parallel_size", "critic.model"),
+        ("critic.fsdp_config.ulysses_sequence_parallel_size", "critic.model"),
+        ("reward_model.ulysses_sequence_parallel_size", "reward.reward_model.model"),
+        ("reward.reward_model.ulysses_sequence_parallel_size", "reward.reward_model.model"),
+    ],
+)
+def test_every_spelling_of_sequence_parallelism_is_that_of_the_roles_sharding(written, read):
+    config = validate({written: 2, "trainer.n_gpus_per_node": 2})
+    assert attrgetter(f"{read}.fsdp_config.ulysses_sequence_parallel_size")(config) == 2
+    assert config.actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size == (
+        1 if read.startswith(("critic", "reward")) else 2
+    )
+
+
+def test_a_supervised_run_has_the_key_at_its_root_and_in_the_engine():
+    for key in ("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size"):
+        config = compose_kind(SFT, ["data.train_files=rows.parquet", f"{key}=2", "trainer.n_gpus_per_node=4"])
+        assert config.model.fsdp_config.ulysses_sequence_parallel_size == 2
 
 
 def test_a_supervised_run_takes_the_same_switches():

@@ -104,6 +104,7 @@ def build_engine(
             model_dtype=masters,
             reshard_after_forward=True,
             fsdp_size=-1,
+            ulysses_sequence_parallel_size=1,
             param_offload=param_offload,
             optimizer_offload=optimizer_offload,
         ),

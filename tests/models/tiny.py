@@ -111,6 +111,7 @@ def fsdp_config(dtype: str = "float64", **changes: Any) -> SimpleNamespace:
         "model_dtype": dtype,
         "reshard_after_forward": True,
         "fsdp_size": -1,
+        "ulysses_sequence_parallel_size": 1,
         "param_offload": False,
         "optimizer_offload": False,
     }

@@ -1,12 +1,13 @@
 """Seconds of passes on training ranks, by hand, and what more ranks do."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 
 from hrl.plan.assumptions import ON_GPU
 from hrl.plan.hardware import GPUS
-from hrl.plan.training import BETWEEN, GATHERS, HOST, OPTIMIZER, PRODUCTS, UNEVEN, Learner
+from hrl.plan.training import BETWEEN, EXCHANGES, GATHERS, HOST, OPTIMIZER, PRODUCTS, UNEVEN, Learner
 from hrl.plan.workload import Workload
 from tests.plan.recorded import SMOL
 
@@ -116,3 +117,24 @@ def test_no_rank_is_done_before_the_longest_row():
     one_row = 212336640 * (512 + 1024) + 69120 * (512**2 / 2 + 512 * 1024 + 1024**2 / 2) + 56623104 * 1024
     assert UNEVEN in many
     assert many[PRODUCTS] + many.get(UNEVEN, 0.0) >= one_row / RATE
+
+
+def test_ranks_that_share_their_rows_share_products_and_exchange_heads():
+    alone, shared = replace(ONE, ranks=8, shards=8), replace(ONE, ranks=8, shards=8, degree=4, budget=4 * 16384)
+    assert shared.forward(WORK)[PRODUCTS] == pytest.approx(alone.forward(WORK)[PRODUCTS])
+    # 30 layers, hidden size 576, 3 key heads of 64 that 4 ranks get in 4 / 3 copies; tokens of one rank; in 16 bits.
+    tokens = TOKENS / 8
+    moved = 2 * tokens * 30 * (2 * 576 + 4 / 3 * 2 * 3 * 64)
+    calls = 2 * 30 * ceil(TOKENS / 2 / (4 * 16384))
+    once = moved * 3 / 4 / (H100.link_rate * ON_GPU.collective_share) + calls * 3 * ON_GPU.hop_s
+    assert shared.forward(WORK)[EXCHANGES] == pytest.approx(once)
+    assert shared.update(WORK, 1, 1)[EXCHANGES] == pytest.approx(2 * once)
+    assert replace(shared, recompute=True).update(WORK, 1, 1)[EXCHANGES] == pytest.approx(3 * once)
+    assert EXCHANGES not in alone.forward(WORK)
+
+
+def test_a_long_row_keeps_no_rank_of_its_group_waiting():
+    few = Workload(prompts=1, samples=1, prompt=512, response=32000, longest_response=32000)
+    alone, shared = (replace(ONE, ranks=8, shards=8, degree=degree, budget=65536) for degree in (1, 8))
+    assert alone.forward(few)[UNEVEN] == pytest.approx(7 * alone.forward(few)[PRODUCTS])
+    assert UNEVEN not in shared.forward(few)

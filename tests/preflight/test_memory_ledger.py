@@ -103,6 +103,31 @@ def test_a_shard_is_the_whole_divided_by_the_processes():
     assert shares[1]["actor moments"] == 8 * SEVEN.parameters
 
 
+def test_a_sequence_group_divides_activations_and_not_weights():
+    found = {}
+    for degree in (1, 4):
+        given = config(
+            *ONE_CARD,
+            "trainer.n_gpus_per_node=8",
+            f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={degree}",
+            # One budget for the group, or a prompt's two samples where these are fewer: 1024 + 2 * 3072 tokens.
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={8192 // degree}",
+            "data.train_batch_size=8",
+            "actor_rollout_ref.rollout.n=2",
+        )
+        (ledger,) = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
+        update = next(phase for phase in ledger.phases if phase.name == "actor update")
+        found[degree] = {entry.label: entry.num_bytes for entry in update.entries}
+    assert found[1]["actor weights"] == found[4]["actor weights"]
+    tokens = {1: 1024 + 2 * 3072, 4: 8192 // 4}
+    for degree, count in tokens.items():
+        gradients = 4 * SEVEN.parameters / 8
+        kept = SEVEN.stream_bytes_per_token * count * SEVEN.num_layers
+        assert found[degree]["actor kept activations"] == max(0.0, kept - gradients)
+    model = {degree: ledgers._pools(given, {"actor": SEVEN}, "cuda")[0].models[0] for degree in (4,)}[4]
+    assert model.tokens == tokens[4] and model.layer == SEVEN.kept_bytes_per_token * tokens[4]
+
+
 def test_weights_that_stay_gathered_between_forward_and_backward_are_counted():
     gathered = {}
     for reshards in ("true", "false"):

@@ -101,6 +101,22 @@ def test_positions_are_those_of_the_overridden_config(run):
     )
 
 
+def test_a_sequence_group_shares_the_heads_of_every_model_that_it_runs(run):
+    (problem,) = refused(
+        run, **{"trainer.n_gpus_per_node": 6, "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 3}
+    )
+    assert problem == (
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size is 3, which does not divide the 4 "
+        "attention heads of policy. Set it to one of 1, 2, 4."
+    )
+    others = {"critic.ulysses_sequence_parallel_size": 3, "actor_rollout_ref.ref.ulysses_sequence_parallel_size": 6}
+    found = refused(run, **{"trainer.n_gpus_per_node": 6, "algorithm.use_kl_in_reward": True, **others})
+    assert [problem.split(" is ")[0] for problem in found] == [
+        "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size",
+        "critic.model.fsdp_config.ulysses_sequence_parallel_size",
+    ]
+
+
 # ---------------------------------------------------------------------- rewards
 
 

@@ -133,9 +133,10 @@ class Plan:
     rows: list[list[int]]
     ranks: list[Any]
     columns: frozenset[str] = frozenset({"x"})
+    ranks_each: int = 1
 
     def for_rank(self, rank: int) -> Any:
-        return self.ranks[rank]
+        return self.ranks[rank // self.ranks_each]
 
 
 def batch_of(num_rows: int) -> DataProto:
@@ -246,6 +247,17 @@ def test_a_rank_may_have_no_row() -> None:
 
 def test_what_is_no_rows_is_a_list_by_rank_and_needs_no_cover() -> None:
     assert group_of(2).update(batch_of(5), Plan([[4], [1, 2]], ["a", "b"])) == [("a", 1), ("b", 2)]
+
+
+def test_ranks_that_share_their_rows_get_the_same_and_the_first_of_them_answers() -> None:
+    group, rows = group_of(4), [[4, 0], [4, 0], [3, 1, 2], [3, 1, 2]]
+    plan = Plan(rows, ["a", "b"], ranks_each=2)
+    out = group.planned(batch_of(5), plan)
+    assert out.batch["out"].tolist() == [0, 2, 4, 6, 8]
+    assert group.update(batch_of(5), plan) == [("a", 2), ("b", 3)]
+    call = dispatch(registered_methods(Recorder)["planned"], group, (batch_of(5), plan), {})
+    assert [rank.args[1] for rank in call.ranks] == ["a", "a", "b", "b"]
+    assert [rank.args[0].rows.tolist() for rank in call.ranks] == rows
 
 
 def test_ranks_get_the_columns_of_the_request_alone_and_a_missing_one_is_named() -> None:

@@ -187,6 +187,7 @@ def test_a_plan_places_rows_on_ranks(adders: RayWorkerGroup) -> None:
     class Plan:
         rows = ((3, 0), (1, 2, 4))
         columns = ("x",)
+        ranks_each = 1
 
         def for_rank(self, rank: int) -> int:
             return (10, 100)[rank]

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,13 +54,35 @@ from tests.workers import padded
 from tests.workers.asked import Actor, Critic, learn_answers, learn_pairs, learn_scores
 
 CPU = torch.device("cpu")
-CUTS = {1: (1, 2, 3, 8), 2: (2, 8), 4: (1, 3)}
-"""Numbers of micro-batches by ranks. Eight pairs of rows leave some empty from 8 on two ranks and from 3 on four."""
-DTYPES = {1: ("float64", "float32"), 2: ("float64", "float32"), 4: ("float64",)}
-"""By ranks. In float32 only sums that were rounded on the way are of interest, and two ranks have all of them."""
+
+
+class World(NamedTuple):
+    """How many ranks there are, and how many of them run their rows together."""
+
+    ranks: int
+    degree: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Ranks, or groups of them, with rows of their own."""
+        return self.ranks // self.degree
+
+
+ALONE, TOGETHER = World(1), World(2, degree=2)
+CUTS = {ALONE: (1, 2, 3, 8), World(2): (2, 8), World(4): (1, 3), TOGETHER: (8,), World(4, 2): (8,), World(4, 4): (3,)}
+"""Numbers of micro-batches by world. Eight pairs of rows leave some empty from 8 on two ranks and from 3 on four."""
+DTYPES = {
+    ALONE: ("float64", "float32"),
+    World(2): ("float64", "float32"),
+    World(4): ("float64",),
+    TOGETHER: ("float64", "float32"),
+    World(4, 2): ("float64",),
+    World(4, 4): ("float64",),
+}
+"""By world. In float32 only sums that were rounded on the way are of interest, and two ranks have all of them."""
 EVERY = "every"
 TEMPERATURE = 0.8
-SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
 TIMEOUT = timedelta(seconds=120)
 
 Gradients = dict[str, Tensor]
@@ -129,25 +151,26 @@ def save_small_llama(folder: Path) -> Path:
 # ------------------------------------------------------------------------------------------- cuts
 
 
-def deal(batch: DataProto, world_size: int, micro_batches: int) -> BatchPlan:
+def deal(batch: DataProto, world: World, micro_batches: int) -> BatchPlan:
     """Pairs of rows (2i, 2i + 1) in a random order dealt to the ranks, and each rank's to its micro-batches."""
     trained = batch.batch["response_mask"]
     counts = (int(trained.sum()), int(trained.any(1).sum()), len(batch) // 2)
     pairs = np.random.default_rng(micro_batches).permutation(len(batch) // 2)
     rows, ranks = [], []
-    for rank in range(world_size):
-        mine = pairs[rank::world_size]
+    for rank in range(world.groups):
+        mine = pairs[rank :: world.groups]
         rows.append(tuple(int(row) for pair in mine for row in (2 * pair, 2 * pair + 1)))
         cuts = np.array_split(np.arange(2 * len(mine)).reshape(-1, 2), micro_batches)
         ranks.append(RankPlan((MiniBatchPlan(tuple(tuple(map(int, cut.ravel())) for cut in cuts), *counts),)))
-    return BatchPlan(tuple(rows), tuple(ranks))
+    return BatchPlan(tuple(rows), tuple(ranks), world.degree)
 
 
-def plan_tree(batch: DataProto, world_size: int, micro_batches: int) -> BatchPlan:
+def plan_tree(batch: DataProto, world: World, micro_batches: int) -> BatchPlan:
     """As the driver plans rows that form trees: under a budget that asks for about so many micro-batches."""
     lengths = batch.batch["attention_mask"].sum(1)
-    limits = MicroBatchLimits(int(lengths.max() + lengths.sum() // (3 * micro_batches * world_size)), None, "")
-    plan = Planner(share_prefix=True).update(batch, world_size, limits, mini_batch_rows=len(batch), epochs=1)
+    budget = int(lengths.max() + lengths.sum() // (3 * micro_batches * world.groups))
+    limits = MicroBatchLimits(budget, None, "", world.degree)
+    plan = Planner(share_prefix=True).update(batch, world.ranks, limits, mini_batch_rows=len(batch), epochs=1)
     assert all(rank.is_tree for rank in plan.ranks)
     return plan
 
@@ -158,8 +181,9 @@ def plan_tree(batch: DataProto, world_size: int, micro_batches: int) -> BatchPla
 class Models:
     """One actor and one critic of a dtype, told anew which loss they have."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        model, fsdp = model_config(path, share_prefix=True), fsdp_config(dtype)
+    def __init__(self, path: Path, dtype: str, degree: int = 1) -> None:
+        model = model_config(path, share_prefix=True)
+        fsdp = fsdp_config(dtype, ulysses_sequence_parallel_size=degree)
         self.actor = Actor(model, actor_config(), fsdp, device=CPU, total_steps=10)
         self.critic = Critic(model, critic_config(), fsdp, device=CPU, total_steps=10)
         torch.nn.init.constant_(self.critic.engine.module.model.score.weight, padded.HEAD)
@@ -176,13 +200,13 @@ class Subject:
         batch: all its rows.
         update: the model that takes a step, and how it does.
         plain: the gradients by a padded forward of the whole batch.
-        cut: the plan for a number of ranks, of about so many micro-batches.
+        cut: the plan for a world, of about so many micro-batches.
     """
 
     batch: DataProto
     update: Callable[[Models], tuple[Actor | Critic, Update]]
     plain: Callable[[padded.Plain], Gradients]
-    cut: Callable[[DataProto, int, int], BatchPlan] = deal
+    cut: Callable[[DataProto, World, int], BatchPlan] = deal
 
 
 def policy_subject(
@@ -360,66 +384,67 @@ def references(path: Path) -> dict[str, Gradients]:
     return {name: subject.plain(plain) for name, subject in (whole() | single()).items()}
 
 
-def squared_errors(
-    models: Models, subject: Subject, cut: int, rank: int, world_size: int, reference: Gradients
-) -> Tensor:
+def squared_errors(models: Models, subject: Subject, cut: int, rank: int, world: World, reference: Gradients) -> Tensor:
     """Squared distance ``(P,)`` of this rank's shard of every parameter's gradient from its part of the reference."""
-    plan = subject.cut(subject.batch, world_size, cut)
+    plan, group = subject.cut(subject.batch, world, cut), rank // world.degree
     model, update = subject.update(models)
-    mine = subject.batch.select_idxs(list(plan.rows[rank]))
-    found = local_gradients(model, update, mine, plan.ranks[rank])
+    mine = subject.batch.select_idxs(list(plan.rows[group]))
+    found = local_gradients(model, update, mine, plan.ranks[group])
     assert found.keys() == reference.keys()
     errors = []
     for parameter, full in reference.items():
-        shards = full.chunk(world_size)
+        shards = full.chunk(world.ranks)
         expected = shards[rank] if rank < len(shards) else full[:0]
         errors.append((found[parameter].double() - expected).square().sum())
     return torch.stack(errors)
 
 
-def cases(world_size: int) -> Iterator[tuple[str, Subject, int]]:
+def cases(world: World) -> Iterator[tuple[str, Subject, int]]:
     """Loss and number of micro-batches."""
     for name, subject in whole().items():
-        yield from ((name, subject, cut) for cut in CUTS[world_size])
-    if world_size == 1:
+        yield from ((name, subject, cut) for cut in CUTS[world])
+    if world == ALONE:
         for index, (name, subject) in enumerate(single().items()):
-            yield name, subject, CUTS[1][index % len(CUTS[1])]
+            yield name, subject, CUTS[ALONE][index % len(CUTS[ALONE])]
 
 
-def errors_of_rank(rank: int, world_size: int, path: Path, folder: Path, dtype: str) -> dict[str, Tensor]:
+def errors_of_rank(rank: int, world: World, path: Path, folder: Path, dtype: str) -> dict[str, Tensor]:
     """Squared errors by loss and cut."""
-    models, expected = Models(path, dtype), torch.load(folder / "references.pt", weights_only=True)
+    models, expected = Models(path, dtype, world.degree), torch.load(folder / "references.pt", weights_only=True)
     return {
-        f"{name}, {cut} micro-batches": squared_errors(models, subject, cut, rank, world_size, expected[name])
-        for name, subject, cut in cases(world_size)
+        f"{name}, {cut} micro-batches": squared_errors(models, subject, cut, rank, world, expected[name])
+        for name, subject, cut in cases(world)
     }
 
 
 # ------------------------------------------------------------------------------------------- worlds
 
 
-def in_worlds(rank: int, sizes: tuple[int, ...], path: Path, folder: Path) -> None:
+def in_worlds(rank: int, worlds: tuple[World, ...], path: Path, folder: Path) -> None:
     """One process's part in one world after the other."""
     torch.set_num_threads(1)
     disable_progress_bar()
-    for size in (size for size in sizes if rank < size):
-        store = dist.FileStore(os.path.join(folder, f"store-{size}"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    for world in (world for world in worlds if rank < world.ranks):
+        name = f"{world.ranks}-{world.degree}"
+        store = dist.FileStore(os.path.join(folder, f"store-{name}"), world.ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world.ranks, timeout=TIMEOUT)
         try:
             with every_registered():
-                found = {dtype: errors_of_rank(rank, size, path, folder, dtype) for dtype in DTYPES[size]}
+                found = {dtype: errors_of_rank(rank, world, path, folder, dtype) for dtype in DTYPES[world]}
         finally:
             dist.destroy_process_group()
-        torch.save(found, folder / f"errors-{size}-{rank}.pt")
+        torch.save(found, folder / f"errors-{name}-{rank}.pt")
 
 
-def run_worlds(sizes: tuple[int, ...], path: Path, folder: Path) -> dict[tuple[int, str], dict[str, Tensor]]:
-    """Squared errors ``(P,)`` by loss and cut, for worlds of these sizes, over all their ranks."""
+def run_worlds(worlds: tuple[World, ...], path: Path, folder: Path) -> dict[tuple[World, str], dict[str, Tensor]]:
+    """Squared errors ``(P,)`` by loss and cut, over all ranks of each world."""
     warm_context()
-    mp.start_processes(in_worlds, args=(sizes, path, folder), nprocs=max(sizes), start_method=METHOD)
-    errors: dict[tuple[int, str], dict[str, Tensor]] = {}
-    for size in sizes:
-        ranks = [torch.load(folder / f"errors-{size}-{rank}.pt", weights_only=True) for rank in range(size)]
-        for dtype in DTYPES[size]:
-            errors[size, dtype] = {case: sum(rank[dtype][case] for rank in ranks) for case in ranks[0][dtype]}
+    most = max(world.ranks for world in worlds)
+    mp.start_processes(in_worlds, args=(worlds, path, folder), nprocs=most, start_method=METHOD)
+    errors: dict[tuple[World, str], dict[str, Tensor]] = {}
+    for world in worlds:
+        files = [folder / f"errors-{world.ranks}-{world.degree}-{rank}.pt" for rank in range(world.ranks)]
+        ranks = [torch.load(file, weights_only=True) for file in files]
+        for dtype in DTYPES[world]:
+            errors[world, dtype] = {case: sum(rank[dtype][case] for rank in ranks) for case in ranks[0][dtype]}
     return errors

@@ -25,7 +25,7 @@ from tests.models.tiny import (
 )
 from tests.workers.asked import Critic, learn_answers, learn_pairs, learn_scores
 from tests.workers.engine.ranks import CPU, policy_of
-from tests.workers.partition import as_pairs, deal, local_gradients
+from tests.workers.partition import ALONE, as_pairs, deal, local_gradients
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -64,7 +64,7 @@ def test_the_dpo_loss_is_that_of_the_paper(llama):
     ratios = sums - batch.batch["ref_sequence_log_prob"]
     margins = BETA * (ratios[0::2] - ratios[1::2])
     torch.nn.functional.logsigmoid(margins).mean().neg().backward()
-    policy, plan = policy_of(llama), deal(batch, 1, 3)
+    policy, plan = policy_of(llama), deal(batch, ALONE, 3)
     mine = batch.select_idxs(list(plan.rows[0]))
 
     found = local_gradients(policy, partial(learn, policy), mine, plan.ranks[0])
@@ -93,7 +93,7 @@ def test_losses_of_means_divide_policy_and_reference_by_the_answers_length(llama
     means = (sums if loss_type == "simpo" else sums - batch.batch["ref_sequence_log_prob"]) / lengths
     lead = means[0::2] - means[1::2]
     by_hand = {"ipo": (lead - 0.5 / BETA).square(), "simpo": -torch.nn.functional.logsigmoid(BETA * lead)}
-    plan = deal(batch, 1, 2)
+    plan = deal(batch, ALONE, 2)
     mine = batch.select_idxs(list(plan.rows[0]))
     metrics = learn(policy_of(llama), mine, plan.ranks[0], loss_type=loss_type, has_reference=loss_type != "simpo")
     assert metrics["train/loss"].result() == pytest.approx(float(by_hand[loss_type].detach().mean()), rel=1e-4)
@@ -103,7 +103,7 @@ def test_without_reference_columns_the_reference_is_a_uniform_one(llama):
     batch = pairs_of()
     _, sums = plain_sums(llama, batch)
     batch.pop(batch_keys=["ref_sequence_log_prob"])
-    plan = deal(batch, 1, 1)
+    plan = deal(batch, ALONE, 1)
     metrics = learn(policy_of(llama), batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
     leads = BETA * (sums[0::2] - sums[1::2])
     assert metrics["rewards/margins"].result() == pytest.approx(float(leads.mean()), rel=1e-4)
@@ -111,7 +111,7 @@ def test_without_reference_columns_the_reference_is_a_uniform_one(llama):
 
 def test_a_step_on_pairs_widens_their_margins(llama):
     batch, policy = pairs_of(), policy_of(llama)
-    plan = deal(batch, 1, 2)
+    plan = deal(batch, ALONE, 2)
     mine = batch.select_idxs(list(plan.rows[0]))
     margins = [learn(policy, mine, plan.ranks[0])["rewards/margins"].result() for _ in range(4)]
     assert margins == sorted(margins) and margins[-1] > margins[0] + 0.1
@@ -142,7 +142,7 @@ def test_the_supervised_loss_is_the_mean_negative_log_likelihood_of_trained_toke
         "seq-mean-token-sum-norm": nll.sum() / rows.sum() / 20,
     }[mode]
     loss.backward()
-    policy, plan = policy_of(llama), deal(batch, 1, 3)
+    policy, plan = policy_of(llama), deal(batch, ALONE, 3)
     mine = batch.select_idxs(list(plan.rows[0]))
     found = local_gradients(policy, partial(learn, policy), mine, plan.ranks[0])
     same_gradients(found, model)
@@ -154,7 +154,7 @@ def test_the_supervised_loss_is_the_mean_negative_log_likelihood_of_trained_toke
 
 def test_a_supervised_loss_of_ones_own_is_told_by_name(llama, monkeypatch):
     batch, policy = make_batch(), policy_of(llama)
-    plan = deal(batch, 1, 2)
+    plan = deal(batch, ALONE, 2)
     mine, update = batch.select_idxs(list(plan.rows[0])), partial(learn_answers, policy)
     usual = local_gradients(policy, update, mine, plan.ranks[0])
     monkeypatch.setitem(SFT_LOSSES, "twice", lambda log_prob: -2.0 * log_prob)
@@ -195,7 +195,7 @@ def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(l
     lead = scores[0::2] - scores[1::2]
     loss = torch.nn.functional.logsigmoid(lead - batch.batch["margin"][0::2]).mean().neg()
     loss.backward()
-    mine, plan = classifier_of(llama, 0.1), deal(batch, 1, 3)
+    mine, plan = classifier_of(llama, 0.1), deal(batch, ALONE, 3)
     held = batch.select_idxs(list(plan.rows[0]))
     found = local_gradients(mine, partial(learn_scores, mine), held, plan.ranks[0])
     same_gradients(found, model)
@@ -213,7 +213,7 @@ def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(l
 def test_a_fresh_head_starts_at_even_odds(llama):
     batch = pairs_of()
     batch.batch["margin"].zero_()
-    plan = deal(batch, 1, 1)
+    plan = deal(batch, ALONE, 1)
     model = Critic(model_config(llama), critic_config(), fsdp_config(), device=CPU, total_steps=10)
     metrics = learn_scores(model, batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
     assert metrics["train/loss"].result() == pytest.approx(math.log(2))
@@ -224,7 +224,7 @@ def test_a_reward_models_loss_of_ones_own_is_told_by_name(llama, monkeypatch):
     batch = pairs_of()
     batch.batch["margin"].zero_()
     _, scores = plain_scores(llama, batch, head=0.1)
-    plan = deal(batch, 1, 2)
+    plan = deal(batch, ALONE, 2)
     mine, model = batch.select_idxs(list(plan.rows[0])), classifier_of(llama, 0.1)
     monkeypatch.setitem(REWARD_MODEL_LOSSES, "hinge", lambda lead: torch.relu(0.5 - lead))
     by_hand = torch.relu(0.5 - (scores[0::2] - scores[1::2])).mean()

@@ -1,4 +1,4 @@
-"""No gradient depends on ranks, micro-batches or packing: real FSDP2, every registered loss and aggregation.
+"""No gradient depends on ranks, sequence groups, micro-batches or packing: FSDP2, every loss and aggregation.
 
 What a step finds, packed and cut and sharded, is compared with a padded float64 forward of the whole batch through a
 plain transformers model. The error is a distance over a norm: of the whole gradient over the whole gradient's norm, and
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from tests.models.tiny import world_of_one
 from tests.workers.partition import (
+    ALONE,
     CUTS,
     DTYPES,
     Gradients,
+    World,
     errors_of_rank,
     every_registered,
     references,
@@ -43,17 +46,17 @@ class Measured:
 
     folder: Path
     expected: dict[str, Gradients]
-    errors: dict[tuple[int, str], Errors] = field(default_factory=dict)
+    errors: dict[tuple[World, str], Errors] = field(default_factory=dict)
 
-    def of(self, ranks: int, dtype: str) -> Errors:
-        if (ranks, dtype) not in self.errors:
+    def of(self, world: World, dtype: str) -> Errors:
+        if (world, dtype) not in self.errors:
             model = self.folder / "model"
-            if ranks == 1:
+            if world == ALONE:
                 with world_of_one(), every_registered():
-                    self.errors[1, dtype] = errors_of_rank(0, 1, model, self.folder, dtype)
+                    self.errors[ALONE, dtype] = errors_of_rank(0, ALONE, model, self.folder, dtype)
             else:
-                self.errors |= run_worlds(tuple(size for size in DTYPES if size > 1), model, self.folder)
-        return self.errors[ranks, dtype]
+                self.errors |= run_worlds(tuple(other for other in DTYPES if other != ALONE), model, self.folder)
+        return self.errors[world, dtype]
 
     def squared_norms(self, name: str) -> Tensor:
         """Of every parameter's gradient ``(P,)``."""
@@ -73,17 +76,21 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
     torch.set_num_threads(threads)
 
 
+def of_world(world: World, *more: str) -> Any:
+    return pytest.param(
+        world,
+        *more,
+        marks=[pytest.mark.cluster] * (world != ALONE),
+        id="-".join([str(world.ranks) if world.degree == 1 else f"{world.ranks} in groups of {world.degree}", *more]),
+    )
+
+
 @pytest.mark.parametrize(
-    ("ranks", "dtype"),
-    [
-        pytest.param(ranks, dtype, marks=[pytest.mark.cluster] * (ranks > 1))
-        for ranks, dtypes in DTYPES.items()
-        for dtype in dtypes
-    ],
+    ("world", "dtype"), [of_world(world, dtype) for world, dtypes in DTYPES.items() for dtype in dtypes]
 )
-def test_no_gradient_depends_on_the_cut(measured: Measured, ranks: int, dtype: str) -> None:
+def test_no_gradient_depends_on_the_cut(measured: Measured, world: World, dtype: str) -> None:
     broken = {}
-    for case, errors in measured.of(ranks, dtype).items():
+    for case, errors in measured.of(world, dtype).items():
         name = case.rsplit(", ", 1)[0]
         squares = measured.squared_norms(name)
         together, alone = float((errors.sum() / squares.sum()).sqrt()), (errors / squares).sqrt()
@@ -95,12 +102,12 @@ def test_no_gradient_depends_on_the_cut(measured: Measured, ranks: int, dtype: s
     assert not broken, broken
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=[pytest.mark.cluster] * (ranks > 1)) for ranks in DTYPES])
-def test_every_sum_is_run_in_all_cuts_and_every_member_alone(measured: Measured, ranks: int) -> None:
-    for dtype in DTYPES[ranks]:
-        cases = measured.of(ranks, dtype).keys()
-        assert {f"{name}, {cut} micro-batches" for name in whole() for cut in CUTS[ranks]} <= cases
-        assert ranks > 1 or single().keys() <= {case.rsplit(", ", 1)[0] for case in cases}
+@pytest.mark.parametrize("world", [of_world(world) for world in DTYPES])
+def test_every_sum_is_run_in_all_cuts_and_every_member_alone(measured: Measured, world: World) -> None:
+    for dtype in DTYPES[world]:
+        cases = measured.of(world, dtype).keys()
+        assert {f"{name}, {cut} micro-batches" for name in whole() for cut in CUTS[world]} <= cases
+        assert world != ALONE or single().keys() <= {case.rsplit(", ", 1)[0] for case in cases}
 
 
 def test_a_member_that_is_wrong_can_not_hide_in_the_sum(measured: Measured) -> None:

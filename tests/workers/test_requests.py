@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,12 @@ def plan(steps: int = 1) -> BatchPlan:
     """Two ranks, two rows each."""
     ranks = tuple(RankPlan((MiniBatchPlan(cut, 4, 2, 2),) * steps) for cut in (((0,), (1,)), ((0, 1), ())))
     return BatchPlan(rows=((1, 2), (0, 3)), ranks=ranks)
+
+
+def test_each_rank_of_a_sequence_group_is_asked_for_the_same() -> None:
+    request = ScalarRequest(plan=replace(plan(), ranks_each=2))
+    assert (request.rows, request.ranks_each) == (((1, 2), (1, 2), (0, 3), (0, 3)), 2)
+    assert [request.for_rank(rank).plan for rank in range(4)] == [plan().ranks[rank // 2] for rank in range(4)]
 
 
 def update(steps: int = 1, **changes: Any) -> PolicyUpdate[BatchPlan]:

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hrl.models.ops.attention_blocks import Scoring, block_attention
 from hrl.models.ops.attention_varlen import has_kernel, varlen_attention
+from hrl.models.ops.exchange import SlicedLayout, own_heads, to_heads, to_tokens
 from hrl.models.ops.layout import AttentionLayout, Reach
 
 #: The name under which transformers knows this attention.
@@ -80,6 +81,27 @@ def packed_attention(
     return attend(query, key, value, sinks, layout, scoring)
 
 
+def sliced_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: SlicedLayout, *, sinks: Tensor | None, **options: Any
+) -> Tensor:
+    """Attend as `packed_attention` does over a row of which this rank has a slice; every rank of its group calls it.
+
+    Args:
+        query: `(t, Hq, D)`, tokens of the slice.
+        key: `(t, Hkv, D)`.
+        value: `(t, Hkv, Dv)`.
+        layout: Of the slice.
+        sinks: `(Hq,)`, see `packed_attention`.
+        options: The others of `packed_attention`.
+
+    Returns:
+        `(t, Hq, Dv)`; zeros for what fills up the row.
+    """
+    query, key, value = to_heads(query, key, value, layout)
+    sinks = None if sinks is None else own_heads(sinks, layout.group)
+    return to_tokens(packed_attention(query, key, value, layout.whole, sinks=sinks, **options), layout)
+
+
 def transformers_attention(
     module: nn.Module,
     query: Tensor,
@@ -88,7 +110,7 @@ def transformers_attention(
     attention_mask: Tensor | PackedMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packing: AttentionLayout | None = None,
+    packing: AttentionLayout | SlicedLayout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -117,7 +139,8 @@ def transformers_attention(
         raise ValueError(f"{name} wants {', '.join(unsupported)}, which packed attention does not have")
     _require_fit(name, query, key, value, packing)
     reach = _reach(attention_mask, sliding_window)
-    out = packed_attention(
+    attend: Callable[..., Tensor] = sliced_attention if isinstance(packing, SlicedLayout) else packed_attention
+    out = attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -146,7 +169,7 @@ def _reach(mask: Tensor | PackedMask | None, window: int | None) -> Reach:
     return mask.reach
 
 
-def _require_fit(name: str, query: Tensor, key: Tensor, value: Tensor, packing: AttentionLayout) -> None:
+def _require_fit(name: str, query: Tensor, key: Tensor, value: Tensor, packing: AttentionLayout | SlicedLayout) -> None:
     tokens = packing.num_tokens
     if query.shape[0] != 1 or query.shape[2] != tokens:
         raise ValueError(f"packed attention wants (1, heads, {tokens}, D), got {tuple(query.shape)}")

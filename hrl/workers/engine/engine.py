@@ -33,7 +33,7 @@ from hrl.workers.engine.checksum import Checksums, WeightsDifferError, first_ele
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
-from hrl.workers.engine.sharding import build_mesh, build_sharded
+from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded
 from hrl.workers.engine.snapshot import Snapshot
 from hrl.workers.engine.weights import PREFIX, ExportToWrite, ParamSpec, iter_full_params, param_specs
 
@@ -171,6 +171,8 @@ class Engine:
         self._source, self._fsdp = source, fsdp
         self.share_prefix = source.share_prefix
         self.mesh = build_mesh(device, fsdp.fsdp_size)
+        self.sequence_group = build_sequence_group(device, fsdp.ulysses_sequence_parallel_size)
+        self.degree = fsdp.ulysses_sequence_parallel_size
         dtype = dtype_of(fsdp.model_dtype)
         self.module, loaded = build_sharded(
             lambda meta: load(source, dtype, meta=meta), wrap, fsdp, self.mesh, device, train=training is not None
@@ -207,9 +209,15 @@ class Engine:
     def pack(
         self, rows: TokenRows, picked: tuple[int, ...], wanted: Wanted = "next", *, is_tree: bool = False
     ) -> PackedMicroBatch:
-        """Pack local rows for this engine."""
+        """Pack local rows for this engine; a sequence group's ranks get a slice each."""
         return pack_micro_batch(
-            rows, picked, share_prefix=self.share_prefix, is_tree=is_tree, wanted=wanted, device=self.device
+            rows,
+            picked,
+            share_prefix=self.share_prefix,
+            is_tree=is_tree,
+            wanted=wanted,
+            device=self.device,
+            group=self.sequence_group,
         )
 
     @torch.no_grad()
@@ -241,7 +249,7 @@ class Engine:
             for index, picked in enumerate(micro_batches):
                 with span(f"micro-batch {index}"):
                     packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
-                    outputs = torch.stack(run(packed)).float()
+                    outputs = torch.stack(packed.join(run(packed))).float()
                 assert len(outputs) == num_outputs, "`run` gives as many results as are asked for"
                 if not packed.is_empty:
                     results.append(outputs)
@@ -285,18 +293,20 @@ class Engine:
             NonFiniteStepError: Several steps in a row were not finite.
         """
         plan, (optimizer, _) = request.plan, self._trained
-        rows, meter = TokenRows.of(batch), Meter(dist.get_world_size(), len(plan.mini_batches))
+        # The ranks of a sequence group measure the same, and one of them is asked.
+        measuring = dist.get_world_size() // self.degree
+        rows, meter = TokenRows.of(batch), Meter(measuring, len(plan.mini_batches))
         start, steps_before, num_flops = time.perf_counter(), optimizer.steps_taken, 0.0
         broken = rows_of_nonfinite({name: column for name, column in batch.batch.items() if name in request.columns})
 
         def share_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             nonlocal num_flops
             packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
-            flat = run(packed)
+            flat = packed.join(run(packed))
             if packed.is_empty:
                 return flat[0].sum() * 0.0
             if self.flops is not None:
-                head_tokens = packed.labels.numel() if with_head else 0
+                head_tokens = flat[0].numel() / self.degree if with_head else 0
                 num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
             moved = optimizer.steps_taken != steps_before
             loss = loss_of(
@@ -320,7 +330,7 @@ class Engine:
         metrics[names.grad_norm] = Metric.mean(sum(r.grad_norm for r in applied), len(applied))
         if reports:
             metrics[names.lr] = Metric.last(reports[-1].lr)
-        # Every rank skips the same steps; each reports its part of the sum.
+        # All skip the same steps; each one that is asked reports its part of the sum.
         metrics[names.skipped_steps] = Metric.total((len(reports) - len(applied)) / meter.world_size)
         metrics[names.weights_checksum] = Metric.last(checksum)
         peak = peak_flops(self.device)
@@ -375,6 +385,7 @@ class Engine:
             batch,
             training,
             report,
+            place=(dist.get_rank() // self.degree, meter.world_size),
             metrics=names_of_nonfinite(meter.collected()),
             weights=names_of_nonfinite(weights),
             circumstances={
@@ -386,7 +397,8 @@ class Engine:
                 "torch": torch.__version__,
             },
         )
-        skip(skipped, training.run_folder)
+        is_first = self.sequence_group is None or self.sequence_group.place == 0
+        skip(skipped, training.run_folder if is_first else None)
 
     def weights_checksum(self) -> int:
         """Return a checksum of the whole model, the same on any number of ranks; every rank calls it.

@@ -5,6 +5,8 @@ A rank keeps its part of the mini-batch in two files of `<run folder>/nonfinite`
     step_N_rank_R.<update>-<k>.safetensors   the rows of the k-th mini-batch of the update, in the order they ran
     step_N_rank_R.<update>-<k>.json          what was not finite, and under which circumstances
 
+Ranks of a sequence group have the same rows: the first keeps them, and R counts groups.
+
 Rows lie without padding: `prompts` and `responses` one after the other, so does every column of response tokens,
 and `prompt_lengths` and `response_lengths` say where rows end. `micro_batch` says in which micro-batch a row ran.
 """
@@ -19,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from pydantic_core import to_json
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -68,6 +69,7 @@ class SkippedStep:
         batch: The rank's rows.
         config: How the model is trained.
         report: What the optimizer saw.
+        place: Number of the rank, and of all ranks with rows of their own; a sequence group counts as one rank.
         metrics: Names of the update's metrics that are not finite by now.
         weights: Names of parameters that are not finite themselves.
         circumstances: What else `hrl replay` needs: how the model was loaded and sharded, where it ran, and the
@@ -81,6 +83,7 @@ class SkippedStep:
     batch: DataProto
     config: Training
     report: StepReport
+    place: tuple[int, int]
     metrics: tuple[str, ...]
     weights: tuple[str, ...]
     circumstances: Mapping[str, Any]
@@ -93,7 +96,7 @@ class SkippedStep:
     @property
     def name(self) -> str:
         """The name of its files, without the suffix."""
-        return f"step_{self.request.step}_rank_{dist.get_rank()}.{self.update}-{self.index}"
+        return f"step_{self.request.step}_rank_{self.place[0]}.{self.update}-{self.index}"
 
 
 def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
@@ -186,7 +189,7 @@ def dump(skipped: SkippedStep, folder: Path) -> Path | None:
     Returns:
         The JSON file; `None` where this rank has kept enough already, or the disk refuses, which is logged.
     """
-    if len(list(folder.glob(f"step_*_rank_{dist.get_rank()}.*.json"))) >= MAX_DUMPS:
+    if len(list(folder.glob(f"step_*_rank_{skipped.place[0]}.*.json"))) >= MAX_DUMPS:
         logger.warning("%s is not kept: this rank has kept %d batches in %s", skipped.name, MAX_DUMPS, folder)
         return None
     columns = unpadded(skipped.batch, skipped.plan.micro_batches)
@@ -221,8 +224,8 @@ def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str,
         "step": skipped.request.step,
         "mini_batch": skipped.index,
         "skipped_in_a_row": skipped.in_a_row,
-        "rank": dist.get_rank(),
-        "world_size": dist.get_world_size(),
+        "rank": skipped.place[0],
+        "world_size": skipped.place[1],
         "grad_norm": report.grad_norm,
         "lr": report.lr,
         "micro_batches": [

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hrl.models.dtypes import dtype_of
 from hrl.models.loading import Loaded, decoder_layers
+from hrl.models.ops.exchange import SequenceGroup
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 from hrl.workers.engine.casts import keeps_cast_parameters
 
@@ -38,6 +39,30 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     if fsdp_size < 1 or world % fsdp_size:
         raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks of the pool")
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+def build_sequence_group(device: torch.device, degree: int) -> SequenceGroup | None:
+    """Return the consecutive ranks that run the same rows as this one; None where each runs rows of its own.
+
+    It has nothing to do with the mesh over which parameters are sharded, and gradients summed: that is of all ranks.
+
+    Args:
+        device: Of this rank.
+        degree: Ranks of a group.
+
+    Raises:
+        ValueError: `degree` does not divide the world size.
+    """
+    if degree == 1:
+        return None
+    world = dist.get_world_size()
+    if degree < 1 or world % degree:
+        raise ValueError(
+            f"fsdp_config.ulysses_sequence_parallel_size={degree} does not divide the {world} ranks of the pool"
+        )
+    mesh = init_device_mesh(device.type, (world // degree, degree), mesh_dim_names=("data", "sequence"))
+    of_rows = mesh["sequence"]
+    return SequenceGroup(of_rows.get_group(), degree, of_rows.get_local_rank())
 
 
 def build_sharded(

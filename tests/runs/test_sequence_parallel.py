@@ -1,0 +1,63 @@
+"""A run whose two ranks share their rows is the run of one rank: real Ray, real FSDP2, every role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runs.in_process import in_process, run_in_process
+from tests.runs.runner import FinishedRun, Runner
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+#: Products in float32, so that what differs is the order of sums alone.
+ROLES = (
+    "recipe=ppo",
+    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    *(
+        f"{section}.fsdp_config.dtype=float32"
+        for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward.reward_model.model")
+    ),
+    "actor_rollout_ref.rollout.dtype=float32",
+)
+#: In verl's spelling of the keys; the reference follows the actor.
+SHARED = (
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    "critic.ulysses_sequence_parallel_size=2",
+    "reward_model.ulysses_sequence_parallel_size=2",
+)
+#: What measures time, memory and the machine, or has the last bits of weights.
+ELSEWHERE = (
+    "actor/weights_checksum",
+    "critic/weights_checksum",
+    "perf/",
+    "reward/call_s_",
+    "timing_",
+    "weight_sync/seconds",
+)
+
+
+def test_two_ranks_that_share_their_rows_learn_what_one_learns(runner: Runner, tmp_path: Path) -> None:
+    both = (*ROLES, *runner.with_reward_model)
+    shared = runner(tmp_path / "shared", *both, *SHARED)
+    with in_process():
+        run_in_process(*runner.arguments(tmp_path / "alone", *both)[1:])
+    alone = FinishedRun(tmp_path / "alone", 0, "")
+    assert [record["step"] for record in shared.metrics] == [1, 2]
+    for mine, theirs in zip(shared.metrics, alone.metrics, strict=True):
+        names = {name for name in theirs if not name.startswith(ELSEWHERE)}
+        assert names == {name for name in mine if not name.startswith(ELSEWHERE)}
+        assert {"actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/vf_loss", "critic/grad_norm"} < names
+        for name in names:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), (mine["step"], name)
+    for step in (1, 2):
+        texts = [[sample["response"] for sample in run.samples(step)] for run in (shared, alone)]
+        assert texts[0] == texts[1]
