@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hrl.config.model import ModelConfig
+from hrl.config.model import LearnerConfig, ModelConfig
 from hrl.config.offline import OfflineConfig, RMTrainerConfig
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
@@ -21,12 +21,14 @@ class NamedModel:
         path: Value of that key, a folder or hub id.
         override_config: Fields of the model's config.json to replace.
         is_scalar: Whether the model gives one number per token, as critics and reward models do.
+        learner: Its section, if it learns.
     """
 
     key: str
     path: str
     override_config: Mapping[str, Any]
     is_scalar: bool = False
+    learner: LearnerConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ def outline_of(config: RunConfiguration) -> Outline:
 
 def _of_ppo(config: PPOTrainerConfig) -> Outline:
     section, model, data = "actor_rollout_ref.model", config.actor_rollout_ref.model, config.data
-    models = {"actor": NamedModel(f"{section}.path", model.path, model.override_config)}
+    models = {"actor": NamedModel(f"{section}.path", model.path, model.override_config, learner=model)}
     if config.needs_critic:
         critic = config.critic.model
-        models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, is_scalar=True)
+        models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, True, critic)
     rm = config.reward.reward_model
     if config.needs_reward_model and rm.model_path is not None:
         models["rm"] = NamedModel("reward.reward_model.model_path", rm.model_path, {}, is_scalar=True)
@@ -104,7 +106,7 @@ def _of_offline(config: OfflineConfig) -> Outline:
     return Outline(
         section="model",
         model=model,
-        models={role: NamedModel("model.path", model.path, model.override_config, is_scalar)},
+        models={role: NamedModel("model.path", model.path, model.override_config, is_scalar, model)},
         lengths=Lengths(longest, ("data.max_length",), longest),
         placement=Placement({"global": (trainer.n_gpus_per_node,) * trainer.nnodes}, {role: "global"}),
     )

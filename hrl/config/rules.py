@@ -1,6 +1,7 @@
 """Rules between keys. Each is a generator of problems and is named after what it enforces."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hrl.algos.registry import (
     policy_loss_traits,
 )
 from hrl.config.alarms import SAMPLER_GAP
-from hrl.config.model import CheckpointConfig, FsdpConfig
+from hrl.config.model import CheckpointConfig, FsdpConfig, LearnerConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
@@ -615,6 +616,38 @@ def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Pro
         yield Problem("data.max_token_len_per_gpu", what, f"Set it to at least {longest}.", ("data.max_length",))
 
 
+def adapters_name_layers(config: RunConfiguration) -> Iterator[Problem]:
+    """Layers are named by a list, or by a regular expression that can be read."""
+    for section, model in _learners(config).items():
+        for key in ("target_modules", "exclude_modules"):
+            value = getattr(model, key)
+            if value == []:
+                yield Problem(f"{section}.{key}", "is an empty list.", "Name layers, or remove the key.")
+            if not isinstance(value, str):
+                continue
+            try:
+                re.compile(value)
+            except re.error as error:
+                what = f"is {value!r}, which is no regular expression ({error})."
+                yield Problem(f"{section}.{key}", what, "Write names as a list: [q_proj, v_proj].")
+
+
+def _learners(config: RunConfiguration) -> Mapping[str, LearnerConfig]:
+    if isinstance(config, PPOTrainerConfig):
+        return {MODEL: config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    return {"model": config.model}
+
+
+def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Engines that are alone sample from the model's folder, to which nothing adds an adapter."""
+    model = config.actor_rollout_ref.model
+    if model.trains_adapter and not resolve_placement(config).trains:
+        key = "lora_adapter_path" if model.lora_adapter_path else "lora_rank"
+        what = "asks for an adapter, but trainer.role_pools.actor is null: engines sample from the model's folder."
+        hint = "Remove it, and name a folder that `hrl export` wrote as the model."
+        yield Problem(f"{MODEL}.{key}", what, hint, ("trainer.role_pools",))
+
+
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
     """The size of a sharded copy divides the number of processes."""
     involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
@@ -668,6 +701,8 @@ PPO_RULES: tuple[Rule, ...] = (
     a_program_ends_before_its_call,
     an_episode_ends_before_its_phase,
     episodes_are_played_where_the_policy_is_served,
+    adapters_name_layers,
+    an_adapter_is_of_a_policy_that_learns,
 )
 
 
@@ -680,6 +715,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     validation_has_rows,
     resume_names_its_folder,
     checkpoints_can_be_resumed,
+    adapters_name_layers,
 )
 DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
+    from hrl.config.model import LearnerConfig
+
 logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
@@ -79,7 +81,7 @@ class AdapterSource:
     """
 
     rank: int
-    alpha: float
+    alpha: int
     target_modules: str | tuple[str, ...]
     exclude_modules: str | tuple[str, ...] | None
     use_rslora: bool
@@ -110,11 +112,28 @@ class AdapterSource:
         )
         return LoraConfig(
             r=self.rank,
-            lora_alpha=self.alpha,  # type: ignore[arg-type]  # a whole number is only peft's annotation
+            lora_alpha=self.alpha,
             target_modules=targets,
             exclude_modules=excluded,
             use_rslora=self.use_rslora,
         )
+
+
+def adapter_of(section: LearnerConfig, seed: int) -> AdapterSource | None:
+    """Return the adapter that a section of the configuration asks for; None if it trains the model itself."""
+    if not section.trains_adapter:
+        return None
+    targets, excluded = section.target_modules, section.exclude_modules
+    return AdapterSource(
+        rank=section.lora_rank,
+        alpha=section.lora_alpha,
+        target_modules=tuple(targets) if isinstance(targets, list) else targets,
+        exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
+        use_rslora=section.use_rslora,
+        path=section.lora_adapter_path,
+        seed=seed,
+        merge=True,
+    )
 
 
 def _config_of(folder: Path, rank: int) -> LoraConfig:

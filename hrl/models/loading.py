@@ -63,10 +63,16 @@ class ModelSource:
 
     @classmethod
     def to_look_at(
-        cls, folder: Path, override_config: Mapping[str, Any], *, trust_remote_code: bool, max_model_len: int
+        cls,
+        folder: Path,
+        override_config: Mapping[str, Any],
+        *,
+        trust_remote_code: bool,
+        max_model_len: int,
+        adapter: AdapterSource | None = None,
     ) -> ModelSource:
         """Return the source for checks before a run, to which the settings of training do not matter."""
-        return cls(str(folder), override_config, False, True, trust_remote_code, max_model_len)
+        return cls(str(folder), override_config, False, True, trust_remote_code, max_model_len, adapter)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def build_sharded(
         if adapt is not None:
             adapt(loaded.model, loaded.out_of_reach)
         module = wrap(loaded.model)
-        _shard(module, loaded, towers, fsdp, mesh)
+        _shard(module, loaded, fsdp, mesh, towers)
         return module.to(device), loaded
     full = load(False) if dist.get_rank() == 0 else None
     loaded = load(True)
@@ -85,7 +85,7 @@ def build_sharded(
         if full is not None:
             adapt(full.model, loaded.out_of_reach)
     module = wrap(loaded.model)
-    _shard(module, loaded, towers, fsdp, mesh)
+    _shard(module, loaded, fsdp, mesh, towers)
     tied = _tied_names(module)
     module.to_empty(device=device)
     _tie(module, tied)
@@ -110,9 +110,9 @@ def _frozen(loaded: Loaded, names: Collection[str]) -> tuple[Loaded, list[nn.Mod
 def _shard(
     module: nn.Module,
     loaded: Loaded,
-    towers: Sequence[nn.Module],
     fsdp: FsdpConfig | ForwardShardingConfig,
     mesh: DeviceMesh,
+    towers: Sequence[nn.Module] = (),
 ) -> None:
     compute = dtype_of(fsdp.dtype)
     policy = MixedPrecisionPolicy(
