@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from hrl.config.section import ACTOR, Derive, Get, MinusOneOrMore, Section, Unit, UnitInterval, follows
+from hrl.config.section import ACTOR, Derive, Get, MinusOneOrMore, Section, Unit, UnitInterval, follows, section
 
 _LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -140,6 +140,20 @@ class ModelConfig(LearnerConfig):
     share_prefix: ClassVar[bool] = True
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null uses the model's own."""
+
+
+class AdapterSyncConfig(Section):
+    """`actor_rollout_ref.model.lora`: how an adapter comes to the engine."""
+
+    merge: bool = False
+    """At each weight sync, send the model with the adapter added to it, rounded to the engine's dtype; false sends the
+    adapter alone, which is exact and a hundredth of the bytes."""
+
+
+class PolicyModelConfig(ModelConfig):
+    """`actor_rollout_ref.model`: the policy that is trained and sampled from."""
+
+    lora: AdapterSyncConfig = section(AdapterSyncConfig)
 
 
 class _ShardingConfig(Section):

@@ -559,6 +559,9 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
 
 _ENGINES = ("vllm", "hf", "scripted")
 
+LARGEST_RANK = 512
+"""The largest rank for which vLLM has kernels."""
+
 _ELSEWHERE = ("sglang", "trtllm")
 """Engines of verl that hrl does not have."""
 
@@ -648,6 +651,16 @@ def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[
         yield Problem(f"{MODEL}.{key}", what, hint, ("trainer.role_pools",))
 
 
+def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """vLLM takes an adapter alone up to a rank."""
+    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    if engine == "vllm" and not model.lora.merge and model.lora_rank > LARGEST_RANK:
+        what = f"is {model.lora_rank}, and vLLM takes adapters up to rank {LARGEST_RANK}."
+        yield Problem(
+            f"{MODEL}.lora_rank", what, f"Lower it, or set {MODEL}.lora.merge=true.", (f"{MODEL}.lora.merge",)
+        )
+
+
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
     """The size of a sharded copy divides the number of processes."""
     involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
@@ -703,6 +716,7 @@ PPO_RULES: tuple[Rule, ...] = (
     episodes_are_played_where_the_policy_is_served,
     adapters_name_layers,
     an_adapter_is_of_a_policy_that_learns,
+    the_engine_has_kernels_for_the_rank,
 )
 
 
@@ -723,10 +737,11 @@ DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 def warnings(config: RunConfiguration) -> list[str]:
     """Return what is allowed but probably not meant, one sentence each, for `hrl check` and the run's banner."""
     if isinstance(config, PPOTrainerConfig):
-        found, section, model = list(_ppo_warnings(config)), MODEL, config.actor_rollout_ref.model
+        found, section = list(_ppo_warnings(config)), MODEL
+        trusts_code = config.actor_rollout_ref.model.trust_remote_code
     else:
-        found, section, model = [], "model", config.model
-    if model.trust_remote_code:
+        found, section, trusts_code = [], "model", config.model.trust_remote_code
+    if trusts_code:
         found.append(f"{section}.trust_remote_code=true: code from the model's folder runs with your rights.")
     if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:  # else nothing is trained
         found.append("trainer.save_freq is off: a run that is killed starts again from the first step.")

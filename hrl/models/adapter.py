@@ -121,6 +121,8 @@ class AdapterSource:
 
 def adapter_of(section: LearnerConfig, seed: int) -> AdapterSource | None:
     """Return the adapter that a section of the configuration asks for; None if it trains the model itself."""
+    from hrl.config.model import PolicyModelConfig
+
     if not section.trains_adapter:
         return None
     targets, excluded = section.target_modules, section.exclude_modules
@@ -132,7 +134,7 @@ def adapter_of(section: LearnerConfig, seed: int) -> AdapterSource | None:
         use_rslora=section.use_rslora,
         path=section.lora_adapter_path,
         seed=seed,
-        merge=True,
+        merge=isinstance(section, PolicyModelConfig) and section.lora.merge,
     )
 
 

@@ -197,6 +197,7 @@ class CostModel:
             self.assumed,
             shares=self.shares_devices,
             sleeps=config.actor_rollout_ref.rollout.free_cache_engine,
+            sends_adapter=not config.actor_rollout_ref.model.lora.merge,
         )
         yield Phase("weight_sync", terms)
 

@@ -11,6 +11,7 @@ from hrl.config.run_kind import PPO
 
 validate = partial(validate_kind, PPO)
 
+MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -196,6 +197,16 @@ CASES = [
         f"would replace {ACTOR}.policy_loss.loss_mode=gspo.",
     ),
     (BYPASS | {f"{CORRECTION}.rollout_is_batch_normalize": True}, "not for the whole batch"),
+    (
+        {f"{MODEL}.lora_rank": 600},
+        f"{MODEL}.lora_rank is 600, and vLLM takes adapters up to rank 512. Lower",
+    ),
+    ({f"{MODEL}.target_modules": "*_proj"}, f"{MODEL}.target_modules is '*_proj', which is no regular expression"),
+    ({"critic.model.exclude_modules": []}, "critic.model.exclude_modules is an empty list."),
+    (
+        {f"{MODEL}.lora_rank": 8, "trainer.role_pools": {"actor": None, "rollout": "global"}},
+        "asks for an adapter, but trainer.role_pools.actor is null",
+    ),
 ]
 
 
