@@ -20,6 +20,9 @@ def _spelt(names: dict[str, str]) -> BeforeValidator:
     return BeforeValidator(translate)
 
 
+ADAPTER_RATE = 5e-4
+"""A learning rate at which the adapter of a small model learns; whole models take a tenth and less."""
+
 DType = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(_LONG_NAMES)]
 """`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
 Content = Literal["model", "optimizer", "extra", "hf_model"]

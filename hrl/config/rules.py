@@ -13,7 +13,7 @@ from hrl.algos.registry import (
     policy_loss_traits,
 )
 from hrl.config.alarms import SAMPLER_GAP
-from hrl.config.model import CheckpointConfig, FsdpConfig, LearnerConfig
+from hrl.config.model import ADAPTER_RATE, CheckpointConfig, FsdpConfig, LearnerConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
@@ -751,7 +751,20 @@ def warnings(config: RunConfiguration) -> list[str]:
         found.append(never_best)
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
-    return [*config.remarks, *found]
+    return [*config.remarks, *found, *_low_rates_of_adapters(config)]
+
+
+def _low_rates_of_adapters(config: RunConfiguration) -> Iterator[str]:
+    learners = _learners(config)
+    if isinstance(config, PPOTrainerConfig):
+        rates = {MODEL: (f"{ACTOR}.optim.lr", config.actor_rollout_ref.actor.optim.lr)}
+        if config.needs_critic:
+            rates["critic.model"] = ("critic.optim.lr", config.critic.optim.lr)
+    else:
+        rates = {"model": ("optim.lr", config.optim.lr)}
+    for section, (key, rate) in rates.items():
+        if learners[section].trains_adapter and 0 < rate < ADAPTER_RATE / 10:
+            yield f"{key}={rate:g} is a rate for a whole model: an adapter needs ten to thirty times that."
 
 
 def _validations_without_a_checkpoint(config: RunConfiguration) -> str | None:

@@ -405,6 +405,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool, is_sy
     rollout = config.actor_rollout_ref.rollout
     width = dtype_of(rollout.dtype).itemsize
     ranks = rollout.tensor_model_parallel_size
+    sends_adapter = size.adapter > 0 and not config.actor_rollout_ref.model.lora.merge
     longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
     return EngineMemory(
         weights=width * size.parameters / ranks,
@@ -412,7 +413,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool, is_sy
         cache=rollout.kv_cache_gib * GIB,
         one_sequence=size.kv_bytes_per_token * width / 2 * longest / ranks,
         buckets=(2 if shares else 1) * rollout.weight_sync.bucket_mb * (1 << 20),
-        largest_tensor=width * max(size.embedding, size.head),
+        largest_tensor=width * (size.adapter // size.num_layers if sends_adapter else max(size.embedding, size.head)),
         sleeps=rollout.free_cache_engine and shares,
         shares=shares,
         is_synced=is_synced,

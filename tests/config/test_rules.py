@@ -281,6 +281,22 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({f"{MODEL}.lora_rank": 8}, [f"{ACTOR}.optim.lr=1e-06"]),
+        ({f"{MODEL}.lora_rank": 8, f"{ACTOR}.optim.lr": 5e-4}, []),
+        ({f"{MODEL}.lora_rank": 8, f"{ACTOR}.optim.lr": 0.0}, []),
+        ({"critic.model.lora_rank": 8, "algorithm.adv_estimator": "grpo"}, []),  # of which there is none
+        ({"critic.model.lora_rank": 8, "algorithm.adv_estimator": "gae"}, ["critic.optim.lr=1e-05"]),
+        ({}, []),
+    ],
+)
+def test_a_rate_of_whole_models_is_a_warning_beside_an_adapter(given, named):
+    found = [warning for warning in warnings(validate_kind(PPO, given)) if "an adapter needs" in warning]
+    assert [warning.split(" is ")[0] for warning in found] == named
+
+
 def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():
     arguments = {"vllm": {"disable_custom_all_reduce": True}, "hf": {}}
     given = {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.engine_kwargs": arguments, "trainer.save_freq": 1}

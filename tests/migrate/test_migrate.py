@@ -319,6 +319,19 @@ def test_the_names_that_the_readme_of_openrlhf_gives_an_sft_run() -> None:
     assert not any(word.startswith("--actor") for word in lost(found))
 
 
+def test_the_adapter_of_a_line_of_trl_is_kept() -> None:
+    line = "trl sft --model_name_or_path a/b --dataset_name c/d --use_peft --lora_r 8"
+    found = one(f"{line} --lora_target_modules q_proj v_proj --lora_dropout 0.1 --use_dora")
+    model = config_of(found).model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (8, 32, ["q_proj", "v_proj"])
+    assert [why for written, why in lost(found).items() if "dora" in written] == ["vLLM's kernels don't compute DoRA"]
+    assert any("no dropout" in remark.why for remark in found.needless)
+    plain = one("trl grpo --model_name_or_path a/b --dataset_name c/d --use_peft")
+    policy = config_of(plain).actor_rollout_ref.model
+    assert (policy.lora_rank, policy.lora_alpha, policy.target_modules) == (16, 32, "all-linear")
+    assert any("peft's own choice" in remark.why for remark in plain.differs)
+
+
 def test_the_command_of_trl() -> None:
     found = one("trl grpo --num_processes 2 --model_name_or_path a/b --dataset_name c/d --num_generations 4 --beta 0")
     config = config_of(found)
