@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hrl.config.compose import QUICKSTART
+from hrl.config.model import ADAPTER_RATE
 from hrl.config.offline import OfflineConfig
-from hrl.config.outline import RunConfiguration
+from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import RunKind
 from hrl.preflight.small_models import BUDGETS, has_small_model, runs_on_gpus, values_for_small_models
@@ -43,11 +44,15 @@ def chosen(kind: RunKind[Any], config: RunConfiguration, num_rows: int | None) -
     values[BATCH] = most if num_rows is None else _power_of_two_up_to(min(most, _used(config, num_rows)))
     if has_small_model(config):
         values |= {key: value for key, value in small.items() if key != BATCH}
+    rate = "actor_rollout_ref.actor.optim.lr" if isinstance(config, PPOTrainerConfig) else "optim.lr"
+    if rate in values and outline_of(config).model.trains_adapter:
+        values[rate] = ADAPTER_RATE
     if isinstance(config, PPOTrainerConfig):
         if not has_gpu and _RESPONSE not in set_by:
             values[_RESPONSE] = CPU_RESPONSE_TOKENS
-        if config.needs_critic and "actor_rollout_ref.actor.optim.lr" in values:
-            values["critic.optim.lr"] = values["actor_rollout_ref.actor.optim.lr"]
+        if config.needs_critic and rate in values:
+            small_rate = small.get(rate, values[rate])
+            values["critic.optim.lr"] = ADAPTER_RATE if config.critic.model.trains_adapter else small_rate
     for key in BUDGETS:
         if key in values:
             values[key] = max(values[key], _longest_row(config, values))

@@ -405,6 +405,7 @@ class PPO(Trainer):
         max_prompt_length: int | None = None,
         max_response_length: int | None = None,
         lr: float | None = None,
+        lora_rank: int | None = None,
         test_freq: int | None = None,
         save_freq: int | None = None,
         seed: int | None = None,
@@ -440,6 +441,7 @@ class PPO(Trainer):
             max_prompt_length: Longest prompt in tokens.
             max_response_length: Longest response in tokens.
             lr: Learning rate of the policy (`actor_rollout_ref.actor.optim.lr`).
+            lora_rank: Train a LoRA adapter of this rank instead of the model (`actor_rollout_ref.model.lora_rank`).
             test_freq: Validate every so many steps, besides before the first and after the last.
             save_freq: Write a checkpoint every so many steps, from which the same call continues.
             seed: Of the run: order of the rows, samples, new heads.
@@ -472,6 +474,7 @@ class PPO(Trainer):
                 "data.max_response_length": max_response_length,
                 "actor_rollout_ref.rollout.n": n,
                 "actor_rollout_ref.actor.optim.lr": lr,
+                "actor_rollout_ref.model.lora_rank": lora_rank,
                 **values,
                 **_of_the_run(steps, epochs, test_freq, save_freq, seed, folder, name),
             },
@@ -563,6 +566,7 @@ class OfflineTrainer(Trainer):
         batch_size: int | None = None,
         max_length: int | None = None,
         lr: float | None = None,
+        lora_rank: int | None = None,
         test_freq: int | None = None,
         save_freq: int | None = None,
         seed: int | None = None,
@@ -586,6 +590,7 @@ class OfflineTrainer(Trainer):
             batch_size: Rows per step (`data.train_batch_size`).
             max_length: Longest row in tokens, prompt and answer together (`data.max_length`).
             lr: Learning rate (`optim.lr`).
+            lora_rank: Train a LoRA adapter of this rank instead of the model (`model.lora_rank`).
             test_freq: Validate every so many steps, besides before the first and after the last.
             save_freq: Write a checkpoint every so many steps, from which the same call continues.
             seed: Of the run.
@@ -601,6 +606,7 @@ class OfflineTrainer(Trainer):
                 "data.train_batch_size": batch_size,
                 "data.max_length": max_length,
                 "optim.lr": lr,
+                "model.lora_rank": lora_rank,
                 **_of_the_run(steps, epochs, test_freq, save_freq, seed, folder, name),
             },
             data=data,

@@ -8,16 +8,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.config.arithmetic import step_sizes
-from hrl.config.model import ModelConfig, OptimConfig
+from hrl.config.model import LearnerConfig, ModelConfig, OptimConfig
 from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.config.trainer import TimeoutsConfig
+from hrl.files import expanded
 from hrl.metrics import Metric
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.profiling.operators import Profile
@@ -77,7 +78,7 @@ def _ppo_workers(config: PPOTrainerConfig, runtime: Runtime, steps: int) -> _Wor
     critic_steps = steps * step_sizes(config, config.critic).optimizer_steps
     policy, critic = config.actor_rollout_ref, config.critic
     actor = policy.actor
-    of_policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, _with_absolute_tokenizer(policy.model))
+    of_policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, _with_absolute_folders(policy.model))
     learns = partial(
         of_policy,
         fsdp=actor.fsdp_config,
@@ -91,7 +92,7 @@ def _ppo_workers(config: PPOTrainerConfig, runtime: Runtime, steps: int) -> _Wor
         Role.Actor: partial(learns, role="actor"),
         Role.Rollout: partial(of_policy, role="rollout", rollout=policy.rollout),
         Role.RefPolicy: partial(of_policy, role="ref", fsdp=policy.ref.fsdp_config),
-        Role.Critic: partial(RayClassWithInitArgs, CriticWorker, critic.model, of_critic),
+        Role.Critic: partial(RayClassWithInitArgs, CriticWorker, _with_absolute_adapter(critic.model), of_critic),
         Role.RewardModel: partial(RayClassWithInitArgs, RewardModelWorker, config.reward.reward_model.model),
     }
 
@@ -101,10 +102,11 @@ def _offline_workers(config: OfflineConfig, runtime: Runtime, steps: int) -> _Wo
         "training": _training(config.optim, config.optim.clip_grad, steps, runtime),
         "checkpoint": config.checkpoint,
     }
-    policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, config.model, role="actor")
+    model = _with_absolute_adapter(config.model)
+    policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, model, role="actor")
     return {
         Role.Actor: partial(policy, fsdp=config.model.fsdp_config, **learns),
-        Role.RewardModel: partial(RayClassWithInitArgs, RewardModelWorker, config.model, **learns),
+        Role.RewardModel: partial(RayClassWithInitArgs, RewardModelWorker, model, **learns),
     }
 
 
@@ -120,9 +122,18 @@ def _engine_prelude(rollout: RolloutConfig, runtime: Runtime) -> Callable[[], No
     return partial(early_process.begin, runtime.num_threads)
 
 
-def _with_absolute_tokenizer(model: ModelConfig) -> ModelConfig:
-    """Return the section with the tokenizer's folder as an absolute path, for processes that run in other folders."""
-    path = model.tokenizer_path
+L = TypeVar("L", bound=LearnerConfig)
+
+
+def _with_absolute_adapter(model: L) -> L:
+    """Return the section with the adapter's folder as an absolute path, for processes that run in other folders."""
+    path = model.lora_adapter_path
+    return model if path is None else model.model_copy(update={"lora_adapter_path": str(expanded(path).resolve())})
+
+
+def _with_absolute_folders(model: ModelConfig) -> ModelConfig:
+    """Return the section with the folders of adapter and tokenizer as absolute paths."""
+    model, path = _with_absolute_adapter(model), model.tokenizer_path
     return model if path is None else model.model_copy(update={"tokenizer_path": resolve_tokenizer(path)})
 
 

@@ -10,8 +10,8 @@ from hrl.config.model import (
     ForwardShardingConfig,
     FsdpConfig,
     LogProbConfig,
-    ModelConfig,
     OptimConfig,
+    PolicyModelConfig,
 )
 from hrl.config.rollout import RolloutConfig
 from hrl.config.section import ACTOR, Get, NameOf, Section, Unit, follows, section
@@ -113,7 +113,7 @@ class RefConfig(LogProbConfig):
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref.*`: the policy in its three roles."""
 
-    model: ModelConfig = section(ModelConfig)
+    model: PolicyModelConfig = section(PolicyModelConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)

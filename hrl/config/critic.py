@@ -5,11 +5,11 @@ from typing import Annotated
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.algos.registry import AGGREGATION_NAMES
-from hrl.config.model import BackboneConfig, FsdpConfig, OptimConfig, packs_as_the_actor
+from hrl.config.model import FsdpConfig, LearnerConfig, OptimConfig, packs_as_the_actor
 from hrl.config.section import ACTOR, MODEL, NameOf, Section, Unit, follows, section
 
 
-class CriticModelConfig(BackboneConfig):
+class CriticModelConfig(LearnerConfig):
     """`critic.model`: the transformer under the value head."""
 
     path: str = follows(f"{MODEL}.path")

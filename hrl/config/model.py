@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from hrl.config.section import ACTOR, Derive, Get, MinusOneOrMore, Section, Unit, UnitInterval, follows
+from hrl.config.section import ACTOR, Derive, Get, MinusOneOrMore, Section, Unit, UnitInterval, follows, section
 
 _LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -19,6 +19,9 @@ def _spelt(names: dict[str, str]) -> BeforeValidator:
 
     return BeforeValidator(translate)
 
+
+ADAPTER_RATE = 5e-4
+"""A learning rate at which the adapter of a small model learns; whole models take a tenth and less."""
 
 DType = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(_LONG_NAMES)]
 """`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
@@ -113,7 +116,32 @@ class BackboneConfig(Section):
     """Recompute activations in the backward pass: about a third more computation, far less memory."""
 
 
-class ModelConfig(BackboneConfig):
+class LearnerConfig(BackboneConfig):
+    """A transformer that is trained: all of it, or an adapter beside it."""
+
+    lora_rank: NonNegativeInt = 0
+    """Rank of the LoRA adapter that is trained instead of the model, whose weights are then frozen in
+    `fsdp_config.dtype`; 0 trains the model, unless `lora_adapter_path` is set."""
+    lora_alpha: PositiveInt = 16
+    """The adapter's output is multiplied by `lora_alpha / lora_rank`."""
+    target_modules: str | list[str] = "all-linear"
+    """Layers that get an adapter: `all-linear`, a list of names such as `[q_proj, v_proj]`, or a regular expression for
+    whole names. Embedding and head get none."""
+    exclude_modules: str | list[str] | None = None
+    """Of these, the layers that get none: a list of names, or a regular expression."""
+    lora_adapter_path: str | None = None
+    """Folder of an adapter to go on from, whose `adapter_config.json` decides rank, alpha and layers instead of these
+    keys; null begins with one that changes nothing."""
+    use_rslora: bool = False
+    """Multiply by `lora_alpha / sqrt(lora_rank)` instead (rsLoRA), so that a high rank does not learn more slowly."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained instead of the model."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+
+class ModelConfig(LearnerConfig):
     """The policy: the transformer that is trained and sampled from."""
 
     trust_remote_code: bool = False
@@ -127,6 +155,20 @@ class ModelConfig(BackboneConfig):
     share_prefix: ClassVar[bool] = True
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null uses the model's own."""
+
+
+class AdapterSyncConfig(Section):
+    """`actor_rollout_ref.model.lora`: how an adapter comes to the engine."""
+
+    merge: bool = False
+    """At each weight sync, send the model with the adapter added to it, rounded to the engine's dtype; false sends the
+    adapter alone, which is exact and a hundredth of the bytes."""
+
+
+class PolicyModelConfig(ModelConfig):
+    """`actor_rollout_ref.model`: the policy that is trained and sampled from."""
+
+    lora: AdapterSyncConfig = section(AdapterSyncConfig)
 
 
 class ShardingConfig(Section):
@@ -161,8 +203,9 @@ class FsdpConfig(ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
     model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"
-    """Dtype of the master weights. With bf16, AdamW rounds stochastically, so even an update of 1e-6 of a weight takes
-    effect on average; moments stay in fp32, and the gradients of micro-batches are summed in bf16."""
+    """Dtype of the master weights, or of an adapter's. With bf16, AdamW rounds stochastically, so even an update of
+    1e-6 of a weight takes effect on average; moments stay in fp32, and gradients of micro-batches are summed in
+    bf16."""
     reshard_after_forward: bool = True
     """Free the gathered parameters between forward and backward pass; on a single GPU these are the copies in the
     compute dtype, half the size of the model."""

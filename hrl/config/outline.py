@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hrl.config.model import ModelConfig
+from hrl.config.model import LearnerConfig, ModelConfig
 from hrl.config.offline import OfflineConfig, RMTrainerConfig
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
@@ -23,6 +23,7 @@ class NamedModel:
         override_config: Fields of the model's config.json to replace.
         is_scalar: Whether the model gives one number per token, as critics and reward models do.
         degrees: Keys of `ulysses_sequence_parallel_size` of the roles that train or score with it → their values.
+        learner: Its section, if it learns.
     """
 
     key: str
@@ -30,6 +31,7 @@ class NamedModel:
     override_config: Mapping[str, Any]
     is_scalar: bool = False
     degrees: Mapping[str, int] = field(default_factory=dict)
+    learner: LearnerConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,10 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     degrees, of_ref = _degree(ACTOR, policy.actor), _degree(REF, policy.ref)
     if config.needs_reference and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
         degrees |= of_ref
-    models = {"actor": NamedModel(f"{section}.path", model.path, model.override_config, degrees=degrees)}
+    models = {"actor": NamedModel(f"{section}.path", model.path, model.override_config, degrees=degrees, learner=model)}
     if config.needs_critic:
         critic, degrees = config.critic.model, _degree("critic.model", config.critic.model)
-        models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, True, degrees)
+        models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, True, degrees, critic)
     rm = config.reward.reward_model
     if config.needs_reward_model and rm.model_path is not None:
         degrees = _degree("reward.reward_model.model", rm.model)
@@ -118,7 +120,11 @@ def _of_offline(config: OfflineConfig) -> Outline:
     return Outline(
         section="model",
         model=model,
-        models={role: NamedModel("model.path", model.path, model.override_config, is_scalar, _degree("model", model))},
+        models={
+            role: NamedModel(
+                "model.path", model.path, model.override_config, is_scalar, _degree("model", model), learner=model
+            )
+        },
         lengths=Lengths(longest, ("data.max_length",), longest),
         placement=Placement({"global": (trainer.n_gpus_per_node,) * trainer.nnodes}, {role: "global"}),
     )

@@ -64,7 +64,8 @@ def resolve_placement(config: PPOTrainerConfig) -> Placement:
 
 
 def _optional_roles(config: PPOTrainerConfig) -> Mapping[str, bool]:
-    return {"ref": config.needs_reference, "critic": config.needs_critic, "rm": config.needs_reward_model}
+    has_ref = config.needs_reference and not config.reference_is_actor
+    return {"ref": has_ref, "critic": config.needs_critic, "rm": config.needs_reward_model}
 
 
 def _engines_alone(config: PPOTrainerConfig) -> bool:

@@ -32,10 +32,15 @@ class PPOTrainerConfig(WholeConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy is built."""
+        """Whether log-probs of a reference policy are computed."""
         loss = self.algorithm.preference_loss
         compares_pairs = loss is not None and pair_loss_traits(loss).reference
         return compares_pairs or self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def reference_is_actor(self) -> bool:
+        """Whether the reference is the trained policy without its adapter, and no copy of it is built."""
+        return self.needs_reference and self.actor_rollout_ref.model.trains_adapter
 
     @property
     def reward_entries(self) -> tuple[RewardEntry, ...]:

@@ -1,6 +1,7 @@
 """Rules between keys. Each is a generator of problems and is named after what it enforces."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,14 @@ from hrl.algos.registry import (
     policy_loss_traits,
 )
 from hrl.config.alarms import SAMPLER_GAP
-from hrl.config.model import CheckpointConfig, FsdpConfig, MicroBatches, ShardingConfig
+from hrl.config.model import (
+    ADAPTER_RATE,
+    CheckpointConfig,
+    FsdpConfig,
+    LearnerConfig,
+    MicroBatches,
+    ShardingConfig,
+)
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
@@ -578,6 +586,9 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
 
 _ENGINES = ("vllm", "hf", "scripted")
 
+LARGEST_RANK = 512
+"""The largest rank for which vLLM has kernels."""
+
 _ELSEWHERE = ("sglang", "trtllm")
 """Engines of verl that hrl does not have."""
 
@@ -635,6 +646,48 @@ def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Pro
         yield Problem(each.tokens_key, what, f"Set it to at least {each.budget_for(longest)}.", ("data.max_length",))
 
 
+def adapters_name_layers(config: RunConfiguration) -> Iterator[Problem]:
+    """Layers are named by a list, or by a regular expression that can be read."""
+    for section, model in _learners(config).items():
+        for key in ("target_modules", "exclude_modules"):
+            value = getattr(model, key)
+            if value == []:
+                yield Problem(f"{section}.{key}", "is an empty list.", "Name layers, or remove the key.")
+            if not isinstance(value, str):
+                continue
+            try:
+                re.compile(value)
+            except re.error as error:
+                what = f"is {value!r}, which is no regular expression ({error})."
+                yield Problem(f"{section}.{key}", what, "Write names as a list: [q_proj, v_proj].")
+
+
+def _learners(config: RunConfiguration) -> Mapping[str, LearnerConfig]:
+    if isinstance(config, PPOTrainerConfig):
+        return {MODEL: config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    return {"model": config.model}
+
+
+def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Engines that are alone sample from the model's folder, to which nothing adds an adapter."""
+    model = config.actor_rollout_ref.model
+    if model.trains_adapter and not resolve_placement(config).trains:
+        key = "lora_adapter_path" if model.lora_adapter_path else "lora_rank"
+        what = "asks for an adapter, but trainer.role_pools.actor is null: engines sample from the model's folder."
+        hint = "Remove it, and name a folder that `hrl export` wrote as the model."
+        yield Problem(f"{MODEL}.{key}", what, hint, ("trainer.role_pools",))
+
+
+def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """vLLM takes an adapter alone up to a rank."""
+    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    if engine == "vllm" and not model.lora.merge and model.lora_rank > LARGEST_RANK:
+        what = f"is {model.lora_rank}, and vLLM takes adapters up to rank {LARGEST_RANK}."
+        yield Problem(
+            f"{MODEL}.lora_rank", what, f"Lower it, or set {MODEL}.lora.merge=true.", (f"{MODEL}.lora.merge",)
+        )
+
+
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
     """The sizes of a sharded copy and of a sequence group divide the number of processes."""
     involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
@@ -689,6 +742,9 @@ PPO_RULES: tuple[Rule, ...] = (
     a_program_ends_before_its_call,
     an_episode_ends_before_its_phase,
     episodes_are_played_where_the_policy_is_served,
+    adapters_name_layers,
+    an_adapter_is_of_a_policy_that_learns,
+    the_engine_has_kernels_for_the_rank,
 )
 
 
@@ -701,6 +757,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     validation_has_rows,
     resume_names_its_folder,
     checkpoints_can_be_resumed,
+    adapters_name_layers,
 )
 DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 
@@ -708,10 +765,11 @@ DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 def warnings(config: RunConfiguration) -> list[str]:
     """Return what is allowed but probably not meant, one sentence each, for `hrl check` and the run's banner."""
     if isinstance(config, PPOTrainerConfig):
-        found, section, model = list(_ppo_warnings(config)), MODEL, config.actor_rollout_ref.model
+        found, section = list(_ppo_warnings(config)), MODEL
+        trusts_code = config.actor_rollout_ref.model.trust_remote_code
     else:
-        found, section, model = [], "model", config.model
-    if model.trust_remote_code:
+        found, section, trusts_code = [], "model", config.model.trust_remote_code
+    if trusts_code:
         found.append(f"{section}.trust_remote_code=true: code from the model's folder runs with your rights.")
     if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:  # else nothing is trained
         found.append("trainer.save_freq is off: a run that is killed starts again from the first step.")
@@ -721,7 +779,20 @@ def warnings(config: RunConfiguration) -> list[str]:
         found.append(never_best)
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
-    return [*config.remarks, *found]
+    return [*config.remarks, *found, *_low_rates_of_adapters(config)]
+
+
+def _low_rates_of_adapters(config: RunConfiguration) -> Iterator[str]:
+    learners = _learners(config)
+    if isinstance(config, PPOTrainerConfig):
+        rates = {MODEL: (f"{ACTOR}.optim.lr", config.actor_rollout_ref.actor.optim.lr)}
+        if config.needs_critic:
+            rates["critic.model"] = ("critic.optim.lr", config.critic.optim.lr)
+    else:
+        rates = {"model": ("optim.lr", config.optim.lr)}
+    for section, (key, rate) in rates.items():
+        if learners[section].trains_adapter and 0 < rate < ADAPTER_RATE / 10:
+            yield f"{key}={rate:g} is a rate for a whole model: an adapter needs ten to thirty times that."
 
 
 def _validations_without_a_checkpoint(config: RunConfiguration) -> str | None:

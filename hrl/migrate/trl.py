@@ -517,6 +517,25 @@ def _model(given: Given, into: Migrated) -> None:
             into.needless.append(Remark(given.word(option), why))
 
 
+def _adapter(given: Given, into: Migrated) -> None:
+    section = "model" if into.kind != "ppo" else "actor_rollout_ref.model"
+    if given.get("peft_config") is not None:
+        why = f"set {section}.lora_rank, lora_alpha and target_modules to what it has (r, lora_alpha, target_modules)"
+        into.lost.append(Remark(given.word("peft_config"), why))
+    if not given.is_on("use_peft"):
+        return
+    rank, alpha = int(given.number("lora_r", 16)), int(given.number("lora_alpha", 32))
+    into.set({f"{section}.lora_rank": rank, f"{section}.lora_alpha": alpha})
+    if given.is_on("use_rslora"):
+        into.set({f"{section}.use_rslora": True})
+    targets = given.get("lora_target_modules")
+    if targets is not None:
+        into.set({f"{section}.target_modules": targets})
+    else:
+        why = f"{section}.target_modules=all-linear: peft's own choice is a few of a family's layers"
+        into.differs.append(Remark(given.word("use_peft"), why))
+
+
 def _data(given: Given, into: Migrated) -> None:
     part = given.get("dataset_config")
     for name, split, key in (
@@ -616,6 +635,7 @@ FUNCTIONS: dict[str, Callable[[Given, Migrated], None]] = {
     "reward": _reward,
     "shaping": _shaping,
     "model": _model,
+    "adapter": _adapter,
     "data": _data,
     "precision": _precision,
     "folders": _folders,

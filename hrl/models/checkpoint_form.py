@@ -1,7 +1,8 @@
 """The names and pieces of a model's tensors in its checkpoint.
 
 transformers keeps some models in memory in another form than on disk: the experts of a mixture, for instance, are one
-tensor per layer. What leaves the trainer has the form of the checkpoint, which vLLM and transformers read.
+tensor per layer. What leaves the trainer has the form of the checkpoint, which vLLM and transformers read. The matrices
+of an adapter have the names that peft gives them in a file; the model's own have the names that they have without it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from hrl.models.adapter import is_part, name_in_file, name_without
 
 
 class CheckpointTensor(NamedTuple):
@@ -39,7 +42,15 @@ class CheckpointForm:
         Raises:
             ValueError: A tensor can't be reverted without the others; names model and tensors.
         """
-        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved_tensors(model)}
+        tensors = dict(saved_tensors(model))
+        parts = {
+            name: (CheckpointTensor(name_in_file(name), (*tensors[name].shape,)),) for name in filter(is_part, tensors)
+        }
+        empty = {
+            name_without(name): torch.empty_like(tensor, device="meta")
+            for name, tensor in tensors.items()
+            if name not in parts
+        }
         who = f"{type(model).__name__} at {model.config.name_or_path}"
         try:
             together = revert_weight_conversion(model, empty)
@@ -56,11 +67,11 @@ class CheckpointForm:
                 "tensor by tensor, which the weight sync and the export need. Train another model"
             )
         same = frozenset(name for name, pieces in alone.items() if empty[name] is next(iter(pieces.values())))
-        return cls(model, {name: _described(pieces) for name, pieces in alone.items()}, same)
+        return cls(model, {name: _described(pieces) for name, pieces in alone.items()} | parts, same | parts.keys())
 
     def pieces(self, name: str) -> tuple[CheckpointTensor, ...]:
         """Return the pieces of the tensor with the name `name` in memory."""
-        return self._pieces[name]
+        return self._pieces[name_without(name)]
 
     def split(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Return `(name, tensor)` of every piece, in the order of `pieces`.
@@ -69,6 +80,7 @@ class CheckpointForm:
             name: Name in memory.
             tensor: The whole tensor of that name.
         """
+        name = name_without(name)
         pieces = self._pieces[name]
         if name in self._same:
             return [(pieces[0].name, tensor)]
@@ -77,7 +89,7 @@ class CheckpointForm:
 
     def is_whole(self, name: str) -> bool:
         """Return whether only the name of the tensor differs in the checkpoint, if anything."""
-        return name in self._same
+        return name_without(name) in self._same
 
     def positions(self, name: str, shape: torch.Size) -> dict[str, Tensor]:
         """Return where the elements of each piece are in the flattened tensor: int64, in the piece's shape."""

@@ -44,11 +44,15 @@ class ModelFlops:
         per_token: For one token through the layers, without attention scores.
         per_pair: For one query–key pair, over all layers and heads.
         per_head_token: For one token through the language-model head.
+        frozen_per_token: That part of `per_token` whose weights get no gradient.
+        frozen_per_head_token: The same of `per_head_token`.
     """
 
     per_token: float
     per_pair: float
     per_head_token: float
+    frozen_per_token: float = 0.0
+    frozen_per_head_token: float = 0.0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops | None:
@@ -65,19 +69,28 @@ class ModelFlops:
         """
         text, config = model.get_decoder(), model.config.get_text_config()
         head = model.get_output_embeddings()
-        weights = 0.0
+        weights = frozen = 0.0
         for name, module in text.named_modules():
             if isinstance(module, nn.Embedding) or module is head:
                 continue
             share = _visited_share(text, config, name, module)
             if share is None:
                 return None
-            weights += share * sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)
+            matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
+            weights += share * sum(p.numel() for p in matrices)
+            frozen += share * sum(p.numel() for p in matrices if not p.requires_grad)
         per_pair = _per_pair(text, config)
         if per_pair is None:
             return None
         per_head_token = 0.0 if head is None else 2.0 * head.weight.numel()
-        return cls(per_token=2.0 * weights, per_pair=per_pair, per_head_token=per_head_token)
+        head_is_frozen = head is not None and not head.weight.requires_grad
+        return cls(
+            per_token=2.0 * weights,
+            per_pair=per_pair,
+            per_head_token=per_head_token,
+            frozen_per_token=2.0 * frozen,
+            frozen_per_head_token=per_head_token * head_is_frozen,
+        )
 
     def forward(self, tokens: float, pairs: float, head_tokens: float) -> float:
         """Return the FLOPs of one forward over a packed row."""
@@ -85,7 +98,9 @@ class ModelFlops:
 
     def update(self, tokens: float, pairs: float, head_tokens: float) -> float:
         """Return the FLOPs of forward and backward, without what is recomputed to save memory."""
-        return (1.0 + BACKWARD_OVER_FORWARD) * self.forward(tokens, pairs, head_tokens)
+        # A weight takes part in two products of the backward pass, of which one gives its own gradient.
+        spared = self.frozen_per_token * tokens + self.frozen_per_head_token * head_tokens
+        return (1.0 + BACKWARD_OVER_FORWARD) * self.forward(tokens, pairs, head_tokens) - spared
 
 
 def _visited_share(text: nn.Module, config: Any, name: str, module: nn.Module) -> float | None:

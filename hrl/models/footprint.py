@@ -47,6 +47,8 @@ class Footprint:
         kept_bytes_per_token: What one layer keeps for its backward if activations are not recomputed.
         stream_bytes_per_token: What it keeps if they are recomputed: the residual stream between two layers.
         kv_bytes_per_token: Keys and values of all layers.
+        adapter: Number of weights of the adapter that is trained instead of the others; 0 if there is none.
+        adapted_layers: Number of layers' matrices that it is added to.
     """
 
     parameters: int
@@ -59,6 +61,13 @@ class Footprint:
     kept_bytes_per_token: int
     stream_bytes_per_token: int
     kv_bytes_per_token: int
+    adapter: int = 0
+    adapted_layers: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Number of weights that have gradients and moments."""
+        return self.adapter or self.parameters
 
 
 def footprint(source: ModelSource) -> Footprint:
@@ -69,12 +78,18 @@ def footprint(source: ModelSource) -> Footprint:
 
     Raises:
         FootprintError: The model can't be built or run without its weights.
+        AdapterError: The adapter does not fit the model.
     """
+    from hrl.models.adapter import AdapterError, adapted_layers, add_adapter, is_part
     from hrl.models.loading import decoder_layers, load_causal_lm  # imports transformers
 
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
+        if source.adapter is not None:
+            add_adapter(loaded, source.adapter, torch.float32)
         kept, streams = _bytes_of_layers(loaded, decoder_layers(loaded))
+    except AdapterError:
+        raise
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
         name = Path(source.path).name
         raise FootprintError(f"{name} can't be sized without its weights ({type(error).__name__}: {error})") from error
@@ -82,8 +97,9 @@ def footprint(source: ModelSource) -> Footprint:
     tied = embedding.weight is head.weight
     text = loaded.config.get_text_config()
     layers = [layer for layer, stream in zip(decoder_layers(loaded), streams, strict=True) if stream]  # not a tower's
+    adapter = sum(parameter.numel() for name, parameter in loaded.named_parameters() if is_part(name))
     return Footprint(
-        parameters=_count(loaded),
+        parameters=_count(loaded) - adapter,
         embedding=_count(embedding),
         head=0 if tied else _count(head),
         largest_layer=max(map(_count, layers)),
@@ -93,6 +109,8 @@ def footprint(source: ModelSource) -> Footprint:
         kept_bytes_per_token=max(kept) // _PROBE_TOKENS,
         stream_bytes_per_token=max(streams) // _PROBE_TOKENS,
         kv_bytes_per_token=2 * len(layers) * _cache_width(text),
+        adapter=adapter,
+        adapted_layers=len(adapted_layers(loaded)),
     )
 
 

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hrl.models.adapter import AdapterSource
 from hrl.models.hf_config import load_config
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.residual import widen_residual
@@ -49,6 +50,7 @@ class ModelSource:
         share_prefix: Compute equal prompts of a micro-batch once.
         trust_remote_code: The folder may run code.
         max_model_len: The longest sequence of the run in tokens, which is also what the rollout engine is opened for.
+        adapter: What is trained instead of the model's own weights; None trains these.
     """
 
     path: str
@@ -57,13 +59,20 @@ class ModelSource:
     share_prefix: bool
     trust_remote_code: bool
     max_model_len: int
+    adapter: AdapterSource | None = None
 
     @classmethod
     def to_look_at(
-        cls, folder: Path, override_config: Mapping[str, Any], *, trust_remote_code: bool, max_model_len: int
+        cls,
+        folder: Path,
+        override_config: Mapping[str, Any],
+        *,
+        trust_remote_code: bool,
+        max_model_len: int,
+        adapter: AdapterSource | None = None,
     ) -> ModelSource:
         """Return the source for checks before a run, to which the settings of training do not matter."""
-        return cls(str(folder), override_config, False, True, trust_remote_code, max_model_len)
+        return cls(str(folder), override_config, False, True, trust_remote_code, max_model_len, adapter)
 
 
 @dataclass(frozen=True)
@@ -74,11 +83,13 @@ class Loaded:
         model: The transformers model, on the CPU or, without storage, on the meta device.
         source_config: The folder's config with `override_config`, as the export writes it.
         fresh_head: Whether the scalar head was not in the checkpoint and starts at zero.
+        out_of_reach: Names of the parameters that no training on text moves.
     """
 
     model: PreTrainedModel
     source_config: PretrainedConfig
     fresh_head: bool = False
+    out_of_reach: frozenset[str] = frozenset()
 
 
 def load_causal_lm(source: ModelSource, dtype: torch.dtype, *, meta: bool = False) -> Loaded:

@@ -171,8 +171,8 @@ def _no_config(folder: Path) -> str:
         )
     if (folder / "adapter_config.json").is_file():
         return (
-            f"model folder {folder} holds an adapter without its model; merge the two (peft: merge_and_unload, then "
-            "save_pretrained) and name that folder"
+            f"model folder {folder} holds an adapter without its model; merge the two (hrl export {folder} OUT) and "
+            "name that folder, or name the adapter's model and set lora_adapter_path to go on training it"
         )
     return f"model folder {folder} has no config.json; name a folder that save_pretrained wrote"
 

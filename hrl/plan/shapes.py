@@ -19,6 +19,7 @@ from hrl.config.outline import NamedModel, Outline
 from hrl.errors import RefusedError, UnreachableError
 from hrl.models import flops
 from hrl.models import footprint as footprints
+from hrl.models.adapter import AdapterSource, adapter_of
 from hrl.models.flops import ModelFlops
 from hrl.models.footprint import Footprint, footprint
 from hrl.models.source import ModelSourceError, cache_root, find_model
@@ -76,9 +77,10 @@ def shapes_of(outline: Outline) -> dict[str, ModelShape]:
     known: dict[str, ModelShape] = {}
     shapes = {}
     for role, model in outline.models.items():
-        name = f"{model.path} {model.override_config}"
+        adapter = None if model.learner is None else adapter_of(model.learner, seed=0)
+        name = f"{model.path} {model.override_config} {adapter}"
         if name not in known:
-            known[name] = _shape_of(model, trust_remote_code=trust, max_model_len=outline.lengths.model)
+            known[name] = _shape_of(model, adapter, trust_remote_code=trust, max_model_len=outline.lengths.model)
         shapes[role] = known[name]
     return shapes
 
@@ -88,13 +90,15 @@ def sizes_of(shapes: Mapping[str, ModelShape]) -> dict[str, Footprint]:
     return {role: shape.size for role, shape in shapes.items()}
 
 
-def _shape_of(model: NamedModel, *, trust_remote_code: bool, max_model_len: int) -> ModelShape:
+def _shape_of(
+    model: NamedModel, adapter: AdapterSource | None, *, trust_remote_code: bool, max_model_len: int
+) -> ModelShape:
     """Return the shape of a model, counted once for each `config.json`: transformers takes seconds to import."""
     folder = _folder_of(model.path)
-    kept = cache_root() / "shapes" / f"{_identity(folder, model.override_config)}.json"
+    kept = cache_root() / "shapes" / f"{_identity(folder, model.override_config, adapter)}.json"
     if kept.is_file():
         return _read(kept)
-    shape = _counted(folder, model, trust_remote_code=trust_remote_code, max_model_len=max_model_len)
+    shape = _counted(folder, model, adapter, trust_remote_code=trust_remote_code, max_model_len=max_model_len)
     kept.parent.mkdir(parents=True, exist_ok=True)
     unfinished = kept.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(asdict(shape)), encoding="utf-8")
@@ -102,11 +106,12 @@ def _shape_of(model: NamedModel, *, trust_remote_code: bool, max_model_len: int)
     return shape
 
 
-def _identity(folder: Path, override_config: Mapping[str, Any]) -> str:
+def _identity(folder: Path, override_config: Mapping[str, Any], adapter: AdapterSource | None) -> str:
     """Return a hash of everything that a shape follows from: the configuration, transformers, and what counts here."""
     parts = [
         (folder / _CONFIG).read_bytes(),
         repr(sorted(override_config.items())).encode(),
+        repr(adapter).encode(),
         version("transformers").encode(),
         *(Path(file).read_bytes() for file in (flops.__file__, footprints.__file__, __file__)),
     ]
@@ -119,15 +124,24 @@ def _read(kept: Path) -> ModelShape:
     return ModelShape(size=size, flops=per_token, **values)
 
 
-def _counted(folder: Path, model: NamedModel, *, trust_remote_code: bool, max_model_len: int) -> ModelShape:
+def _counted(
+    folder: Path, model: NamedModel, adapter: AdapterSource | None, *, trust_remote_code: bool, max_model_len: int
+) -> ModelShape:
     """Build the model without storage, and count."""
+    from hrl.models.adapter import add_adapter
     from hrl.models.loading import ModelSource, load_causal_lm  # imports transformers
 
     source = ModelSource.to_look_at(
-        folder, model.override_config, trust_remote_code=trust_remote_code, max_model_len=max_model_len
+        folder,
+        model.override_config,
+        trust_remote_code=trust_remote_code,
+        max_model_len=max_model_len,
+        adapter=adapter,
     )
     size = footprint(source)
     built = load_causal_lm(source, torch.bfloat16, meta=True).model
+    if adapter is not None:
+        add_adapter(built, adapter, torch.float32)
     counted = ModelFlops.of(built)
     if counted is None:
         raise ShapeError(f"{model.key}: the FLOPs of {model.path} can't be counted from its {_CONFIG}")

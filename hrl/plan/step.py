@@ -175,7 +175,7 @@ class CostModel:
         if needs_old_log_prob(config):
             yield self._driven("old_log_prob", self._learner("actor", scores=True).forward(work))
         if config.needs_reference:
-            yield self._driven("ref", self._learner("ref").forward(work))
+            yield self._driven("ref", self._learner("actor" if config.reference_is_actor else "ref").forward(work))
         if config.needs_critic:
             yield self._driven("values", self._learner("critic", scores=True).forward(work))
         cells = work.sequences * work.longest_response
@@ -197,6 +197,7 @@ class CostModel:
             self.assumed,
             shares=self.shares_devices,
             sleeps=config.actor_rollout_ref.rollout.free_cache_engine,
+            sends_adapter=not config.actor_rollout_ref.model.lora.merge,
         )
         yield Phase("weight_sync", terms)
 

@@ -18,7 +18,14 @@ SLEEP = "engines go to sleep and wake up"
 
 
 def sync_s(
-    shape: ModelShape, shards: int, hardware: Hardware, assumed: Assumptions, *, shares: bool, sleeps: bool
+    shape: ModelShape,
+    shards: int,
+    hardware: Hardware,
+    assumed: Assumptions,
+    *,
+    shares: bool,
+    sleeps: bool,
+    sends_adapter: bool = False,
 ) -> dict[str, float]:
     """Return what a weight sync is spent on.
 
@@ -29,15 +36,17 @@ def sync_s(
         assumed: Constants.
         shares: Whether engines share the trainer's devices; otherwise they get a broadcast.
         sleeps: Whether engines sleep while the trainer works.
+        sends_adapter: Whether an adapter is sent alone.
     """
-    sent = 2.0 * shape.size.parameters
+    weights = shape.size.trained if sends_adapter else shape.size.parameters
+    sent = 2.0 * weights
     calls = ceil(sent / (1 << 28))
     network = 0.0 if shares else sent / (hardware.network_rate / hardware.per_machine * assumed.collective_share)
     return added(
         [
             (GATHER, gather_s(sent, calls, shards, hardware, assumed)),
             (NETWORK, network),
-            (MEMORY, assumed.sync_bytes * shape.size.parameters / (hardware.memory_rate * assumed.memory_share)),
+            (MEMORY, assumed.sync_bytes * weights / (hardware.memory_rate * assumed.memory_share)),
             (MESSAGES, assumed.sync_s + shape.tensors * assumed.sync_tensor_s),
             (SLEEP, assumed.sleep_s * (sleeps and shares)),
         ]

@@ -139,12 +139,12 @@ class Learner:
     def _reductions(self) -> float:
         """Return the seconds in which a micro-batch's gradients are reduced, in float32, over shards and replicas."""
         size, assumed, hardware = self.shape.size, self.assumed, self.hardware
-        whole = _REDUCE_BYTES * size.parameters
+        whole = _REDUCE_BYTES * size.trained
         scattered = gather_s(whole, size.num_layers + 2, self.shards, hardware, assumed)
         return scattered + replicate_s(whole, self.shards, self.ranks // self.shards, hardware, assumed)
 
     def _optimizer_s(self) -> float:
-        moved = self.assumed.optimizer_bytes * self.shape.size.parameters / self.shards
+        moved = self.assumed.optimizer_bytes * self.shape.size.trained / self.shards
         return moved / (self.hardware.memory_rate * self.assumed.memory_share)
 
     def _moved(self, optimizer_steps: int) -> list[tuple[str, float]]:

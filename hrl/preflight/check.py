@@ -44,6 +44,9 @@ _SHORT = 60
 _MICRO_BATCH = "micro-batch"
 _FOUND_FIRST = (
     "model",
+    "adapter of actor",
+    "adapter of critic",
+    "adapter of rm",
     "rows",
     "validation rows",
     "sampler",

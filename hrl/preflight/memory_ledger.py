@@ -140,12 +140,27 @@ class ResidentModel:
     @property
     def weights(self) -> float:
         """Bytes of this process's share of the stored weights."""
-        return self.master_bytes * self.size.parameters / self.shards
+        return self.frozen + self.trained_weights
+
+    @property
+    def frozen(self) -> float:
+        """Bytes of its share of the weights beside an adapter, which are stored as matrix products read them."""
+        return self.compute_bytes * self.size.parameters / self.shards if self.has_adapter else 0.0
+
+    @property
+    def trained_weights(self) -> float:
+        """Bytes of its share of the weights that are trained, or would be."""
+        return self.master_bytes * (self.size.adapter if self.has_adapter else self.size.parameters) / self.shards
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained instead of the model."""
+        return self.trained and self.size.adapter > 0
 
     @property
     def moments(self) -> float:
         """Bytes of this process's share of AdamW's moments."""
-        return _MOMENT_BYTES * self.size.parameters / self.shards if self.trained else 0.0
+        return _MOMENT_BYTES * self.size.trained / self.shards if self.trained else 0.0
 
     @property
     def gathered(self) -> float:
@@ -198,11 +213,13 @@ class ResidentModel:
         Gradients grow while the kept activations shrink, so the larger of the two counts.
         """
         size = self.size
-        gradients = self.master_bytes * size.parameters / self.shards
+        gradients = self.trained_weights
         per_token = size.stream_bytes_per_token if self.recompute else size.kept_bytes_per_token
         kept = self.compute_bytes / 2 * per_token * self.tokens * size.num_layers
-        in_layer = _BACKWARD_OVER_KEPT * self.layer + size.largest_layer * (self.compute_bytes + _REDUCE_BYTES)
-        head = max(size.head, size.embedding) * self.has_head
+        # Of frozen weights there is no gradient.
+        gradient = size.adapter // size.num_layers if self.has_adapter else size.largest_layer
+        in_layer = _BACKWARD_OVER_KEPT * self.layer + gradient * (self.compute_bytes + _REDUCE_BYTES)
+        head = 0 if self.has_adapter else max(size.head, size.embedding) * self.has_head
         in_head = self.logits + head * (self.compute_bytes + _REDUCE_BYTES)
         left = max(0.0, kept - gradients) if self.recompute else kept
         return [
@@ -388,6 +405,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool, is_sy
     rollout = config.actor_rollout_ref.rollout
     width = dtype_of(rollout.dtype).itemsize
     ranks = rollout.tensor_model_parallel_size
+    sends_adapter = size.adapter > 0 and not config.actor_rollout_ref.model.lora.merge
     longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
     return EngineMemory(
         weights=width * size.parameters / ranks,
@@ -395,7 +413,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool, is_sy
         cache=rollout.kv_cache_gib * GIB,
         one_sequence=size.kv_bytes_per_token * width / 2 * longest / ranks,
         buckets=(2 if shares else 1) * rollout.weight_sync.bucket_mb * (1 << 20),
-        largest_tensor=width * max(size.embedding, size.head),
+        largest_tensor=width * (size.adapter // size.num_layers if sends_adapter else max(size.embedding, size.head)),
         sleeps=rollout.free_cache_engine and shares,
         shares=shares,
         is_synced=is_synced,
@@ -488,7 +506,7 @@ def _machine(pools: list[_Pool], *, saves: bool) -> Ledger:
             for name, work in model.phases():
                 added = [entry for entry in work if entry.label not in resident]
                 if saves and name == f"{model.name} update":
-                    copies = model.weights + model.moments
+                    copies = model.trained_weights + model.moments
                     added.append(Entry(f"{model.name} checkpoint being written", copies, certain=False))
                 scaled = [Entry(e.label, pool.processes * e.num_bytes, e.certain) for e in added]
                 phases.append(MemoryPhase(name, (*base, *scaled)))

@@ -16,9 +16,10 @@ from hrl.config.model import FsdpConfig
 from hrl.config.outline import Outline, RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import RunConfig
+from hrl.models.adapter import AdapterError, adapter_of
 from hrl.models.footprint import Footprint, FootprintError, footprint
 from hrl.models.loading import ModelSource
-from hrl.preflight.findings import Findings
+from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.machine_look import gpus_here, joins_a_cluster
 from hrl.preflight.memory_ledger import (
     Ledger,
@@ -54,12 +55,18 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
             model.override_config,
             trust_remote_code=outline.model.trust_remote_code,
             max_model_len=outline.lengths.total,
+            adapter=None if model.learner is None else adapter_of(model.learner, config.trainer.seed),
         )
         try:
             sizes[role] = footprint(source)
         except FootprintError as error:
             findings.unchecked.append(f"memory: {error}")
             return
+        except AdapterError as error:
+            findings.problem(f"{model.key.rpartition('.')[0]}.lora_rank", f"can't be used: {sentence(str(error))}")
+            return
+        if sizes[role].adapter:
+            findings.facts.append(Fact(f"adapter of {role}", _share(sizes[role])))
     learner = next(iter(sizes.values()))
     fewer: Iterable[str] = ["lower data.max_token_len_per_gpu"]
     section = "model"
@@ -151,6 +158,15 @@ def _note(
             findings.problem(key, f"does not fit: {wrong}.", f"What helps: {ways}.")
         elif (doubt := perhaps_too_large(ledger, capacity)) is not None:
             findings.notes.append(f"{doubt}. If it runs out, what helps is: {ways}")
+
+
+def _share(size: Footprint) -> str:
+    """Return in words how much of a model is trained."""
+    trained, whole = size.adapter, size.parameters
+    return (
+        f"{_in_millions(trained)} weights beside {size.adapted_layers} matrices are trained, {trained / whole:.2%} of "
+        f"{_in_millions(whole)}"
+    )
 
 
 def _in_millions(number: int) -> str:

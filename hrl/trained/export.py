@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import hrl
 from hrl.cluster.checkpoints import STATE_FILE
 from hrl.errors import HrlError, RefusedError
 from hrl.files import expanded
+from hrl.models.adapter import CONFIG_FILE, AdapterSource
 from hrl.models.source import check_links, check_weights, resolve_model
 from hrl.models.whole_folder import is_free, whole_model
 from hrl.report.run_folder import OBJECT, WHOLE, read_metrics, read_object, require_kinds
@@ -23,6 +25,8 @@ from hrl.trained.folders import Trained, find_trained
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from hrl.models.loading import Loaded
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _CARD = "README.md"
@@ -69,7 +73,9 @@ def export(name: str, out: Path, dtype: str | None = None) -> Exported:
     try:
         with whole_model(out) as unfinished:
             with _reading(trained.name, unfinished):
-                if trained.is_sharded:
+                if trained.is_adapter:
+                    written = _from_adapter(trained, unfinished, dtype)
+                elif trained.is_sharded:
                     written = _from_shards(trained, unfinished, dtype)
                 else:
                     written = _copy(resolve_model(trained.name), unfinished, dtype)
@@ -142,14 +148,7 @@ def _save(tensors: dict[str, Tensor], out: Path) -> None:
 
 def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
     """Put the shards of the trained model together, in the form of the model that the run began with."""
-    import torch
-
-    from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
-    from hrl.models.dtypes import dtype_of
-    from hrl.models.loading import ModelSource, load_causal_lm, load_scalar_model
-    from hrl.models.tokenizer import load_tokenizer, token_ids
-    from hrl.preflight.model_look import padding_of_classifier
-    from hrl.workers.engine.weights import PREFIX, copy_companions, describe_classifier, write_config
+    from hrl.workers.engine.weights import PREFIX
 
     assert trained.checkpoint is not None
     found = {name: trained.checkpoint / name for name in ("actor", "rm") if (trained.checkpoint / name).is_dir()}
@@ -163,25 +162,122 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
         raise ExportError(
             f"{trained.checkpoint} lies in no run's folder: config.yaml names the model that it began with"
         )
-    base, trust = resolve_model(model_keys["path"]), bool(model_keys.get("trust_remote_code"))
-    check_links(base)
     overrides = model_keys.get("override_config") or {}
-    source = ModelSource.to_look_at(base, overrides, trust_remote_code=trust, max_model_len=1)
-    loaded = (load_scalar_model if role == "rm" else load_causal_lm)(source, torch.float32)
-    _read_shards(shards, {f"model.{PREFIX}{name}": each.detach() for name, each in loaded.model.named_parameters()})
+    base = _Base(
+        model_keys["path"],
+        is_scalar=role == "rm",
+        overrides=overrides,
+        trusts_code=bool(model_keys.get("trust_remote_code")),
+        tokenizer=model_keys.get("tokenizer_path"),
+    )
+    loaded = base.load(_adapter_of(model_keys))
+    held = {f"model.{PREFIX}{name}": each for name, each in loaded.model.named_parameters() if each.requires_grad}
+    _read_shards(shards, {name: each.detach() for name, each in held.items()})
+    return _write(loaded, base, out, dtype)
+
+
+def _from_adapter(trained: Trained, out: Path, dtype: str | None) -> str:
+    """Add an adapter to the model that its own configuration, or that of its run, names."""
+    folder = Path(trained.name)
+    said = read_object(folder / CONFIG_FILE)
+    model_keys = _section(trained.config, "actor_rollout_ref.model") or _section(trained.config, "model")
+    path = model_keys.get("path") or said.get("base_model_name_or_path")
+    if not path:
+        raise ExportError(f"{folder / CONFIG_FILE} does not name its model: set base_model_name_or_path there")
+    base = _Base(
+        path,
+        is_scalar=said.get("task_type") == "SEQ_CLS",
+        overrides=model_keys.get("override_config") or {},
+        trusts_code=bool(model_keys.get("trust_remote_code")),
+        tokenizer=model_keys.get("tokenizer_path"),
+    )
+    source = AdapterSource(
+        rank=0, alpha=1, target_modules=(), exclude_modules=None, use_rslora=False, path=str(folder), seed=0, merge=True
+    )
+    return _write(base.load(source), base, out, dtype)
+
+
+def _adapter_of(model_keys: Mapping[str, Any]) -> AdapterSource | None:
+    """Return the adapter that a run's configuration asks for; older ones ask for none."""
+    if not model_keys.get("lora_rank") and not model_keys.get("lora_adapter_path"):
+        return None
+    from hrl.config.model import LearnerConfig
+    from hrl.models.adapter import adapter_of
+
+    fields = {name: model_keys[name] for name in LearnerConfig.model_fields if name in model_keys}
+    return adapter_of(LearnerConfig.model_validate(fields), seed=0)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The model that a run began with.
+
+    Attributes:
+        path: As a configuration names it.
+        is_scalar: Whether it scores.
+        overrides: Fields of its config.json to replace.
+        trusts_code: Whether its folder may run code.
+        tokenizer: Another one than its own.
+    """
+
+    path: str
+    is_scalar: bool
+    overrides: Mapping[str, Any]
+    trusts_code: bool
+    tokenizer: str | None
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where it is."""
+        return resolve_model(self.path)
+
+    def load(self, adapter: AdapterSource | None) -> Loaded:
+        """Return it in float32, with its adapter if it has one."""
+        import torch
+
+        from hrl.models.adapter import add_adapter
+        from hrl.models.loading import ModelSource, load_causal_lm, load_scalar_model
+
+        check_links(self.folder)
+        source = ModelSource.to_look_at(
+            self.folder, self.overrides, trust_remote_code=self.trusts_code, max_model_len=1
+        )
+        loaded = (load_scalar_model if self.is_scalar else load_causal_lm)(source, torch.float32)
+        if adapter is not None:
+            add_adapter(loaded.model, adapter, torch.float32)
+        return loaded
+
+
+def _write(loaded: Loaded, base: _Base, out: Path, dtype: str | None) -> str:
+    """Write a whole model with tokenizer in the form of its folder, an adapter added to it; return the dtype."""
+    import torch
+
+    from hrl.models.adapter import is_part
+    from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+    from hrl.models.dtypes import dtype_of
+    from hrl.models.tokenizer import load_tokenizer, token_ids
+    from hrl.preflight.model_look import padding_of_classifier
+    from hrl.workers.engine.weights import (
+        PREFIX,
+        copy_companions,
+        describe_classifier,
+        iter_full_params,
+        merges_of,
+        write_config,
+    )
+
     own = str(loaded.source_config.dtype or "bfloat16").removeprefix("torch.")
     target = dtype_of(dtype or own)
-    form, tensors = CheckpointForm.of(loaded.model), dict[str, Any]()
-    for name, tensor in saved_tensors(loaded.model):
-        is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
-        pieces = form.split(name, tensor.detach().to(target if is_weight else tensor.dtype))
-        tensors |= {piece: each.clone() for piece, each in pieces}  # safetensors writes no views of a larger tensor
-    tokenizer = load_tokenizer(model_keys.get("tokenizer_path") or base, trust_remote_code=trust)
-    if role == "rm":
-        pad = padding_of_classifier(tokenizer, token_ids(tokenizer, base))
+    form, whole = CheckpointForm.of(loaded.model), torch.nn.ModuleDict({PREFIX.removesuffix("."): loaded.model})
+    parts = {name for name, _ in saved_tensors(whole) if is_part(name)}
+    named = iter_full_params(whole, form, target, torch.device("cpu"), skip=parts, merges=merges_of(whole))
+    tensors = {name: each.clone() for name, each in named}  # safetensors writes no views of a larger tensor
+    tokenizer = load_tokenizer(base.tokenizer or base.folder, trust_remote_code=base.trusts_code)
+    if base.is_scalar:
+        pad = padding_of_classifier(tokenizer, token_ids(tokenizer, base.folder))
         describe_classifier(loaded.source_config, loaded.model, pad)
     write_config(loaded.source_config, target, out)
-    copy_companions(base, out, has_code=bool(getattr(loaded.source_config, "auto_map", None)))
+    copy_companions(base.folder, out, has_code=bool(getattr(loaded.source_config, "auto_map", None)))
     tokenizer.save_pretrained(out)
     _save(tensors, out)
     return dtype or own

@@ -10,6 +10,7 @@ from typing import Any
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore, require_undamaged
 from hrl.errors import RefusedError
 from hrl.files import expanded
+from hrl.models.adapter import CONFIG_FILE
 from hrl.models.source import BUNDLED_PREFIX, ModelSourceError, is_path
 from hrl.nearest import way_to
 from hrl.report.run_folder import CONFIG, MODEL, RunFolder, read_config, read_object
@@ -51,6 +52,11 @@ class Trained:
         return any("ForSequenceClassification" in architecture for architecture in named)
 
     @property
+    def is_adapter(self) -> bool:
+        """Whether the folder holds an adapter, which is nothing without its model."""
+        return (Path(self.name) / CONFIG_FILE).is_file()
+
+    @property
     def is_of_hub(self) -> bool:
         """Whether no folder here has its name, and no package brings it."""
         return self.run is None and not self.name.startswith(BUNDLED_PREFIX) and not Path(self.name).exists()
@@ -87,7 +93,7 @@ def _find(name: str) -> Trained:
     if not folder.is_dir():
         return Trained(name, name.rpartition("/")[2].rpartition(":")[2] or "model")
     folder = folder.resolve()
-    if (folder / "config.json").is_file():
+    if _is_model(folder):
         checkpoint = folder.parent if (folder.parent / STATE_FILE).is_file() else None
         return _of(folder, checkpoint)
     if (folder / STATE_FILE).is_file():
@@ -97,7 +103,7 @@ def _find(name: str) -> Trained:
     if steps:
         best = store.best()
         return _of_checkpoint(store.path(steps[-1] if best is None else best))
-    if (folder / MODEL / "config.json").is_file():
+    if _is_model(folder / MODEL):
         return _of(folder / MODEL, None)
     if (folder / CONFIG).is_file():
         raise NoModelError(
@@ -111,7 +117,11 @@ def _find(name: str) -> Trained:
 
 def _of_checkpoint(checkpoint: Path) -> Trained:
     model = checkpoint / HF
-    return _of(model if (model / "config.json").is_file() else checkpoint, checkpoint)
+    return _of(model if _is_model(model) else checkpoint, checkpoint)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / CONFIG_FILE).is_file()
 
 
 def _of(model: Path, checkpoint: Path | None) -> Trained:
@@ -133,6 +143,11 @@ def require_loadable(trained: Trained) -> str:
         raise NoModelError(
             f"{trained.name} is a reward model: it scores answers and gives none. A run takes it as "
             "reward.reward_model.model_path"
+        )
+    if trained.is_adapter:
+        raise ModelSourceError(
+            f"{trained.name} holds an adapter without its model: merge the two with `hrl export {trained.name} OUT`, "
+            "and name OUT"
         )
     if trained.is_sharded:
         raise ModelSourceError(

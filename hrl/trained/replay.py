@@ -36,6 +36,7 @@ from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.model import OptimConfig
 from hrl.errors import RefusedError
+from hrl.models.adapter import AdapterSource
 from hrl.models.loading import ModelSource
 from hrl.processes.plain_data import first_misfit
 from hrl.protocol import DataProto
@@ -428,7 +429,8 @@ def _learner(dump: Dump, request: Any, model: str | None, *, trust_code: bool) -
             seed=config["seed"],
             run_folder=None,
         )
-        source = replace(ModelSource(**record["model"]), trust_remote_code=trust_code)
+        model_fields = {**record["model"], "adapter": AdapterSource.of_plain(record["model"].get("adapter"))}
+        source = replace(ModelSource(**model_fields), trust_remote_code=trust_code)
     except (ValidationError, TypeError) as error:
         raise ReplayError(f"config or model in {dump.path} is not one of this version of hrl: {error}") from error
     if model is not None:

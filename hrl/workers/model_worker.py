@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from hrl.algos.policy_losses import POLICY_LOSSES
+from hrl.config.model import LearnerConfig
 from hrl.metrics import Metric
 from hrl.models.source import find_on_this_node
 from hrl.single_controller.dispatch import Dispatch, register
@@ -68,8 +69,10 @@ class ModelWorker(Worker):
 
     def model_source(self) -> ModelSource:
         """Return which model to load and how: its section, its folder on this node, and what holds for all roles."""
+        from hrl.models.adapter import adapter_of
         from hrl.models.loading import ModelSource
 
+        learner = self.model if isinstance(self.model, LearnerConfig) else None
         return ModelSource(
             self.model_path,
             self.model.override_config,
@@ -77,6 +80,7 @@ class ModelWorker(Worker):
             self.runtime.share_prefix,
             self.runtime.trust_remote_code,
             self.runtime.max_model_len,
+            None if learner is None else adapter_of(learner, self.runtime.seed),
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -9,6 +9,7 @@ ranks, so that no cut into micro-batches or ranks changes a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.preference import mean_over_pairs, pair_margins, preference_loss, sequence_log_prob, sft_loss
 from hrl.metrics import Metric
+from hrl.models.adapter import adapter_off
 from hrl.models.loading import load_causal_lm
 from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
 from hrl.protocol import DataProto
@@ -80,7 +82,8 @@ class Policy:
         asked = {"old_log_probs": True, "entropys": request.with_entropy, "sum_pi_squared": request.with_sum_pi_squared}
         names = [name for name, is_asked in asked.items() if is_asked]
         run = self._run(request.temperature, request.with_entropy, request.with_sum_pi_squared)
-        columns = self.engine.forward(TokenRows.of(batch), request.plan, run, num_outputs=len(names))
+        with adapter_off(self.engine.module) if request.without_adapter else nullcontext():
+            columns = self.engine.forward(TokenRows.of(batch), request.plan, run, num_outputs=len(names))
         return DataProto.from_dict(tensors=dict(zip(names, columns, strict=True)))
 
     def update(self, batch: DataProto, request: AnyPolicyUpdate) -> dict[str, Metric]:

@@ -115,11 +115,13 @@ class LogProbRequest(Request[P]):
         temperature: Of the distribution that was sampled from.
         with_entropy: Also the entropy of each token's distribution.
         with_sum_pi_squared: Also the sum of its squared probabilities.
+        without_adapter: Those of the model without its adapter, which is the reference of one that trains an adapter.
     """
 
     temperature: float
     with_entropy: bool = False
     with_sum_pi_squared: bool = False
+    without_adapter: bool = False
 
 
 def temperature_of(meta_info: Mapping[str, Any]) -> float:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import hrl
+from hrl.config.model import ADAPTER_RATE
 from hrl.config.run_kind import config_folder
 from hrl.errors import ConfigError
 
@@ -98,6 +99,16 @@ def test_offline_trainers_get_their_own_learning_rate(trainer: Any) -> None:
     made = trainer(data=PAIRS)
     assert made.chosen["optim.lr"] == quickstart(trainer.kind)["optim"]["lr"]
     assert made.chosen["data.train_batch_size"] == 4
+
+
+@pytest.mark.parametrize("gpus", [0], indirect=True)
+@pytest.mark.usefixtures("gpus")
+def test_an_adapter_gets_a_rate_at_which_it_learns() -> None:
+    assert hrl.SFT(data=PAIRS, lora_rank=8).chosen["optim.lr"] == ADAPTER_RATE
+    made = hrl.GRPO(data=PAIRS, lora_rank=8, config={"algorithm.adv_estimator": "gae"})
+    assert made.chosen[LR] == ADAPTER_RATE
+    assert made.chosen["critic.optim.lr"] == quickstart("ppo")["actor_rollout_ref"]["actor"]["optim"]["lr"]
+    assert LR not in hrl.GRPO(data=PAIRS, lora_rank=8, lr=1e-5).chosen
 
 
 @pytest.mark.parametrize("gpus", [0], indirect=True)

@@ -80,7 +80,8 @@ def test_keys_of_verls_sft_trainer_are_understood():
     given = {"model.partial_pretrain": "m", "optim.lr_scheduler": "cosine", "data.multiturn.messages_key": "chat"}
     config = validate_kind(SFT, given)
     assert (config.model.path, config.optim.lr_scheduler_type, config.data.messages_key) == ("m", "cosine", "chat")
-    assert "LoRA comes later" in problems(SFT, model__lora_rank=8)[0]
+    assert validate_kind(SFT, {"model.lora.rank": 8}).model.lora_rank == 8
+    assert "an adapter has no dropout" in problems(SFT, model__lora_dropout=0.1)[0]
     assert "set data.max_length" in problems(DPO, data__max_prompt_length=8)[0]
 
 

@@ -11,6 +11,7 @@ from hrl.config.run_kind import PPO
 
 validate = partial(validate_kind, PPO)
 
+MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -201,6 +202,16 @@ CASES = [
         f"would replace {ACTOR}.policy_loss.loss_mode=gspo.",
     ),
     (BYPASS | {f"{CORRECTION}.rollout_is_batch_normalize": True}, "not for the whole batch"),
+    (
+        {f"{MODEL}.lora_rank": 600},
+        f"{MODEL}.lora_rank is 600, and vLLM takes adapters up to rank 512. Lower",
+    ),
+    ({f"{MODEL}.target_modules": "*_proj"}, f"{MODEL}.target_modules is '*_proj', which is no regular expression"),
+    ({"critic.model.exclude_modules": []}, "critic.model.exclude_modules is an empty list."),
+    (
+        {f"{MODEL}.lora_rank": 8, "trainer.role_pools": {"actor": None, "rollout": "global"}},
+        "asks for an adapter, but trainer.role_pools.actor is null",
+    ),
 ]
 
 
@@ -273,6 +284,22 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
     assert warnings(config) == [
         f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice."
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({f"{MODEL}.lora_rank": 8}, [f"{ACTOR}.optim.lr=1e-06"]),
+        ({f"{MODEL}.lora_rank": 8, f"{ACTOR}.optim.lr": 5e-4}, []),
+        ({f"{MODEL}.lora_rank": 8, f"{ACTOR}.optim.lr": 0.0}, []),
+        ({"critic.model.lora_rank": 8, "algorithm.adv_estimator": "grpo"}, []),  # of which there is none
+        ({"critic.model.lora_rank": 8, "algorithm.adv_estimator": "gae"}, ["critic.optim.lr=1e-05"]),
+        ({}, []),
+    ],
+)
+def test_a_rate_of_whole_models_is_a_warning_beside_an_adapter(given, named):
+    found = [warning for warning in warnings(validate_kind(PPO, given)) if "an adapter needs" in warning]
+    assert [warning.split(" is ")[0] for warning in found] == named
 
 
 def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():

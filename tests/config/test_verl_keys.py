@@ -68,7 +68,6 @@ HOW_NOT_WHAT = {
     f"{MODEL}.fused_kernel_options.impl_backend": ["torch", "triton"],
     f"{MODEL}.enable_activation_offload": [True, False],
     f"{MODEL}.use_liger": [True],
-    f"{MODEL}.lora_alpha": [16],
     f"{ACTOR}.use_torch_compile": [True, False],
     f"{ACTOR}.entropy_checkpointing": [True, False],
     f"{ACTOR}.fsdp_config.forward_prefetch": [True, False],
@@ -154,7 +153,9 @@ WHAT_IS_LEARNT = {
     f"{ACTOR}.optim.total_training_steps": 100,
     f"{ACTOR}.router_replay.mode": "R2",
     f"{ACTOR}.qat.enable": True,
-    f"{MODEL}.lora_rank": 64,
+    f"{MODEL}.lora_dropout": 0.05,
+    f"{MODEL}.lora.target_modules": ["linear_qkv"],
+    "reward_model.model.lora_rank": 8,
     f"{MODEL}.mtp.enable": True,
     "data.image_key": "images",
     "reward_model.reward_manager": "batch",
@@ -237,6 +238,7 @@ def test_a_switch_tells_false_from_zero():
 def test_settings_of_what_is_absent_and_off_are_accepted():
     off = {
         f"{MODEL}.lora_rank": 0,
+        f"{MODEL}.lora.rank": 0,
         f"{ROLLOUT}.multi_turn.enable": False,
         f"{ROLLOUT}.multi_turn.max_user_turns": None,
         f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent",

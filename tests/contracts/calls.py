@@ -52,6 +52,12 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "info": _LAYER,
         "get_layerwise_info(module)": _LAYER,
     },
+    "workers/rollout/vllm_adapter.py": {
+        "self._manager": "vllm.lora.model_manager.LRUCacheLoRAModelManager",
+        "manager": "vllm.lora.model_manager.LRUCacheLoRAModelManager",
+        "wrapper": "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase",
+        "self._wrapper": "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase",
+    },
     "workers/weight_sync/broadcast.py": {
         "group": "torch.distributed.ProcessGroup",
         "work": "torch.distributed.Work",
@@ -81,6 +87,10 @@ METHODS = dict.fromkeys(
 #: that it is mixed into.
 RELIED_ON = (
     "vllm.logprobs.FlatLogprobs.__len__",
+    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA.lora_a_stacked",
+    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA.lora_b_stacked",
+    "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU.add_lora_linear",
+    "vllm.lora.worker_manager.WorkerLoRAManager._adapter_manager",
     "vllm.model_executor.custom_op.CustomOp._forward_method",
     "vllm.model_executor.layers.layernorm.RMSNorm.variance_epsilon",
     "vllm.model_executor.layers.logits_processor.LogitsProcessor._gather_logits",
@@ -90,6 +100,7 @@ RELIED_ON = (
     "vllm.v1.executor.uniproc_executor.UniProcExecutor._init_executor",
     # Which of its two runners a GPU gets, vLLM decides by version and model: 0.32 takes this one for nearly all.
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.get_model",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.lora_manager",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.model_config",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.model_config",
     "vllm.v1.worker.worker_base.WorkerBase.distributed_init_method",

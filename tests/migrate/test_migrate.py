@@ -63,13 +63,10 @@ python3 -m verl.trainer.main_ppo \\
 
 def test_a_line_of_verl_means_the_same_without_what_hrl_lacks() -> None:
     found = one(VERL)
-    assert list(lost(found)) == [
-        "actor_rollout_ref.model.lora_rank=32",
-        "$@",
-    ]
-    assert "LoRA comes later" in lost(found)["actor_rollout_ref.model.lora_rank=32"]
+    assert list(lost(found)) == ["$@"]
     config = config_of(found)
     assert isinstance(config, PPOTrainerConfig)
+    assert config.actor_rollout_ref.model.lora_rank == 32
     assert config.data.train_files == ["$HOME/data/gsm8k/train.parquet"]
     assert (config.data.train_batch_size, config.data.max_response_length) == (1024, 1024)
     actor = config.actor_rollout_ref.actor
@@ -151,7 +148,8 @@ def test_a_line_of_openrlhf_in_its_older_names() -> None:
     assert (config.trainer.n_gpus_per_node, config.trainer.total_epochs, config.trainer.seed) == (8, 1, 42)
     assert config.reward.reward_model.model_path == "some/reward"
     assert config.reward.shaping == {"standardise": None, "clip": 10.0}
-    assert set(lost(found)) == {"--lora_rank 8", "--unheard_of 3"}
+    assert set(lost(found)) == {"--unheard_of 3"}
+    assert config.actor_rollout_ref.model.lora_rank == 8
     assert config.trainer.logger == ["console", "wandb"] and "token" not in script(found).replace("tokens", "")
 
 
@@ -333,6 +331,19 @@ def test_the_names_that_the_readme_of_openrlhf_gives_an_sft_run() -> None:
     )
     assert config_of(found).model.path == "some/model" and config_of(found).model.enable_gradient_checkpointing
     assert not any(word.startswith("--actor") for word in lost(found))
+
+
+def test_the_adapter_of_a_line_of_trl_is_kept() -> None:
+    line = "trl sft --model_name_or_path a/b --dataset_name c/d --use_peft --lora_r 8"
+    found = one(f"{line} --lora_target_modules q_proj v_proj --lora_dropout 0.1 --use_dora")
+    model = config_of(found).model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (8, 32, ["q_proj", "v_proj"])
+    assert [why for written, why in lost(found).items() if "dora" in written] == ["vLLM's kernels don't compute DoRA"]
+    assert any("no dropout" in remark.why for remark in found.needless)
+    plain = one("trl grpo --model_name_or_path a/b --dataset_name c/d --use_peft")
+    policy = config_of(plain).actor_rollout_ref.model
+    assert (policy.lora_rank, policy.lora_alpha, policy.target_modules) == (16, 32, "all-linear")
+    assert any("peft's own choice" in remark.why for remark in plain.differs)
 
 
 def test_the_command_of_trl() -> None:

@@ -100,6 +100,7 @@ def model_config(path: Path, **changes: Any) -> SimpleNamespace:
         "override_config": {},
         "trust_remote_code": False,
         "max_model_len": 128,
+        "adapter": None,
     }
     return SimpleNamespace(**(base | changes))
 

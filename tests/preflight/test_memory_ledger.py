@@ -14,6 +14,7 @@ from hrl.preflight.memory_ledger import (
     Entry,
     Ledger,
     MemoryPhase,
+    engine_too_small,
     ledgers_of,
     perhaps_too_large,
     too_large,
@@ -237,3 +238,33 @@ def test_an_update_may_find_a_checkpoint_that_is_not_written_yet(save_freq: int,
     found = [entry for entry in update.entries if entry.label == "actor checkpoint being written"]
     assert sum(entry.num_bytes for entry in found) == copies
     assert not any(entry.certain for entry in found)
+
+
+ADAPTED = replace(SEVEN, adapter=40_370_176, adapted_layers=196)
+WITH_ADAPTER = (*ONE_CARD, "actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.actor.use_kl_loss=true")
+
+
+def test_an_adapter_has_gradients_and_moments_and_its_model_neither():
+    (ledger,) = ledgers_of(config(*WITH_ADAPTER), {"actor": ADAPTED}, "cuda", CARD)
+    assert [phase.name for phase in ledger.phases] == ["generation", "actor update", "weight sync"], "no reference"
+    update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
+    assert update["actor weights"] == 2 * ADAPTED.parameters + 4 * ADAPTED.adapter
+    assert update["actor moments"] == 8 * ADAPTED.adapter
+    assert update["actor gradients"] == 4 * ADAPTED.adapter
+    (full,) = ledgers_of(config(*ONE_CARD, WITH_ADAPTER[-1]), {"actor": SEVEN}, "cuda", CARD)
+    assert "ref scores" in {phase.name for phase in full.phases}
+
+
+def test_an_adapter_of_seven_billion_parameters_fits_a_card_of_24_gb():
+    small = (
+        *WITH_ADAPTER,
+        "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.85",
+        "actor_rollout_ref.rollout.weight_sync.bucket_mb=64",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    )
+    card = 24 * 2.0**30
+    given = config(*small)
+    (ledger,) = ledgers_of(given, {"actor": ADAPTED}, "cuda", card)
+    assert too_large(ledger, card) is None and perhaps_too_large(ledger, card) is None, ledger.peak.in_words()
+    assert engine_too_small(0.85 * card, given, ADAPTED) is None

@@ -99,6 +99,25 @@ def test_a_run_leaves_what_it_promises_and_resumes_bit_for_bit(
         dpo_starts_at_its_reference_and_leaves_it(straight)
 
 
+@pytest.mark.parametrize("kind", OFFLINE_KINDS)
+def test_a_run_of_an_adapter_resumes_bit_for_bit_and_leaves_its_folder(
+    kind: str, runner: Runner, tmp_path: Path
+) -> None:
+    options = ("model.lora_rank=4", "model.lora_alpha=8", "checkpoint.save_contents=[model,optimizer,extra,hf_model]")
+    straight = run(kind, runner.model, tmp_path / "straight", *options, "trainer.total_training_steps=2")
+    run(kind, runner.model, tmp_path / "run", *options, "trainer.total_training_steps=1")
+    resumed = run(kind, runner.model, tmp_path / "run", *options, "trainer.total_training_steps=2")
+    for name in ("train/loss", "train/grad_norm", "train/weights_checksum"):
+        assert [r.get(name) for r in resumed[1:]] == [r.get(name) for r in straight[1:]], name
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
+    saved = state(checkpoint / ("rm" if kind == "rm" else "actor"))
+    assert saved and all(".lora_" in name or ".score." in name for name in saved)
+    held = load_file(checkpoint / "hf" / "adapter_model.safetensors")
+    assert ("base_model.model.score.weight" in held) == (kind == "rm")
+    if kind == "dpo":
+        dpo_starts_at_its_reference_and_leaves_it(straight)
+
+
 def dpo_starts_at_its_reference_and_leaves_it(records: list[dict[str, Any]]) -> None:
     source = "val/bundled/addition_pairs"
     before, first, after = records

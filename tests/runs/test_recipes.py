@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from openai import APIError, OpenAI
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hrl.algos import advantages
@@ -96,6 +98,37 @@ def test_a_recipe_makes_two_steps(runner: Runner, coin: Path, tmp_path: Path, re
         assert record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0
         # Two mini-batches a step: the second one sees the weights moved.
         assert record["actor/ppo_kl"] != 0
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_adapters_of_policy_and_critic_learn_beside_a_reference_without_one(
+    runner: Runner, coin: Path, tmp_path: Path, merge: bool
+) -> None:
+    options = (
+        "recipe=ppo", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.use_rslora=true",
+        f"actor_rollout_ref.model.lora.merge={merge}", "critic.model.lora_rank=2", "critic.model.lora_alpha=3",
+        "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.save_freq=1",
+    )  # fmt: skip
+    records = two_steps(runner, coin, tmp_path, *options)
+    assert records[0]["actor/reward_kl_penalty"] == 0, "a new adapter changes nothing, and the reference has none"
+    assert records[1]["actor/reward_kl_penalty"] != 0 and records[1]["timing_s/ref"] > 0
+    assert all(record["rollout/logprob_diff_mean"] < (0.1 if merge else 0.02) for record in records)
+    sent = load_file(tmp_path / "checkpoints" / "step_2" / "hf" / "adapter_model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in sent.values())
+    if not merge:  # in bfloat16 or float32, as the machine has it
+        size = records[1]["weight_sync/bytes"] / sum(tensor.numel() for tensor in sent.values())
+        assert size in (2, 4) and records[1]["weight_sync/tensors"] == len(sent)
+        assert records[1]["weight_sync/read_back_tensors"] == len(sent)
+    for role in ("actor", "critic"):
+        (shard,) = (tmp_path / "checkpoints" / "step_2" / role).glob("shard-*.safetensors")
+        assert all(".lora_" in name or ".score." in name for name in load_file(shard))
+    if merge:
+        return
+    again = two_steps(
+        runner, coin, tmp_path / "again", *options,
+        f"actor_rollout_ref.model.lora_adapter_path={tmp_path}/checkpoints/step_2/hf",
+    )  # fmt: skip
+    assert again[0]["actor/reward_kl_penalty"] != 0, "the reference has none, whatever the policy goes on from"
 
 
 def test_dapo_fills_its_batches_and_counts_what_it_dropped(runner: Runner, coin: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,15 +28,25 @@ from transformers import (
 
 from hrl import cli
 from hrl.cluster.manifest import Manifest
+from hrl.models.adapter import AdapterSource
 from hrl.models.source import ModelSourceError
 from hrl.models.tokenizer import TokenIds
 from hrl.report.run_folder import DamagedFileError
 from hrl.trained.export import Exported, ExportError, _read_shards, _step, export, model_card, push
-from hrl.trained.folders import Trained
+from hrl.trained.folders import Trained, find_trained, require_loadable
+from hrl.workers.engine.host_memory import local
 from hrl.workers.rollout.host import RolloutHost
 from tests.data.conftest import make_tokenizer
-from tests.models.tiny import critic_config, fsdp_config, model_config, run_ranks, save_llama, save_mixture
-from tests.workers.asked import Critic
+from tests.models.tiny import (
+    actor_config,
+    critic_config,
+    fsdp_config,
+    model_config,
+    run_ranks,
+    save_llama,
+    save_mixture,
+)
+from tests.workers.asked import Actor, Critic
 from tests.workers.engine.ranks import CPU, policy_of, train_and_save
 from tests.workers.rollout.models import VOCAB, save_tiny_llama
 from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
@@ -121,6 +132,50 @@ def test_shards_alone_make_the_model_of_the_folder_beside_them(checkpoint: Path,
         assert AutoTokenizer.from_pretrained(exported.folder).chat_template is not None
     assert GenerationConfig.from_pretrained(from_shards.folder).temperature == 0.6
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def train_adapter(base: Path, folder: Path) -> None:
+    adapter = AdapterSource(
+        rank=4,
+        alpha=8,
+        target_modules="all-linear",
+        exclude_modules=("k_proj",),
+        use_rslora=True,
+        path=None,
+        seed=0,
+        merge=True,
+    )
+    engine = Actor(
+        model_config(base, adapter=adapter), actor_config(), fsdp_config("float32"), device=CPU, total_steps=1
+    ).engine
+    with torch.no_grad():
+        for parameter in engine.optimizer.parameters:
+            local(parameter).add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
+    engine.save(folder / "state")
+    engine.export_hf(folder / "hf")
+
+
+def test_an_adapter_is_added_to_its_model_from_its_folder_and_from_shards_alone(
+    base: Path, tmp_path: Path, world: None, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    checkpoint = as_run(base, tmp_path, lambda folder: train_adapter(base, folder), tokenizer)
+    config = yaml.safe_load((tmp_path / "sums" / "config.yaml").read_text())
+    asked = {"lora_rank": 4, "lora_alpha": 8, "exclude_modules": ["k_proj"], "use_rslora": True}
+    config["actor_rollout_ref"]["model"] |= asked
+    (tmp_path / "sums" / "config.yaml").write_text(yaml.safe_dump(config))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        own = PeftModel.from_pretrained(model, str(checkpoint / "hf"))(torch.arange(1, 12)[None]).logits
+
+    with pytest.raises(ModelSourceError, match="holds an adapter without its model: merge the two with `hrl export"):
+        require_loadable(find_trained(str(checkpoint)))
+    from_hf = export(str(checkpoint), tmp_path / "from_hf")
+    shutil.rmtree(checkpoint / "hf")
+    from_shards = export(str(checkpoint), tmp_path / "from_shards")
+    for exported in (from_hf, from_shards):
+        assert torch.allclose(logits(exported.folder), own, rtol=0, atol=1e-5)
+        assert AutoTokenizer.from_pretrained(exported.folder).chat_template is not None
+    assert (own - logits(base)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)

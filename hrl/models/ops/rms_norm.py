@@ -59,20 +59,22 @@ class _RmsNorm(torch.autograd.Function):
         return out.view(hidden.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden, weight, scale = ctx.saved_tensors
         rows, grad_rows = hidden.reshape(-1, hidden.shape[-1]), grads[0].reshape(-1, hidden.shape[-1])
         wide_weight = weight.to(scale.dtype)
-        grad_weight = torch.zeros_like(wide_weight)
+        grad_weight = torch.zeros_like(wide_weight) if ctx.needs_input_grad[1] else None
         grad_hidden = torch.empty_like(rows)
         for part in _parts(rows):
             normal = rows[part].to(scale.dtype, copy=True).mul_(scale[part])
             grad = grad_rows[part].to(scale.dtype, copy=True)
-            grad_weight += torch.linalg.vecdot(grad, normal, dim=0)
+            if grad_weight is not None:
+                grad_weight += torch.linalg.vecdot(grad, normal, dim=0)
             grad.mul_(wide_weight)
             along = torch.linalg.vecdot(grad, normal).div_(-rows.shape[1]).unsqueeze(-1)
             grad_hidden[part] = torch.addcmul(grad, normal, along).mul_(scale[part])
-        return grad_hidden.view(hidden.shape), grad_weight.to(weight.dtype), None
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden.view(hidden.shape), of_weight, None
 
 
 def _parts(rows: Tensor) -> list[slice]:

@@ -486,9 +486,11 @@ class RayPPOTrainer(TrainingLoop):
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Add `ref_log_prob (B, R)` of the reference policy."""
-        ref = self.workers.ref
+        is_actor = self.config.reference_is_actor
+        ref = self.workers.actor if is_actor else self.workers.ref
         plan = self.planner.forward(batch, ref.world_size, self.limits["ref"])
-        request = LogProbRequest(plan=plan, temperature=temperature_of(batch.meta_info))
+        temperature = temperature_of(batch.meta_info)
+        request = LogProbRequest(plan=plan, temperature=temperature, without_adapter=is_actor)
         return batch.union(ref.compute_ref_log_prob(batch, request))
 
     def compute_values(self, batch: DataProto) -> DataProto:

@@ -8,6 +8,9 @@ follows from the sharding needs none, so a rank can write alone, in the backgrou
 A folder holds `shard-*.safetensors` (every rank's parameters and moments), `rng-rank-*.safetensors`, `state.json`
 (names, shapes, the step count of each parameter's moments, world size) and `written-rank-*.json`, which a rank writes
 when everything else of its part is on disk. The driver writes to a temporary folder and renames it when all ranks have.
+
+Of a model with an adapter a folder holds what is trained. The rest is in the model's folder, and `state.json` has its
+checksum, by which a run that continues knows that its model is the same.
 """
 
 from __future__ import annotations
@@ -52,6 +55,21 @@ ONE_COUNT_FORMAT = 3
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
+@dataclass(frozen=True)
+class Base:
+    """The weights beside an adapter, which are in no checkpoint; none of a model that is trained itself.
+
+    Attributes:
+        names: Of these parameters.
+        checksum: Of all of them.
+        dtypes: Theirs.
+    """
+
+    names: frozenset[str] = frozenset()
+    checksum: int | None = None
+    dtypes: tuple[str, ...] = ()
+
+
 class StateToSave:
     """This rank's part of the state as it is now; no collective is needed to write it.
 
@@ -62,7 +80,9 @@ class StateToSave:
             schedule, how many steps in a row were skipped, the global generators of Python, numpy and torch); other
             names are ignored.
         kept: Host memory for `Snapshot`.
-        checksum: Of the weights of the whole model, see `hrl.workers.engine.checksum`.
+        checksum: Of the weights of the whole model, see `hrl.workers.engine.checksum`; of what is trained, if there is
+            a base.
+        base: What is left out.
     """
 
     def __init__(
@@ -72,8 +92,9 @@ class StateToSave:
         contents: Collection[str],
         kept: dict[str, Tensor],
         checksum: int,
+        base: Base = Base(),
     ) -> None:
-        tensors = _tensors(module, optimizer, contents)
+        tensors = _tensors(module, optimizer, contents, base.names)
         self._rank = dist.get_rank()
         self._shards = _shards_of(tensors, self._rank)
         self.snapshot = Snapshot({name: local(tensors[name]) for name in self._shards}, kept)
@@ -87,7 +108,9 @@ class StateToSave:
             "moment_steps": optimizer.moment_steps,
             "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
             "weights_checksum": checksum,
-            "weights_dtypes": _dtypes_of(module),
+            "weights_dtypes": dtypes_of(module, base.names),
+            "base_checksum": base.checksum,
+            "base_dtypes": list(base.dtypes),
         }
 
     def write(self, folder: Path) -> Iterator[Written]:
@@ -111,13 +134,15 @@ class StateToSave:
             yield Written(file.path, file.digest)
 
 
-def bytes_to_save(module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> dict[str, int]:
+def bytes_to_save(
+    module: nn.Module, optimizer: Optimizer, contents: Collection[str], skip: Collection[str] = ()
+) -> dict[str, int]:
     """Return how much of the tensors this rank writes, by what a checkpoint holds."""
     rank = dist.get_rank()
     return {
         content: sum(
             shard.nbytes
-            for tensor in _tensors(module, optimizer, [content]).values()
+            for tensor in _tensors(module, optimizer, [content], skip).values()
             if (shard := _Shard.of(tensor, rank)) is not None
         )
         for content in ("model", "optimizer")
@@ -190,11 +215,14 @@ def _header(shards: Mapping[str, _Shard]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _dtypes_of(module: nn.Module) -> list[str]:
-    return sorted({str(parameter.dtype) for parameter in module.parameters()})
+def dtypes_of(module: nn.Module, skip: Collection[str] = ()) -> list[str]:
+    """Return the dtypes of a module's parameters, of those with other names than `skip`."""
+    return sorted({str(parameter.dtype) for name, parameter in module.named_parameters() if name not in skip})
 
 
-def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> int | None:
+def load_state(
+    folder: Path, module: nn.Module, optimizer: Optimizer, contents: Collection[str], base: Base = Base()
+) -> int | None:
     """Load what `StateToSave` wrote, on any number of ranks; names and shapes must be the same.
 
     The generators are restored if the number of ranks is the same; otherwise they are left alone, which is logged.
@@ -204,7 +232,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
 
     Raises:
         FileNotFoundError: There is no checkpoint in `folder`.
-        ValueError: It lacks what is asked for, or was written by another model.
+        ValueError: It lacks what is asked for, or was written by another model, or beside another base.
         WeightsDifferError: Weights or moments are not those that this rank wrote.
     """
     state = _SavedState.read(folder)
@@ -212,7 +240,8 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
     lacking = [c for c in wanted if c not in state.contents]
     if lacking:
         raise ValueError(f"{folder} holds {state.contents}, but {wanted} was asked for")
-    tensors = _tensors(module, optimizer, wanted)
+    tensors = _tensors(module, optimizer, wanted, base.names)
+    _require_base(folder, state, base)
     _compare(folder, {k: tuple(v) for k, v in state.tensors.items()}, tensors, wanted)
     with torch.no_grad():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -234,7 +263,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: 
     dist.barrier()
     if "model" not in wanted:
         return None
-    if state.weights_dtypes != _dtypes_of(module):
+    if state.weights_dtypes != dtypes_of(module, base.names):
         logger.warning("%s: the weights are not compared with a checksum: there is none of this dtype", folder)
         return None
     return state.weights_checksum
@@ -253,6 +282,8 @@ class _SavedState(BaseModel):
     skipped_in_a_row: NonNegativeInt = 0
     weights_checksum: int | None = None
     weights_dtypes: list[str] | None = None
+    base_checksum: int | None = None
+    base_dtypes: list[str] = []
 
     @classmethod
     def read(cls, folder: Path) -> _SavedState:
@@ -276,6 +307,27 @@ class _SavedState(BaseModel):
             return cls.model_validate(plain)
         except ValidationError as error:
             raise PartError(f"{path} is damaged: {first_problem(error)}") from error
+
+
+def _require_base(folder: Path, state: _SavedState, base: Base) -> None:
+    """Refuse weights that were trained beside others than are here."""
+    if (state.base_checksum is None) != (base.checksum is None):
+        saved, here = ("the model itself", "an adapter") if base.names else ("an adapter", "the model itself")
+        raise ValueError(
+            f"{folder} holds {saved}, and this run trains {here}: set lora_rank to what it was, or start anew from the "
+            "model in its hf folder"
+        )
+    if base.checksum is None or state.base_checksum == base.checksum:
+        return
+    if state.base_dtypes != list(base.dtypes):
+        logger.warning(
+            "%s: the model beside the adapter is not compared with a checksum: its dtype was another", folder
+        )
+        return
+    raise ValueError(
+        f"{folder} holds an adapter of another model: the weights of this one have the checksum {base.checksum}, those "
+        f"that it was trained with {state.base_checksum}. Set the model's path to what it was"
+    )
 
 
 def _with_tensors(contents: Collection[str]) -> list[str]:
@@ -330,10 +382,13 @@ def _moment_steps(folder: Path, state: _SavedState, optimizer: Optimizer) -> dic
     return dict.fromkeys(optimizer.names.values(), counts)
 
 
-def _tensors(module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> dict[str, Tensor]:
+def _tensors(
+    module: nn.Module, optimizer: Optimizer, contents: Collection[str], skip: Collection[str]
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     if "model" in contents:
-        tensors |= {f"model.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+        kept = ((name, parameter) for name, parameter in module.named_parameters() if name not in skip)
+        tensors |= {f"model.{name}": parameter.detach() for name, parameter in kept}
     if "optimizer" in contents:
         moments = ((name, optimizer.adamw.state[parameter]) for parameter, name in optimizer.names.items())
         tensors |= {f"{moment}.{name}": state[moment] for name, state in moments for moment in MOMENTS}

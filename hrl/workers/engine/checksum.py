@@ -58,13 +58,13 @@ class Checksums:
     @classmethod
     @torch.no_grad()
     def of(cls, module: nn.Module, begins: Mapping[str, int]) -> Checksums:
-        """Read all of this rank's weights, and wait for the sums once.
+        """Read this rank's part of weights, and wait for the sums once.
 
         Args:
             module: The sharded module.
-            begins: See `first_elements`, which is called once because it takes longer than the sums.
+            begins: Which parameters; see `first_elements`, which is called once because it takes longer than the sums.
         """
-        named = dict(module.named_parameters())
+        named = {name: parameter for name, parameter in module.named_parameters() if name in begins}
         found = torch.stack([_parts(name, parameter, begins[name]) for name, parameter in named.items()]).tolist()
         alone = dist.get_world_size() == 1
         is_copy = tuple(not alone and not isinstance(parameter, DTensor) for parameter in named.values())

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.metrics import Meter, Metric
+from hrl.models.adapter import add_adapter, is_part
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.dtypes import dtype_of
 from hrl.models.flops import ModelFlops, peak_flops
@@ -28,14 +29,31 @@ from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_mi
 from hrl.profiling.spans import CHECKSUM, OPTIMIZER, span
 from hrl.workers.engine.background import BackgroundWriter
 from hrl.workers.engine.casts import keeps_cast_parameters
-from hrl.workers.engine.checkpoint import CONTENTS, StateToSave, bytes_to_save, load_state, record_of
+from hrl.workers.engine.checkpoint import (
+    CONTENTS,
+    Base,
+    StateToSave,
+    bytes_to_save,
+    dtypes_of,
+    load_state,
+    record_of,
+)
 from hrl.workers.engine.checksum import Checksums, WeightsDifferError, first_elements, whole_checksum
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded
 from hrl.workers.engine.snapshot import Snapshot
-from hrl.workers.engine.weights import PREFIX, ExportToWrite, ParamSpec, iter_full_params, param_specs
+from hrl.workers.engine.weights import (
+    PREFIX,
+    AdapterToWrite,
+    ExportToWrite,
+    ParamSpec,
+    iter_full_params,
+    iter_trained,
+    merges_of,
+    param_specs,
+)
 
 if TYPE_CHECKING:
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
@@ -173,14 +191,27 @@ class Engine:
         self.mesh = build_mesh(device, fsdp.fsdp_size)
         self.sequence_group = build_sequence_group(device, fsdp.ulysses_sequence_parallel_size)
         self.degree = fsdp.ulysses_sequence_parallel_size
-        dtype = dtype_of(fsdp.model_dtype)
+        adapter = source.adapter
+        masters = dtype_of(fsdp.model_dtype)
+        # Of weights that are not trained no update reads more than matrix products do.
+        dtype = masters if adapter is None else dtype_of(fsdp.dtype)
         self.module, loaded = build_sharded(
-            lambda meta: load(source, dtype, meta=meta), wrap, fsdp, self.mesh, device, train=training is not None
+            lambda meta: load(source, dtype, meta=meta),
+            wrap,
+            fsdp,
+            self.mesh,
+            device,
+            train=training is not None,
+            adapt=None
+            if adapter is None
+            else lambda model, frozen: add_adapter(model, adapter, masters, frozen=frozen),
         )
+        self.has_adapter = adapter is not None
         self.source_config = loaded.source_config
         self.form = CheckpointForm.of(loaded.model)
         self.flops = ModelFlops.of(loaded.model)
         self.frozen: frozenset[str] = frozenset()
+        self._out_of_reach = frozenset(PREFIX + name for name in loaded.out_of_reach)
         # On a CPU there is nothing to gain: the host's memory is the device's.
         movable = device.type != "cpu"
         self.optimizer: Optimizer | None = None
@@ -194,7 +225,13 @@ class Engine:
         self.host_copies = HostCopies(self.module, device) if movable and fsdp.param_offload else None
         self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
         self._is_changed = False
-        self._begins = {} if training is None else first_elements(self.module)
+        begins = {} if training is None else first_elements(self.module)
+        # What stands beside an adapter never changes and is in the model's folder: it is looked at when a checkpoint is
+        # written or read, and no update or checkpoint has to do with it.
+        self._beside = {name: begins[name] for name in self.frozen} if self.has_adapter else {}
+        self._begins = {name: first for name, first in begins.items() if name not in self._beside}
+        self._base_checksum: int | None = None
+        self._base()
         self._checksums: Checksums | None = None  # of the weights as the last update left them
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
@@ -411,6 +448,24 @@ class Engine:
         self._checksums = Checksums.of(self.module, self._begins)
         return whole_checksum(self._checksums, self.mesh)
 
+    def _base(self) -> Base:
+        """Return the weights beside the adapter, if there is one; every rank calls it.
+
+        Raises:
+            WeightsDifferError: They have changed since they were loaded.
+        """
+        if not self._beside:
+            return Base()
+        checksum = whole_checksum(Checksums.of(self.module, self._beside), self.mesh)
+        if self._base_checksum not in (None, checksum):
+            raise WeightsDifferError(
+                f"the model beside the adapter had the checksum {self._base_checksum} and has {checksum} now, although "
+                "nothing trains it: memory of a machine is faulty, or something else wrote to it. Nothing was saved "
+                "since; the same command continues from the newest checkpoint, better on another machine"
+            )
+        self._base_checksum = checksum
+        return Base(frozenset(self._beside), checksum, tuple(dtypes_of(self.module, self._begins)))
+
     def _after_update(self, what: str) -> int:
         """Look at weights and moments, and return the checksum of the weights."""
         with span(CHECKSUM):
@@ -481,7 +536,9 @@ class Engine:
         """
         self._check_unchanged()
         checksum = self.weights_checksum()
-        state = StateToSave(self.module, self._trained[0], contents or CONTENTS, self._snapshot_memory, checksum)
+        state = StateToSave(
+            self.module, self._trained[0], contents or CONTENTS, self._snapshot_memory, checksum, self._base()
+        )
         self._snapshot = state.snapshot
         record = record_of(folder)
         self._writer.begin(partial(state.write, folder), record)
@@ -497,10 +554,12 @@ class Engine:
 
     def bytes_to_save(self, contents: Collection[str] | None = None) -> dict[str, int]:
         """Return how many bytes of tensors this rank writes in a save, by what a checkpoint holds."""
-        return bytes_to_save(self.module, self._trained[0], contents or CONTENTS)
+        return bytes_to_save(self.module, self._trained[0], contents or CONTENTS, skip=self._beside)
 
     def bytes_to_export(self) -> int:
         """Return how many bytes of weights the folder for transformers and vLLM has."""
+        if self.has_adapter:
+            return sum(parameter.numel() * parameter.itemsize for _, parameter in iter_trained(self.module))
         return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self.param_specs(self._export_dtype))
 
     def save(self, folder: Path, contents: Collection[str] | None = None) -> None:
@@ -516,7 +575,7 @@ class Engine:
             WeightsDifferError: The weights are not those that were saved.
         """
         self.finish_save()
-        saved = load_state(folder, self.module, self._trained[0], contents or CONTENTS)
+        saved = load_state(folder, self.module, self._trained[0], contents or CONTENTS, self._base())
         self._is_changed = True
         checksum = self.weights_checksum()
         if saved not in (None, checksum):
@@ -529,12 +588,19 @@ class Engine:
     def begin_export(self, folder: Path, record: Path | None = None) -> None:
         """Have a folder that transformers and vLLM load written in the background, in the dtype of the folder loaded.
 
+        Of a model with an adapter it is the adapter's folder, which peft and vLLM load, in the dtype that is trained.
+
         Every rank takes part in gathering, which is done at once; rank 0 writes.
 
         Args:
             folder: Created if missing.
             record: The file that will be there when all of it is on disk, see `write_record`.
         """
+        if self.has_adapter:
+            adapter = AdapterToWrite.gather(self.module, self.device)
+            if adapter is not None:
+                self._writer.begin(partial(adapter.write, folder), record)
+            return
         dtype = self._export_dtype
         everything = iter_full_params(self.module, self.form, dtype, self.device)
         export = ExportToWrite.gather(everything, self.module, self.source_config, dtype)
@@ -554,24 +620,42 @@ class Engine:
 
     def param_specs(self, dtype: torch.dtype) -> list[ParamSpec]:
         """Return name, dtype and shape of everything that `iter_full_params` yields, in its order."""
-        return param_specs(self.module, self.form, dtype, skip=self.frozen)
+        return param_specs(self.module, self.form, dtype, skip=self._not_sent)
 
     def iter_full_params(self, dtype: torch.dtype, *, cast_by_reader: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, full tensor)` as the checkpoint has them, gathered on the device, in a fixed order.
 
-        Parameters that were frozen at load are left out; `frozen_names` has their names.
+        Parameters that were frozen at load are left out; `frozen_names` has their names. So of a model with an adapter
+        the adapter alone is left, unless it is to be merged.
 
         Args:
             dtype: Of floating-point parameters.
             cast_by_reader: See `hrl.workers.engine.weights.iter_full_params`.
         """
         return iter_full_params(
-            self.module, self.form, dtype, self.device, skip=self.frozen, cast_by_reader=cast_by_reader
+            self.module,
+            self.form,
+            dtype,
+            self.device,
+            skip=self._not_sent,
+            cast_by_reader=cast_by_reader,
+            merges=merges_of(self.module) if self._merges else None,
         )
 
+    @property
+    def _merges(self) -> bool:
+        return self._source.adapter is not None and self._source.adapter.merge
+
+    @cached_property
+    def _not_sent(self) -> frozenset[str]:
+        """Names in memory of what engines do not get."""
+        if not self._merges:
+            return self.frozen
+        return self._out_of_reach | {name for name, _ in self.module.named_parameters() if is_part(name)}
+
     def frozen_names(self) -> list[str]:
-        """Return the names in the checkpoint of the parameters that no update moves."""
-        kept = {name for name, _ in saved_tensors(self.module)} & self.frozen
+        """Return the names in the checkpoint of the parameters that no update moves and no sync sends."""
+        kept = {name for name, _ in saved_tensors(self.module) if name in self._not_sent and not is_part(name)}
         return sorted(piece.name for name in kept for piece in self.form.pieces(name.removeprefix(PREFIX)))
 
 

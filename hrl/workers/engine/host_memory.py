@@ -108,7 +108,7 @@ class HostCopies:
             is_new = parameter not in self._homes
             if is_new:
                 self._homes[parameter] = host_zeros_like(parameter, parameter.dtype, self._device)
-            if is_new or changed:
+            if is_new or (changed and parameter.requires_grad):
                 local(self._homes[parameter]).copy_(local(parameter.detach()), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -159,7 +159,8 @@ def check_state(module: nn.Module, optimizer: Optimizer, after: str) -> None:
     Raises:
         NonFiniteWeightsError: Names ranks, weights and moments.
     """
-    tensors = {f"weight {name}": local(parameter.detach()) for name, parameter in module.named_parameters()}
+    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+    tensors = {f"weight {name}": local(parameter.detach()) for name, parameter in trained}
     if not optimizer.adamw.offload:
         for parameter, name in optimizer.names.items():
             tensors |= {f"{moment} of {name}": local(optimizer.adamw.state[parameter][moment]) for moment in MOMENTS}

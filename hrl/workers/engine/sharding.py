@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,7 @@ def build_sharded(
     device: torch.device,
     *,
     train: bool,
+    adapt: Callable[[PreTrainedModel, Collection[str]], None] | None = None,
 ) -> tuple[nn.Module, Loaded]:
     """Load, wrap and shard a model.
 
@@ -86,23 +88,29 @@ def build_sharded(
         mesh: From `build_mesh`.
         device: Of this rank.
         train: Freeze what cannot be trained, see `hrl.models.towers`.
+        adapt: `adapt(model, frozen)` puts an adapter into a model of which the parameters named are frozen already.
 
     Returns:
         The sharded module, and how it was loaded on rank 0 (on other ranks, how its structure was).
     """
     if mesh.size() == 1:
         loaded = load(False)
-        if train:
-            freeze(loaded.model, unreachable_parameters(loaded.model))
+        loaded, towers = _frozen(loaded, unreachable_parameters(loaded.model) if train else ())
+        if adapt is not None:
+            adapt(loaded.model, loaded.out_of_reach)
         module = wrap(loaded.model)
-        _shard(module, loaded, fsdp, mesh)
+        _shard(module, loaded, fsdp, mesh, towers)
         return module.to(device), loaded
     full = load(False) if dist.get_rank() == 0 else None
     loaded = load(True)
-    if train:
-        freeze(loaded.model, _broadcast_object(() if full is None else unreachable_parameters(full.model)))
+    unreachable = () if full is None or not train else unreachable_parameters(full.model)
+    loaded, towers = _frozen(loaded, _broadcast_object(unreachable))
+    if adapt is not None:
+        adapt(loaded.model, loaded.out_of_reach)
+        if full is not None:
+            adapt(full.model, loaded.out_of_reach)
     module = wrap(loaded.model)
-    _shard(module, loaded, fsdp, mesh)
+    _shard(module, loaded, fsdp, mesh, towers)
     tied = _tied_names(module)
     module.to_empty(device=device)
     _tie(module, tied)
@@ -113,10 +121,24 @@ def build_sharded(
     _broadcast_buffers(module, whole)
     # What transformers converted when rank 0 read the weights, all ranks convert back.
     loaded.model._weight_conversions = _broadcast_object(None if full is None else full.model._weight_conversions)
-    return module, loaded if full is None else Loaded(loaded.model, full.source_config, full.fresh_head)
+    return module, loaded if full is None else replace(full, model=loaded.model, out_of_reach=loaded.out_of_reach)
 
 
-def _shard(module: nn.Module, loaded: Loaded, fsdp: FsdpConfig | ForwardShardingConfig, mesh: DeviceMesh) -> None:
+def _frozen(loaded: Loaded, names: Collection[str]) -> tuple[Loaded, list[nn.Module]]:
+    """Freeze these parameters; return how the model was loaded, and the modules that train nothing."""
+    freeze(loaded.model, names)
+    reached = any(parameter.requires_grad for parameter in loaded.model.parameters())
+    # An adapter freezes most modules later, but these run.
+    return replace(loaded, out_of_reach=frozenset(names)), list(frozen_modules(loaded.model)) if reached else []
+
+
+def _shard(
+    module: nn.Module,
+    loaded: Loaded,
+    fsdp: FsdpConfig | ForwardShardingConfig,
+    mesh: DeviceMesh,
+    towers: Sequence[nn.Module] = (),
+) -> None:
     compute = dtype_of(fsdp.dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=compute,
@@ -129,7 +151,7 @@ def _shard(module: nn.Module, loaded: Loaded, fsdp: FsdpConfig | ForwardSharding
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for end, keeps in _vocabulary_modules(loaded.model):
         fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and not keeps)
-    for tower in () if not any(p.requires_grad for p in module.parameters()) else frozen_modules(module):
+    for tower in towers:
         if not isinstance(tower, FSDPModule):  # a unit of its own, since it never runs and is never gathered
             fully_shard(tower, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from hrl.errors import system_error
 from hrl.files import naming
+from hrl.models.adapter import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapted_layers,
+    merged,
+    name_in_file,
+    parts_of,
+    plain_config,
+    scaling_of,
+)
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.workers.engine.digest import Written
 from hrl.workers.engine.host_memory import local
@@ -42,6 +53,29 @@ class ParamSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Merge(NamedTuple):
+    """What is added to a weight: `scaling · B A`."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+def merges_of(module: nn.Module) -> dict[str, Merge]:
+    """Return what an adapter adds to which weights, by their names in memory."""
+    parameters, found = dict(module.named_parameters()), dict[str, Merge]()
+    for layer_name, layer in adapted_layers(module).items():
+        name = f"{layer_name}.base_layer.weight"
+        a, b = parts_of(name) or ("", "")
+        found[name] = Merge(parameters[a], parameters[b], scaling_of(layer))
+    return found
+
+
+def iter_trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of what is trained; tied parameters once."""
+    yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
 def param_specs(
     module: nn.Module, form: CheckpointForm, dtype: torch.dtype, *, skip: Collection[str] = ()
 ) -> list[ParamSpec]:
@@ -62,6 +96,7 @@ def iter_full_params(
     *,
     skip: Collection[str] = (),
     cast_by_reader: bool = False,
+    merges: Mapping[str, Merge] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(name, full tensor)` in the checkpoint's form, in the same order on every rank; tied parameters once.
 
@@ -76,19 +111,31 @@ def iter_full_params(
         skip: Names in memory of what is left out.
         cast_by_reader: Tensors that need no gathering may come in the dtype that they are stored in, because the caller
             copies them to memory of the other dtype: casting to fresh memory before takes longer than both together.
+        merges: What is added to which of the weights.
     """
     for name, tensor in saved_tensors(module):
         if name in skip:
             continue
+        merge = (merges or {}).get(name)
+        if merge is not None:
+            whole = [_gathered(part, part.dtype, device) for part in (tensor, merge.a, merge.b)]
+            full = merged(whole[0], whole[1], whole[2], merge.scaling, _outgoing_dtype(tensor, dtype))
+            yield from form.split(name.removeprefix(PREFIX), full)
+            del whole, full
+            continue
         # Cast first and gathered second, so that half the bytes travel.
         is_whole = not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1
         outgoing = tensor.dtype if cast_by_reader and is_whole else _outgoing_dtype(tensor, dtype)
-        # Offloaded shards are moved before they are cast: a GPU casts in no time, and one call for both would have the
-        # host cast into pageable memory, from which copies are slow. The next use of the stream waits for the copy.
-        shard = tensor.detach().to(device, non_blocking=True).to(outgoing)
-        full = shard.full_tensor() if isinstance(shard, DTensor) else shard
+        full = _gathered(tensor, outgoing, device)
         yield from form.split(name.removeprefix(PREFIX), full)
-        del shard, full  # before the next one is gathered
+        del full  # before the next one is gathered
+
+
+def _gathered(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Offloaded shards are moved before they are cast: a GPU casts in no time, and one call for both would have the
+    # host cast into pageable memory, from which copies are slow. The next use of the stream waits for the copy.
+    shard = tensor.detach().to(device, non_blocking=True).to(dtype)
+    return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 
 def _outgoing_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -148,6 +195,43 @@ class ExportToWrite:
         finally:
             self.tensors.clear()
         yield from map(Written.by_reading, (*files, *folder.glob("model*.safetensors*")))
+
+
+@dataclass(frozen=True)
+class AdapterToWrite:
+    """An adapter in host memory, to be written as a folder that peft and vLLM load.
+
+    Attributes:
+        tensors: Copies, by name in the file.
+        config: For `adapter_config.json`.
+    """
+
+    tensors: dict[str, Tensor]
+    config: Mapping[str, Any]
+
+    @classmethod
+    def gather(cls, module: nn.Module, device: torch.device) -> AdapterToWrite | None:
+        """Return rank 0's copies of what is trained; None on others, which help to gather."""
+        writes, kept = dist.get_rank() == 0, dict[str, Tensor]()
+        for name, parameter in iter_trained(module):
+            full = _gathered(parameter, parameter.dtype, device)
+            if writes:
+                kept[name_in_file(name.removeprefix(PREFIX))] = full.to("cpu", copy=True)
+        return cls(kept, plain_config(module.model)) if writes else None  # type: ignore[arg-type]
+
+    def write(self, folder: Path) -> Iterator[Written]:
+        """Write the folder, without tokenizer, and yield the files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+        config.write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n")
+        try:
+            save_file(self.tensors, weights, metadata={"format": "pt"})
+        except SafetensorError as error:
+            told = system_error(error)
+            raise error if told is None else naming(told, folder) from error
+        finally:
+            self.tensors.clear()
+        yield from map(Written.by_reading, (config, weights))
 
 
 def describe_classifier(config: PretrainedConfig, model: nn.Module, pad_token_id: int) -> None:

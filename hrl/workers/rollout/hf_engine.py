@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hrl.models.adapter import add_adapter
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.hf_config import load_config
 from hrl.models.ops.rope import fix_rope_frequencies
@@ -212,6 +213,8 @@ class HfEngine(RolloutEngine):
             config=load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code),
         )
         fix_rope_frequencies(model, source.max_model_len)
+        if source.adapter is not None and not source.adapter.merge:  # a sync brings its matrices alone
+            add_adapter(model, source.adapter, model.dtype)
         return model.to(self._device).eval()
 
     async def _run_waiting(self) -> None:

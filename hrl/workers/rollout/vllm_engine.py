@@ -49,10 +49,12 @@ from hrl.workers.rollout.base import (
     SampleOutput,
 )
 from hrl.workers.rollout.early_process import ENGINE_PROCESS_NAME, EarlyProcess, engine_environment, taken_by_vllm
+from hrl.workers.rollout.vllm_adapter import lora_request, plain_fields
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "le
 def engine_args(setup: EngineSetup) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`. `rollout.engine_kwargs.vllm` wins over the others."""
     from hrl.workers.rollout import vllm_worker
+    from hrl.workers.rollout.vllm_adapter import engine_options
 
     config, model = setup.config, setup.model
     on_cpu = setup.device.type == "cpu"
@@ -113,7 +116,7 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         args |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "block_size": CPU_BLOCK_TOKENS}
     else:
         args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": setup.sleeps}
-    return args | setup.arguments
+    return args | engine_options(model.adapter) | setup.arguments
 
 
 class VllmEngine(RolloutEngine):
@@ -136,6 +139,7 @@ class VllmEngine(RolloutEngine):
         self._watched: set[int] = set()
         self._asking: asyncio.Task[None] | None = None
         self._why_ended: str | None = None
+        self._adapter: LoRARequest | None = None  # that a sync has brought
 
     async def prepare(self) -> None:
         """Import vLLM, and start the engine's process, which does so at the same time. On a GPU vLLM starts it alone.
@@ -186,8 +190,9 @@ class VllmEngine(RolloutEngine):
                     "VLLM_LOGGING_LEVEL=INFO says more"
                 ) from error
             self._loaded_from_folder()
+            self._adapter = None
             self._watch(child.pid for child in _engine_processes() if child.pid not in self._others)
-            self.processes = await self._call("hrl_join")
+            self.processes = await self._call("hrl_join", plain_fields(self.setup.model.adapter))
         self._lives = [ProcessLife(process["pid"]) for process in self.processes]
         self._watch(process["pid"] for process in self.processes)
         self._asking = asyncio.create_task(self._keep_asking())
@@ -287,6 +292,8 @@ class VllmEngine(RolloutEngine):
         answers = await self._call("hrl_weights_commit")
         if not await self._alive(self._running().reset_prefix_cache(), "reset of the prefix cache"):
             raise WeightSyncError("vLLM did not reset its prefix cache, so old weights' keys and values would be used")
+        if plain_fields(self.setup.model.adapter) is not None:
+            self._adapter = lora_request()
         return [ReceiverReport(**answer) for answer in answers]
 
     async def _abort_weights(self) -> bool:
@@ -333,7 +340,10 @@ class VllmEngine(RolloutEngine):
 
         last = None
         try:
-            async for output in self._running().generate(tokens_input(prompt_ids), params, request_id):
+            requests = self._running().generate(
+                tokens_input(prompt_ids), params, request_id, lora_request=self._adapter
+            )
+            async for output in requests:
                 last = output
                 if told is not None:
                     told(output)

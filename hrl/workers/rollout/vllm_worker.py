@@ -30,6 +30,7 @@ from hrl.processes.lifetime import die_with_parent
 from hrl.profiling.recorder import start_profile, stop_profile
 from hrl.profiling.spans import phase_span
 from hrl.workers.rollout.drawing import draw, seeded_number
+from hrl.workers.rollout.vllm_adapter import VllmAdapterWriter, leave_ends_alone, multiply_plainly
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import WeightSyncError
 
@@ -272,25 +273,34 @@ def _as_loaded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class RolloutWorkerExtension:
     """Methods that vLLM mixes into its worker. Their names must not be vLLM's own."""
 
-    def hrl_join(self) -> dict[str, Any]:
-        """Bind this process to its parent's life, prepare its model, and return rank, pid and number of threads."""
+    def hrl_join(self, adapter: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Bind this process to its parent's life, prepare its model, and return rank, pid and number of threads.
+
+        Args:
+            adapter: What is to be known of the adapter that a sync brings (`vllm_adapter.plain_fields`); None where it
+                brings a model.
+        """
         if multiprocessing.parent_process() is not None:
             die_with_parent()
         _unlink_collective_memory()
         self._hrl_unlink_rendezvous()
         rank = self._hrl_rank()
-        use_float32_head(self.model_runner.get_model())  # type: ignore[attr-defined]
+        model, manager = self.model_runner.get_model(), None  # type: ignore[attr-defined]
+        if adapter is not None:
+            manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+            leave_ends_alone(model, manager)
+        use_float32_head(model)
         top_k_top_p = getattr(self.model_runner.sampler, "topk_topp_sampler", None)  # type: ignore[attr-defined]
         if top_k_top_p is not None:
             _draw_by_one_number(top_k_top_p)
         if not torch.cuda.is_available():
             _count_no_ranks()
-            match_trainer(self.model_runner.get_model(), self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
-        self._hrl_receiver = WeightReceiver(
-            VllmModelWriter(self.model_runner.get_model(), self.vllm_config),  # type: ignore[attr-defined]
-            f"vllm worker {rank}",
-            rank,
-        )
+            match_trainer(model, self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
+            if manager is not None:
+                multiply_plainly(manager)
+        config: VllmConfig = self.vllm_config  # type: ignore[attr-defined]
+        writer = VllmModelWriter(model, config) if adapter is None else VllmAdapterWriter(manager, adapter, config)
+        self._hrl_receiver = WeightReceiver(writer, f"vllm worker {rank}", rank)
         return {"rank": rank, "pid": os.getpid(), "threads": torch.get_num_threads()}
 
     def hrl_answer(self) -> dict[str, Any]:

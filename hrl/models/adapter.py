@@ -1,0 +1,370 @@
+"""LoRA: small trained matrices beside the frozen ones of a model.
+
+For the weight `W (out, in)` of a linear layer an adapter holds `A (r, in)` and `B (out, r)`. The layer computes
+`W x + scaling · B A x`, where `scaling` is `alpha / r` (Hu et al. 2021, arXiv:2106.09685, section 4.1), or with rsLoRA
+`alpha / sqrt(r)` (Kalajdzievski 2023, arXiv:2312.03732). `B` begins at zero, so a new adapter changes nothing.
+
+peft has the layers and the files. Which layers get an adapter is decided here, because peft would also take a head, of
+which the log-probs read the weight alone, and towers, to which text gives no gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hrl.errors import HrlError
+from hrl.nearest import did_you_mean
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+    from hrl.config.model import LearnerConfig
+
+logger = logging.getLogger(__name__)
+
+ALL_LINEAR = "all-linear"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+#: peft's name of the only adapter, which is a part of parameters' names in memory and of none in a file.
+_NAME = "default"
+#: What peft puts before a parameter's name in a file.
+_PREFIX = "base_model.model."
+_PART = re.compile(rf"\.lora_([AB])\.{_NAME}\.weight$")
+_BASE = ".base_layer."
+#: The scalar head of a critic or reward model, which is trained as a whole beside the adapter.
+_HEAD = "score"
+#: Values of peft's `init_lora_weights` that leave the model's own weights as they are.
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
+#: Fields of peft's configuration that change what a layer computes, and the value that does not.
+_PLAIN_FIELDS: Mapping[str, Any] = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "use_dora": False,
+    "use_qalora": False,
+    "alora_invocation_tokens": None,
+    "layer_replication": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+}
+
+
+class AdapterError(HrlError, ValueError):
+    """An adapter does not fit its model; says which key or file to change."""
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """Which adapter a model gets.
+
+    Attributes:
+        rank: r; 0 takes that of the folder `path`.
+        alpha: Numerator of the scaling.
+        target_modules: Ends of the names of linear layers, a regular expression for whole names, or `all-linear`.
+        exclude_modules: Of these, those that get none; as `target_modules`.
+        use_rslora: Whether the scaling is divided by the root of the rank instead of the rank.
+        path: Folder of an adapter to go on from, whose own configuration holds instead of the fields above.
+        seed: Of the run, by which `A` is drawn.
+        merge: Whether engines get the model with the adapter added to it, instead of the adapter alone.
+    """
+
+    rank: int
+    alpha: int
+    target_modules: str | tuple[str, ...]
+    exclude_modules: str | tuple[str, ...] | None
+    use_rslora: bool
+    path: str | None
+    seed: int
+    merge: bool
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any] | None) -> Self | None:
+        """Return what `dataclasses.asdict` made, perhaps by way of JSON; None for None."""
+        if plain is None:
+            return None
+        lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
+        return cls(**{**plain, **lists})
+
+    def config(self) -> LoraConfig:
+        """Return peft's configuration, with the folder's fields where there is one.
+
+        Raises:
+            AdapterError: The folder holds no adapter, or one that can't be trained or sampled from.
+        """
+        from peft import LoraConfig
+
+        if self.path is not None:
+            return _config_of(Path(self.path), self.rank)
+        targets, excluded = (
+            list(names) if isinstance(names, tuple) else names for names in (self.target_modules, self.exclude_modules)
+        )
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=targets,
+            exclude_modules=excluded,
+            use_rslora=self.use_rslora,
+        )
+
+
+def adapter_of(section: LearnerConfig, seed: int) -> AdapterSource | None:
+    """Return the adapter that a section of the configuration asks for; None if it trains the model itself."""
+    from hrl.config.model import PolicyModelConfig
+
+    if not section.trains_adapter:
+        return None
+    targets, excluded = section.target_modules, section.exclude_modules
+    return AdapterSource(
+        rank=section.lora_rank,
+        alpha=section.lora_alpha,
+        target_modules=tuple(targets) if isinstance(targets, list) else targets,
+        exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
+        use_rslora=section.use_rslora,
+        path=section.lora_adapter_path,
+        seed=seed,
+        merge=isinstance(section, PolicyModelConfig) and section.lora.merge,
+    )
+
+
+def _config_of(folder: Path, rank: int) -> LoraConfig:
+    from peft import LoraConfig, PeftConfig
+
+    if not (folder / CONFIG_FILE).is_file():
+        raise AdapterError(f"lora_adapter_path={folder} is no folder of an adapter: it has no {CONFIG_FILE}")
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError, KeyError) as error:
+        raise AdapterError(f"{folder / CONFIG_FILE} can't be read: {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise AdapterError(f"{folder} holds an adapter of the kind {config.peft_type}; only LoRA is trained")
+    fields = asdict(config)
+    strange = {name: fields[name] for name, plain in _PLAIN_FIELDS.items() if fields.get(name) not in (plain, None)}
+    if config.init_lora_weights not in _PLAIN_INITS:
+        strange["init_lora_weights"] = config.init_lora_weights
+    if set(config.modules_to_save or ()) - {_HEAD}:
+        strange["modules_to_save"] = config.modules_to_save
+    if strange:
+        listed = ", ".join(f"{name}={value!r}" for name, value in strange.items())
+        raise AdapterError(
+            f"{folder / CONFIG_FILE} has {listed}, which vLLM's kernels don't compute: merge that adapter into its "
+            "model (peft: merge_and_unload), and begin with a new one"
+        )
+    if rank not in (0, config.r):
+        raise AdapterError(f"lora_rank={rank}, but the adapter in {folder} has rank {config.r}: set lora_rank to that")
+    config.inference_mode = False
+    if config.lora_dropout:
+        logger.warning("%s: lora_dropout=%g is switched off: the sampler has none", folder, config.lora_dropout)
+        config.lora_dropout = 0.0
+    return config
+
+
+# ---------------------------------------------------------------------------------------------- in a model
+
+
+def add_adapter(
+    model: PreTrainedModel, source: AdapterSource, dtype: torch.dtype, *, frozen: Collection[str] = ()
+) -> None:
+    """Freeze a model and put an adapter into it; a scalar head stays trained.
+
+    Args:
+        model: With or without storage; the adapter then has none either.
+        source: Which adapter.
+        dtype: Of what is trained.
+        frozen: Names of parameters that no training moves. Their layers get no adapter.
+
+    Raises:
+        AdapterError: The configuration names no layer of the model, or one that can have no adapter, or the folder's
+            weights are not those of such an adapter.
+    """
+    from peft import inject_adapter_in_model
+
+    config = source.config()
+    config.target_modules = target_names(model, config, frozen)  # type: ignore[assignment]
+    config.exclude_modules = None  # they are left out already
+    config.modules_to_save = None  # what is trained as a whole stays where it is
+    config.base_model_name_or_path = model.config.name_or_path
+    is_empty = next(model.parameters()).is_meta
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(source.seed)
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=is_empty)
+        for name, parameter in model.named_parameters():
+            if is_trained_whole(name):
+                parameter.requires_grad_(True)
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+        for layer in () if is_empty else adapted_layers(model).values():
+            layer.reset_lora_parameters(_NAME, config.init_lora_weights)  # in their dtype, not in the model's
+    if source.path is not None and not is_empty:
+        _load(model, Path(source.path))
+
+
+def target_names(model: PreTrainedModel, config: LoraConfig, frozen: Collection[str] = ()) -> list[str]:
+    """Return the names of the layers that get an adapter, as short as they can be.
+
+    Raises:
+        AdapterError: See `add_adapter`.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    heads = [model.get_output_embeddings(), getattr(model, _HEAD, None)]
+    modules = dict(model.named_modules())
+    there = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and f"{name}.weight" not in frozen and not any(module is h for h in heads)
+    ]
+    asked = config.target_modules
+    if asked == ALL_LINEAR:
+        config.target_modules = there  # type: ignore[assignment]
+    elif not isinstance(asked, str):
+        _require_known(asked or (), modules, there)
+    found = [name for name in modules if check_target_module_exists(config, name)]
+    wrong = [name for name in found if name not in there and f"{name}.weight" not in frozen]
+    if wrong:
+        kind = "the head, whose log-probs read its weight alone" if any(modules[wrong[0]] is h for h in heads) else ""
+        raise AdapterError(
+            f"target_modules={_shown(asked)} names {wrong[0]}, {kind or f'a {type(modules[wrong[0]]).__name__}'}: an "
+            f"adapter is for linear layers ({', '.join(_ends(there)) or 'this model has none'})"
+        )
+    found = [name for name in found if name in there]
+    if not found:
+        raise AdapterError(
+            f"target_modules={_shown(asked)} without exclude_modules={_shown(config.exclude_modules)} leaves no linear "
+            f"layer of {type(model).__name__}; it has {', '.join(_ends(there)) or 'none'}"
+        )
+    ends = _ends(found)
+    return ends if set(found) == {name for name in modules if name.rpartition(".")[2] in ends} else found
+
+
+def _require_known(asked: Iterable[str], modules: Iterable[str], there: Collection[str]) -> None:
+    for end in asked:
+        if not any(name == end or name.endswith(f".{end}") for name in modules):
+            hint = did_you_mean(end, _ends(there), f"There are: {', '.join(_ends(there))}.")
+            raise AdapterError(f"target_modules has {end!r}, and no layer's name ends so. {hint}")
+
+
+def _ends(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _shown(names: Any) -> str:
+    return names if isinstance(names, str) else "null" if names is None else f"[{', '.join(names)}]"
+
+
+def _load(model: PreTrainedModel, folder: Path) -> None:
+    """Give the adapter the weights of a folder."""
+    from safetensors.torch import load_file
+
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        raise AdapterError(f"{folder} has no {WEIGHTS_FILE}, and hrl loads no pickled weights")
+    saved = load_file(file)
+    trained = {name_in_file(name): p for name, p in model.named_parameters() if p.requires_grad}
+    fresh = {name for name in trained if name not in saved and is_trained_whole(name.removeprefix(_PREFIX))}
+    for name in sorted((trained.keys() ^ saved.keys()) - fresh):
+        which = "lacks" if name in trained else "has, and its configuration does not name,"
+        raise AdapterError(f"{file} {which} {name}: it is another model's adapter, or was saved by other software")
+    for name, parameter in trained.items():
+        if name in fresh:
+            continue
+        if saved[name].shape != parameter.shape:
+            raise AdapterError(
+                f"{file} holds {name} of shape {tuple(saved[name].shape)}, and this model wants "
+                f"{tuple(parameter.shape)}: it is another model's adapter"
+            )
+        parameter.data.copy_(saved[name])
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """Return peft's layers by name; none for a model without an adapter."""
+    return {name: layer for name, layer in module.named_modules() if _NAME in getattr(layer, "lora_A", ())}
+
+
+@contextmanager
+def adapter_off(module: nn.Module) -> Iterator[None]:
+    """Let a model compute inside the block what it would without its adapter, bit for bit."""
+    # peft's own switch also sets what requires gradients, of which sharding must not lose track.
+    layers = adapted_layers(module).values()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+# ---------------------------------------------------------------------------------------------- names and files
+
+
+def is_part(name: str) -> bool:
+    """Return whether a parameter is `A` or `B` of an adapter, by its name in memory."""
+    return _PART.search(name) is not None
+
+
+def is_trained_whole(name: str) -> bool:
+    """Return whether a parameter, by its name in the transformers model, is trained as a whole beside an adapter."""
+    return name.startswith(f"{_HEAD}.")
+
+
+def name_without(name: str) -> str:
+    """Return the name that a parameter of an adapted model has in the same model without its adapter."""
+    return name.replace(_BASE, ".")
+
+
+def name_in_file(name: str) -> str:
+    """Return the name that peft gives a trained parameter in a file."""
+    return _PREFIX + _PART.sub(r".lora_\1.weight", name)
+
+
+def parts_of(name: str) -> tuple[str, str] | None:
+    """Return the names of `A` and `B` that are added to a weight, by its name in memory; None for other parameters."""
+    if not name.endswith(f"{_BASE}weight"):
+        return None
+    layer = name.removesuffix(f"{_BASE}weight")
+    return f"{layer}.lora_A.{_NAME}.weight", f"{layer}.lora_B.{_NAME}.weight"
+
+
+def scaling_of(layer: Any) -> float:
+    """Return the factor of `B A` in one of peft's layers."""
+    return float(layer.scaling[_NAME])
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """Return `W + scaling · B A`, computed in float32 or wider and rounded once.
+
+    Args:
+        weight: W `(out, in)`.
+        a: `(r, in)`.
+        b: `(out, r)`.
+        scaling: See above.
+        dtype: Of the result.
+    """
+    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scaling).to(dtype)
+
+
+def plain_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the adapter's configuration as `adapter_config.json` has it."""
+    config: Any = model.peft_config[_NAME]
+    is_scalar = isinstance(getattr(model, _HEAD, None), nn.Module)
+    own = {
+        "inference_mode": True,
+        "task_type": "SEQ_CLS" if is_scalar else "CAUSAL_LM",
+        "modules_to_save": [_HEAD] if is_scalar else None,
+        "target_modules": sorted(config.target_modules),
+        "target_parameters": None,  # peft puts an empty set there for mixtures of experts
+    }
+    return {**config.to_dict(), "peft_type": "LORA", **own}

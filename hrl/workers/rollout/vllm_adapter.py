@@ -1,0 +1,232 @@
+"""An adapter in a running vLLM engine, fed from memory: nothing is read from a folder.
+
+vLLM's LoRA manager keeps adapters by number and reads an unknown one from the path in its request. Here one number is
+given to what a weight sync brings; every request names it, and finds it loaded. The model's own weights stay as they
+were loaded from its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hrl.workers.weight_sync.wire import WeightSyncError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+
+    from hrl.models.adapter import AdapterSource
+
+#: The adapter's number and name, the same in every sync.
+ADAPTER_ID, ADAPTER_NAME = 1, "policy"
+#: Ranks for which vLLM has kernels.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def engine_options(adapter: AdapterSource | None) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine by which it takes an adapter; none where it gets a whole model.
+
+    Raises:
+        RolloutError: vLLM has no kernels for the rank.
+    """
+    if adapter is None or adapter.merge:
+        return {}
+    from hrl.workers.rollout.base import RolloutError
+
+    rank = adapter.config().r
+    if rank > RANKS[-1]:
+        raise RolloutError(
+            f"the adapter has rank {rank}, and vLLM takes {RANKS[-1]} at most: set actor_rollout_ref.model.lora.merge="
+            "true, or a smaller lora_rank"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(known for known in RANKS if known >= rank),
+    }
+
+
+def plain_fields(adapter: AdapterSource | None) -> dict[str, Any] | None:
+    """Return what the engine's processes need to know of an adapter that they get; None where they get none."""
+    if adapter is None or adapter.merge:
+        return None
+    config = adapter.config()
+    return {
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "use_rslora": config.use_rslora,
+        "target_modules": sorted(config.target_modules or ()),
+    }
+
+
+def lora_request() -> LoRARequest:
+    """Return what a request names the adapter by. Its path is never read."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "in memory")
+
+
+class _Place(NamedTuple):
+    """Where vLLM keeps a matrix: which of the layer's stacks, and which of the matrices that the layer fuses."""
+
+    layer: Any
+    stack: str
+    member: int
+    scaling: float
+
+
+class VllmAdapterWriter:
+    """Gives vLLM's LoRA manager an adapter, in place of the one before.
+
+    Args:
+        manager: vLLM's `LRUCacheLoRAModelManager`.
+        fields: See `plain_fields`.
+        vllm_config: vLLM's.
+    """
+
+    def __init__(self, manager: Any, fields: Mapping[str, Any], vllm_config: VllmConfig) -> None:
+        from vllm.lora.peft_helper import PEFTHelper
+
+        self._manager = manager
+        self._helper = PEFTHelper.from_dict(dict(fields))
+        self._dtype = vllm_config.lora_config.lora_dtype  # type: ignore[union-attr]
+        self._sent: dict[str, Tensor] = {}
+        self._places: dict[str, _Place] = {}
+
+    def begin(self) -> None:
+        """Expect a complete adapter."""
+        self._sent = {}
+
+    def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Take matrices, whose memory will be written again."""
+        self._sent |= {name: tensor.clone() for name, tensor in weights}
+
+    def finish(self, kept: Collection[str] = ()) -> None:
+        """Put the adapter into the layers' memory.
+
+        Raises:
+            WeightSyncError: The engine has no layer for a matrix, or lacks one of a pair, or finds one too large.
+        """
+        from vllm.lora.lora_model import LoRAModel
+
+        device = next(iter(self._sent.values())).device
+        try:
+            lora = LoRAModel.from_lora_tensors(
+                ADAPTER_ID,
+                {name: tensor.clone() for name, tensor in self._sent.items()},  # of which vLLM scales some in place
+                self._helper,
+                device=str(device),
+                dtype=self._dtype,
+                weights_mapper=self._mapper(),
+            )
+            places = self._places_of(lora.loras)
+            self._manager.remove_adapter(ADAPTER_ID)
+            self._manager.add_adapter(lora)
+            self._manager.activate_adapter(ADAPTER_ID)
+        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+            if isinstance(error, WeightSyncError):
+                raise
+            raise WeightSyncError(f"the engine refused the adapter: {type(error).__name__}: {error}") from error
+        self._places = places
+
+    def cancel(self) -> None:
+        """Leave what was written: the receiver counts the model as broken until the next complete adapter."""
+
+    def read_back(self, name: str) -> Tensor | None:
+        """Return a matrix as the engine has it; None where its process has only a part of it."""
+        place, sent = self._places[name], self._sent[name]
+        held: Tensor = getattr(place.layer, place.stack)[place.member][0, 0]
+        if held.shape[0] < sent.shape[0] or held.shape[1] < sent.shape[1]:
+            return None
+        held = held[: sent.shape[0], : sent.shape[1]]
+        # vLLM keeps `scaling · B`: if that is what is there, it was made of what was sent.
+        if place.stack == "lora_b_stacked" and torch.equal(held, sent * place.scaling):
+            return sent
+        return held
+
+    def _mapper(self) -> Any:
+        """Return how the model's names in a checkpoint become vLLM's; before 0.29 the mapping does nothing else."""
+        mapper: Any = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+
+    def _places_of(self, loras: Mapping[str, Any]) -> dict[str, _Place]:
+        """Return the place of every matrix that was sent."""
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        fused = {
+            part: (whole, index)
+            for whole, parts in self._manager.packed_modules.items()
+            for index, part in enumerate(parts)
+        }
+        incomplete = [name for name, lora in loras.items() if lora.lora_a is None or lora.lora_b is None]
+        if incomplete:
+            raise WeightSyncError(f"the trainer sent only one of the two matrices of {incomplete[0]}")
+        places, mapper = {}, self._mapper()
+        for name in self._sent:
+            module, is_a = parse_fine_tuned_lora_name(name, mapper)
+            whole, index = fused.get(module, (module, 0))
+            layer = self._manager.modules.get(whole)
+            if layer is None:
+                raise WeightSyncError(
+                    f"vLLM has no LoRA layer for {module}: set actor_rollout_ref.model.lora.merge=true, or leave the "
+                    "layer out (exclude_modules)"
+                )
+            stack = "lora_a_stacked" if is_a else "lora_b_stacked"
+            places[name] = _Place(layer, stack, index, loras[module].scaling)
+        return places
+
+
+def leave_ends_alone(model: nn.Module, manager: Any) -> None:
+    """Take vLLM's LoRA layers off the head, which gets no adapter, and on a CPU off the embedding.
+
+    Around a head they would compute logits in the model's dtype. On a GPU the embedding is compiled with its layer.
+    """
+    from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+
+    kinds: tuple[Any, ...] = (LogitsProcessorWithLoRA,)
+    if not torch.cuda.is_available():
+        kinds += (VocabParallelEmbeddingWithLoRA,)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, kinds):
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, module.base_layer)
+    manager.modules = {name: module for name, module in manager.modules.items() if not isinstance(module, kinds)}
+
+
+def multiply_plainly(manager: Any) -> None:
+    """Let a CPU engine multiply all tokens by the one adapter there is.
+
+    vLLM's own products on a CPU copy an adapter's matrices for every token.
+    """
+    for wrapper in manager.punica_wrapper_mapping.values():
+        wrapper.add_lora_linear = _Product(wrapper)
+
+
+class _Product:
+    """`y += scale · x Aᵀ Bᵀ`, rounded where the trainer rounds, for the adapter in the first slot."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def __call__(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Sequence[Tensor],
+        lora_b_stacked: Sequence[Tensor],
+        scale: float,
+        output_slices: Sequence[int],
+        **_: Any,
+    ) -> None:
+        if self._wrapper.no_lora:
+            return
+        start = 0
+        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            added = nn.functional.linear(nn.functional.linear(x, a[0, 0]), b[0, 0])
+            y[:, start : start + width] += added if scale == 1.0 else added * scale
+            start += width

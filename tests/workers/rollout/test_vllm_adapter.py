@@ -1,0 +1,208 @@
+"""Engines sample from a trained adapter, alone or added to its model, and refuse one that is not as it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hrl.models.adapter import AdapterSource
+from hrl.models.tokenizer import TokenIds
+from hrl.protocol import DataProto
+from hrl.workers.rollout.base import RolloutError
+from hrl.workers.rollout.host import RolloutHost
+from hrl.workers.rollout.vllm_adapter import RANKS, VllmAdapterWriter, _Place, engine_options
+from hrl.workers.weight_sync.wire import WeightSyncError
+from tests.models import tiny
+from tests.workers.asked import Actor
+from tests.workers.rollout.models import VOCAB, save_tiny_llama
+from tests.workers.rollout.settings import CPU, engine_setup, prompt_batch, sample_rows
+
+STOP, P, R = 1, 8, 12
+ADAPTER = AdapterSource(
+    rank=6,  # for which vLLM has no kernels: it takes those of 8
+    alpha=11,
+    target_modules="all-linear",
+    exclude_modules=("k_proj",),
+    use_rslora=True,
+    path=None,
+    seed=3,
+    merge=False,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def make_host(name: str, folder: Path, adapter: AdapterSource, device: torch.device = CPU) -> RolloutHost:
+    setup = engine_setup(name, folder, TokenIds(STOP, (STOP,), VOCAB), P + R, dtype="float32", device=device)
+    return RolloutHost(replace(setup, model=replace(setup.model, adapter=adapter)))
+
+
+def make_actor(folder: Path, adapter: AdapterSource, device: torch.device = CPU) -> Actor:
+    train = tiny.actor_config(optim=tiny.optim_config(lr=5e-2))
+    model = tiny.model_config(folder, adapter=adapter)
+    return Actor(model, train, tiny.fsdp_config("float32"), device=device, total_steps=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world() -> Iterator[None]:
+    with tiny.world_of_one():
+        yield
+
+
+def sampled(host: RolloutHost, seed: int = 0) -> DataProto:
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, VOCAB, (3, P), generator=generator).tolist()
+    batch = sample_rows(host, prompt_batch(prompts, 4, P), max_tokens=R)
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    batch.batch["advantages"] = torch.tensor([1.0, -1.0] * 6)[:, None] * batch.batch["response_mask"]
+    batch.meta_info["temperature"] = 1.0
+    return batch
+
+
+def difference(actor: Actor, batch: DataProto) -> float:
+    """The largest between the trainer's and the sampler's log-probs."""
+    mask = batch.batch["response_mask"].bool()
+    return float((actor.log_probs(batch).batch["old_log_probs"] - batch.batch["rollout_log_probs"])[mask].abs().max())
+
+
+def push(host: RolloutHost, actor: Actor, version: int):
+    engine = actor.engine
+    weights = engine.iter_full_params(torch.float32)
+    return host.push_weights(version, engine.param_specs(torch.float32), weights, engine.frozen_names())
+
+
+def samples_follow_every_sync(host: RolloutHost, actor: Actor, noise: float = 1e-4) -> None:
+    first = sampled(host)
+    assert difference(actor, first) < noise, "a new adapter changes nothing"
+    for version in (1, 2):
+        actor.learn(first, tiny.plan_rows(first, 1, 1).ranks[0])
+        stale = sampled(host)
+        assert difference(actor, stale) > max(1e-2, 3 * noise), "the engine has the weights of before"
+        report = push(host, actor, version)
+        # The same prompts, whose keys and values the engine would have kept.
+        again = sampled(host)
+        assert difference(actor, again) < noise
+        assert report.receivers[0].version == host.policy_version == version
+
+
+def forget(host: RolloutHost) -> None:
+    """Let the sender send other tensors than before; the receiver remembers them."""
+    host._sync.close()
+    host._sync = None
+
+
+def bytes_of(actor: Actor) -> int:
+    return sum(4 * parameter.numel() for parameter in actor.engine.optimizer.parameters)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_transformers_samples_from_the_adapter(folder, merge):
+    adapter = replace(ADAPTER, merge=merge)
+    actor = make_actor(folder, adapter)
+    with make_host("hf", folder, adapter) as host:
+        samples_follow_every_sync(host, actor)
+        report = push(host, actor, 3)
+        assert report.receivers[0].read_back == report.tensors
+        assert (report.nbytes == bytes_of(actor)) != merge
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_vllm_samples_from_the_adapter_alone(folder):
+    pytest.importorskip("vllm")
+    actor = make_actor(folder, ADAPTER)
+    with make_host("vllm", folder, ADAPTER) as host:
+        samples_follow_every_sync(host, actor)
+        report = push(host, actor, 3)
+        assert report.nbytes == bytes_of(actor)
+        assert report.receivers[0].read_back == report.tensors == 2 * 6 * 2  # all but keys, in two layers
+        good = sampled(host)
+
+        with pytest.raises(WeightSyncError, match="differ from those of the last good sync"):
+            other = make_actor(folder, replace(ADAPTER, rank=5))
+            forget(host)
+            push(host, other, 4)
+        forget(host)
+        assert torch.equal(sampled(host).batch["responses"], good.batch["responses"]), "version 3 is served"
+
+        names = {spec.name: spec for spec in actor.engine.param_specs(torch.float32)}
+        first = next(iter(names))
+        weights = dict(actor.engine.iter_full_params(torch.float32))
+        host.push_weights(5, names.values(), iter(weights.items()), actor.engine.frozen_names())
+        with pytest.raises(WeightSyncError, match="the trainer's weights end before"):
+            host.push_weights(6, (), iter([(first, weights[first])]), ())
+        assert difference(actor, sampled(host)) < 1e-4, "a sync that fails leaves the version before"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("merge", [False, True])
+def test_vllm_on_a_gpu_samples_from_the_adapter(folder, merge):
+    pytest.importorskip("vllm")
+    adapter, device = replace(ADAPTER, merge=merge), torch.device("cuda", 0)
+    actor = make_actor(folder, adapter, device)
+    with make_host("vllm", folder, adapter, device) as host:
+        samples_follow_every_sync(host, actor, noise=1e-2)
+        report = push(host, actor, 3)
+        assert report.receivers[0].read_back > 0
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_vllm_refuses_an_adapter_for_layers_that_it_does_not_have(folder):
+    pytest.importorskip("vllm")
+    with make_host("vllm", folder, ADAPTER) as host:
+        name = "base_model.model.model.layers.7.self_attn.q_proj"
+        shapes = {f"{name}.lora_A.weight": (6, 64), f"{name}.lora_B.weight": (128, 6)}
+        specs = [(key, torch.float32, shape) for key, shape in shapes.items()]
+        with pytest.raises(WeightSyncError, match=r"vLLM has no LoRA layer for model\.layers\.7\.self_attn\.q_proj"):
+            host.push_weights(1, specs, ((key, torch.zeros(shape)) for key, shape in shapes.items()), ("x",))
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_vllm_samples_from_the_model_with_the_adapter_added(folder):
+    pytest.importorskip("vllm")
+    adapter = replace(ADAPTER, merge=True)
+    actor = make_actor(folder, adapter)
+    with make_host("vllm", folder, adapter) as host:
+        samples_follow_every_sync(host, actor)
+
+
+def test_what_reads_back_is_what_the_engine_has():
+    layer = SimpleNamespace(lora_a_stacked=[torch.zeros(1, 1, 8, 4)], lora_b_stacked=[torch.zeros(1, 1, 4, 8)])
+    sent = {"a": torch.randn(6, 4).bfloat16(), "b": torch.randn(4, 6).bfloat16(), "part": torch.randn(9, 6)}
+    writer = VllmAdapterWriter.__new__(VllmAdapterWriter)
+    writer._sent = sent
+    places = {"a": "lora_a_stacked", "b": "lora_b_stacked", "part": "lora_b_stacked"}
+    writer._places = {name: _Place(layer, stack, 0, 1.3) for name, stack in places.items()}
+    layer.lora_a_stacked[0] = layer.lora_a_stacked[0].bfloat16()
+    layer.lora_b_stacked[0] = layer.lora_b_stacked[0].bfloat16()
+    layer.lora_a_stacked[0][0, 0, :6, :4] = sent["a"]
+    layer.lora_b_stacked[0][0, 0, :4, :6] = sent["b"] * 1.3
+
+    assert torch.equal(writer.read_back("a"), sent["a"]) and torch.equal(writer.read_back("b"), sent["b"])
+    assert writer.read_back("part") is None, "a process of a tensor-parallel engine has a part alone"
+    layer.lora_a_stacked[0][0, 0, 5, 3] += 1
+    layer.lora_b_stacked[0][0, 0, 3, 5] += 1
+    assert not torch.equal(writer.read_back("a"), sent["a"]) and not torch.equal(writer.read_back("b"), sent["b"])
+
+
+@pytest.mark.parametrize(("rank", "known"), [(1, 8), (8, 8), (9, 16), (512, 512)])
+def test_vllm_gets_the_next_rank_that_it_has_kernels_for(rank, known):
+    assert engine_options(replace(ADAPTER, rank=rank))["max_lora_rank"] == known
+    assert known in RANKS
+
+
+def test_a_rank_without_kernels_is_refused_and_a_merged_one_needs_none():
+    with pytest.raises(RolloutError, match=r"rank 600, and vLLM takes 512 at most: set .*lora\.merge=true"):
+        engine_options(replace(ADAPTER, rank=600))
+    assert engine_options(replace(ADAPTER, rank=600, merge=True)) == engine_options(None) == {}
