@@ -609,6 +609,10 @@ _FIXED = {
     "generation_config": "sampling follows the keys, not the model's folder",
     "distributed_executor_backend": "engine processes end with their rank",
     "worker_extension_cls": "weight sync uses it",
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype"),
+        f"an adapter is that of {MODEL}.lora_rank",
+    ),
     "data_parallel_size": "every group of processes has an engine of its own",
     "pipeline_parallel_size": "engines are tensor parallel only",
 }

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hrl.errors import HrlError
+from hrl.files import expanded
 from hrl.nearest import did_you_mean
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def adapter_of(section: LearnerConfig, seed: int) -> AdapterSource | None:
         target_modules=tuple(targets) if isinstance(targets, list) else targets,
         exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
         use_rslora=section.use_rslora,
-        path=section.lora_adapter_path,
+        path=None if section.lora_adapter_path is None else str(expanded(section.lora_adapter_path)),
         seed=seed,
         merge=isinstance(section, PolicyModelConfig) and section.lora.merge,
     )

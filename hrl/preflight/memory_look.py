@@ -63,7 +63,9 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
             findings.unchecked.append(f"memory: {error}")
             return
         except AdapterError as error:
-            findings.problem(f"{model.key.rpartition('.')[0]}.lora_rank", f"can't be used: {sentence(str(error))}")
+            by_folder = model.learner is not None and model.learner.lora_adapter_path is not None
+            key = f"{model.key.rpartition('.')[0]}.{'lora_adapter_path' if by_folder else 'target_modules'}"
+            findings.problem(key, f"can't be used: {sentence(str(error))}")
             return
         if sizes[role].adapter:
             findings.facts.append(Fact(f"adapter of {role}", _share(sizes[role])))

@@ -81,6 +81,10 @@ CASES = [
         f"engine_kwargs sets vLLM's tensor_parallel_size. Set {ROLLOUT}.tensor_model_parallel_size.",
     ),
     (
+        {f"{ROLLOUT}.engine_kwargs": {"vllm": {"enable_lora": False}}},
+        f"engine_kwargs sets vLLM's enable_lora, which is fixed: an adapter is that of {MODEL}.lora_rank.",
+    ),
+    (
         {f"{ROLLOUT}.engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
         "sets vLLM's logprobs_mode, which is fixed: log-probs are those of the distribution that was sampled from.",
     ),

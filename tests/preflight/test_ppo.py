@@ -552,6 +552,18 @@ def test_what_can_not_fit_is_refused_and_what_may_not_fit_is_noted(run, monkeypa
     assert any("may take" in note and "this machine has 2.0 GiB" in note for note in run().findings.notes)
 
 
+def test_an_adapter_is_counted_and_one_that_fits_no_layer_is_refused(run, tmp_path):
+    model = "actor_rollout_ref.model"
+    facts = dict(run(**{f"{model}.lora_rank": 4, "critic.model.lora_rank": 2}).findings.facts)
+    # Each of two layers: queries, keys, values and output of 64 × 64, and three matrices of 64 × 64.
+    assert facts["adapter of actor"].startswith(f"{4 * 2 * 7 * 128:,} weights beside 14 matrices are trained")
+    assert facts["adapter of critic"].startswith(f"{2 * 2 * 7 * 128:,} weights beside 14 matrices are trained")
+    (found,) = refused(run, **{f"{model}.lora_rank": 4, f"{model}.target_modules": ["q_prj"]})
+    assert found.startswith(f"{model}.target_modules can't be used: target_modules has 'q_prj'")
+    (found,) = refused(run, **{f"{model}.lora_adapter_path": str(tmp_path / "none")})
+    assert found.startswith(f"{model}.lora_adapter_path can't be used") and "no folder of an adapter" in found
+
+
 def test_processes_that_a_cpu_has_no_memory_for_are_to_be_fewer(run, monkeypatch):
     monkeypatch.setattr("hrl.preflight.memory_look.memory_here", lambda: 64 * 2**20)
     fewer = "fewer processes (trainer.n_gpus_per_node)"
