@@ -26,6 +26,7 @@ from hrl.api.signature import attribute_problem, explains_its_arguments
 from hrl.config.arithmetic import Fact
 from hrl.config.compose import compose_kind
 from hrl.config.load import value_problems
+from hrl.config.outline import outline_of
 from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
 from hrl.config.section import Section, leaves
@@ -353,8 +354,12 @@ class Trainer:
         """
         logger = [each for each in self.resolved().trainer.logger if each in WITHOUT_TRACKER]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hrl-"))
+        section = self._model_key.removesuffix(".path")
+        learners = [model.learner for model in outline_of(self.resolved()).models.values()]
+        is_adapter = learners[0] is not None and learners[0].trains_adapter  # the policy's, or the only one
         changed = {
-            self._model_key: str(run.model_path),
+            **({f"{section}.lora_adapter_path": str(run.model_path)} if is_adapter else {}),
+            **({} if is_adapter else {self._model_key: str(run.model_path)}),
             "trainer.default_local_dir": folder,
             "trainer.resume_mode": "disable",
             "trainer.resume_from_path": None,

@@ -162,7 +162,7 @@ class AdapterSyncConfig(Section):
 
     merge: bool = False
     """At each weight sync, send the model with the adapter added to it, rounded to the engine's dtype; false sends the
-    adapter alone, which is exact and a hundredth of the bytes."""
+    adapter alone, far fewer bytes, and rounds no sum."""
 
 
 class PolicyModelConfig(ModelConfig):

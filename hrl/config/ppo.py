@@ -65,7 +65,9 @@ class PPOTrainerConfig(WholeConfig):
             "log_prob": MicroBatches.of(policy.rollout, ROLLOUT, *scores, processes=together),
         }
         if self.needs_reference:
-            together = policy.ref.fsdp_config.ulysses_sequence_parallel_size
+            # A policy that is its own reference runs in its own groups, whatever those of a reference would be.
+            if not self.reference_is_actor:
+                together = policy.ref.fsdp_config.ulysses_sequence_parallel_size
             passes["ref"] = MicroBatches.of(policy.ref, REF, *scores, processes=together)
         if self.needs_critic:
             together = critic.model.fsdp_config.ulysses_sequence_parallel_size

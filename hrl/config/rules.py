@@ -783,7 +783,22 @@ def warnings(config: RunConfiguration) -> list[str]:
         found.append(never_best)
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
-    return [*config.remarks, *found, *_low_rates_of_adapters(config)]
+    return [*config.remarks, *found, *_low_rates_of_adapters(config), *_keys_of_no_adapter(config)]
+
+
+_OF_ADAPTERS = ("lora_alpha", "target_modules", "exclude_modules", "use_rslora")
+
+
+def _keys_of_no_adapter(config: RunConfiguration) -> Iterator[str]:
+    """Tell keys of adapters that nothing reads."""
+    default = LearnerConfig()
+    for section, learner in _learners(config).items():
+        given = [name for name in _OF_ADAPTERS if getattr(learner, name) != getattr(default, name)]
+        keys = ", ".join(f"{section}.{name}" for name in given)
+        if given and not learner.trains_adapter:
+            yield f"{keys} has no effect: {section}.lora_rank is 0, so the model itself is trained."
+        elif given and learner.lora_adapter_path is not None:
+            yield f"{keys} has no effect: the adapter in {section}.lora_adapter_path has its own."
 
 
 def _low_rates_of_adapters(config: RunConfiguration) -> Iterator[str]:
@@ -796,7 +811,7 @@ def _low_rates_of_adapters(config: RunConfiguration) -> Iterator[str]:
         rates = {"model": ("optim.lr", config.optim.lr)}
     for section, (key, rate) in rates.items():
         if learners[section].trains_adapter and 0 < rate < ADAPTER_RATE / 10:
-            yield f"{key}={rate:g} is a rate for a whole model: an adapter needs ten to thirty times that."
+            yield f"{key}={rate:g} is a rate for a whole model; adapters need larger ones."
 
 
 def _validations_without_a_checkpoint(config: RunConfiguration) -> str | None:
@@ -814,6 +829,10 @@ def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
     actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice."
+    degree = config.actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size
+    if config.reference_is_actor and degree != actor.fsdp_config.ulysses_sequence_parallel_size:
+        key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
+        yield f"{key} has no effect: the reference is the policy with its adapter off."
     if config.critic.enable and not estimator_traits(estimator).needs_critic:
         yield f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads."
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:

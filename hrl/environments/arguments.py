@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
+from hrl.environments.tool_functions import type_of
 from hrl.errors import RefusedError
 from hrl.nearest import did_you_mean
 
@@ -149,7 +150,7 @@ def _types(made: Callable[..., Any]) -> dict[str, Any]:
             continue
         if isinstance(annotation, str):
             try:
-                annotation = eval(annotation, names)  # noqa: S307  (its author's code, as `get_annotations` runs it)
+                annotation = type_of(annotation, names)
             # An import for the type checker alone, say: the text names nothing here, and may fail in any way.
             except Exception:  # noqa: BLE001
                 continue

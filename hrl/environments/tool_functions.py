@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, overload
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints, overload
 
 from hrl.errors import RefusedError
 
@@ -199,6 +200,20 @@ def a_kind(value: object) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
+def type_of(annotation: str, names: Mapping[str, Any]) -> Any:
+    """Return the type that an annotation written as a text stands for.
+
+    Args:
+        annotation: The text.
+        names: What is known where it stands.
+
+    Raises:
+        NameError, AttributeError: It names something that is not known there. Whatever else it raises is passed on.
+    """
+    holder = SimpleNamespace(__annotations__={"it": annotation})
+    return get_type_hints(holder, dict(names), include_extras=True)["it"]
+
+
 def _types_of(function: Callable[..., Any], title: str) -> dict[str, Any]:
     """Return the types of parameters, those that are written as texts looked up in the function's module.
 
@@ -217,7 +232,7 @@ def _types_of(function: Callable[..., Any], title: str) -> dict[str, Any]:
             continue
         try:
             names = getattr(wrapped, "__globals__", {})
-            types[name] = eval(annotation, names)  # noqa: S307  (its author's code, as `get_annotations` runs it)
+            types[name] = type_of(annotation, names)
         except (NameError, AttributeError) as error:
             file = Path(inspect.getsourcefile(wrapped) or wrapped.__module__).name
             raise ToolSignatureError(

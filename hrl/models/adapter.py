@@ -174,16 +174,13 @@ def _config_of(folder: Path, rank: int) -> LoraConfig:
 # ---------------------------------------------------------------------------------------------- in a model
 
 
-def add_adapter(
-    model: PreTrainedModel, source: AdapterSource, dtype: torch.dtype, *, frozen: Collection[str] = ()
-) -> None:
+def add_adapter(model: PreTrainedModel, source: AdapterSource, dtype: torch.dtype) -> None:
     """Freeze a model and put an adapter into it; a scalar head stays trained.
 
     Args:
         model: With or without storage; the adapter then has none either.
         source: Which adapter.
         dtype: Of what is trained.
-        frozen: Names of parameters that no training moves. Their layers get no adapter.
 
     Raises:
         AdapterError: The configuration names no layer of the model, or one that can have no adapter, or the folder's
@@ -192,7 +189,7 @@ def add_adapter(
     from peft import inject_adapter_in_model
 
     config = source.config()
-    config.target_modules = target_names(model, config, frozen)  # type: ignore[assignment]
+    config.target_modules = target_names(model, config)  # type: ignore[assignment]
     config.exclude_modules = None  # they are left out already
     config.modules_to_save = None  # what is trained as a whole stays where it is
     config.base_model_name_or_path = model.config.name_or_path
@@ -211,8 +208,11 @@ def add_adapter(
         _load(model, Path(source.path))
 
 
-def target_names(model: PreTrainedModel, config: LoraConfig, frozen: Collection[str] = ()) -> list[str]:
+def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the layers that get an adapter, as short as they can be.
+
+    They are linear layers of the text decoder: towers for pictures and sound, to which text gives no gradient, are
+    outside of it, and so are the heads.
 
     Raises:
         AdapterError: See `add_adapter`.
@@ -221,18 +221,21 @@ def target_names(model: PreTrainedModel, config: LoraConfig, frozen: Collection[
 
     heads = [model.get_output_embeddings(), getattr(model, _HEAD, None)]
     modules = dict(model.named_modules())
-    there = [
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear) and f"{name}.weight" not in frozen and not any(module is h for h in heads)
-    ]
+    in_decoder = {id(module) for module in model.get_decoder().modules()}
+    there = [name for name, module in modules.items() if isinstance(module, nn.Linear) and id(module) in in_decoder]
     asked = config.target_modules
     if asked == ALL_LINEAR:
         config.target_modules = there  # type: ignore[assignment]
     elif not isinstance(asked, str):
-        _require_known(asked or (), modules, there)
+        _require_known("target_modules", asked or (), modules, there)
+    if not isinstance(config.exclude_modules, str):
+        _require_known("exclude_modules", config.exclude_modules or (), modules, there)
     found = [name for name in modules if check_target_module_exists(config, name)]
-    wrong = [name for name in found if name not in there and f"{name}.weight" not in frozen]
+    wrong = [
+        name
+        for name in found
+        if name not in there and (id(modules[name]) in in_decoder or any(modules[name] is head for head in heads))
+    ]
     if wrong:
         kind = "the head, whose log-probs read its weight alone" if any(modules[wrong[0]] is h for h in heads) else ""
         raise AdapterError(
@@ -241,19 +244,23 @@ def target_names(model: PreTrainedModel, config: LoraConfig, frozen: Collection[
         )
     found = [name for name in found if name in there]
     if not found:
+        excluded = config.exclude_modules
+        without = f" without exclude_modules={_shown(excluded)}" if excluded else ""
+        is_text = isinstance(asked, str)
+        hint = f". A text is a regular expression for whole names: [{asked}] is a list" if is_text else ""
         raise AdapterError(
-            f"target_modules={_shown(asked)} without exclude_modules={_shown(config.exclude_modules)} leaves no linear "
-            f"layer of {type(model).__name__}; it has {', '.join(_ends(there)) or 'none'}"
+            f"target_modules={_shown(asked)}{without} leaves no linear layer of {type(model).__name__}; it has "
+            f"{', '.join(_ends(there)) or 'none'}{hint}"
         )
     ends = _ends(found)
     return ends if set(found) == {name for name in modules if name.rpartition(".")[2] in ends} else found
 
 
-def _require_known(asked: Iterable[str], modules: Iterable[str], there: Collection[str]) -> None:
+def _require_known(key: str, asked: Iterable[str], modules: Iterable[str], there: Collection[str]) -> None:
     for end in asked:
         if not any(name == end or name.endswith(f".{end}") for name in modules):
             hint = did_you_mean(end, _ends(there), f"There are: {', '.join(_ends(there))}.")
-            raise AdapterError(f"target_modules has {end!r}, and no layer's name ends so. {hint}")
+            raise AdapterError(f"{key} has {end!r}, and no layer's name ends so. {hint}")
 
 
 def _ends(names: Iterable[str]) -> list[str]:

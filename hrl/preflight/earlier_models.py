@@ -25,8 +25,8 @@ from hrl.report.run_folder import CONFIG, EARLIER, MODEL, RunFolder, RunFolderEr
 RunC = TypeVar("RunC", bound=RunConfiguration)
 SectionT = TypeVar("SectionT", bound=Section)
 
-_KEYS = ("path", "model_path", "tokenizer_path")
-"""Names of the keys that name a model or a tokenizer."""
+_KEYS = ("path", "model_path", "tokenizer_path", "lora_adapter_path")
+"""Names of the keys that name a model, a tokenizer or an adapter."""
 
 
 def with_earlier_models(config: RunC, ready: Preflight, folder: RunFolder) -> tuple[RunC, Preflight]:

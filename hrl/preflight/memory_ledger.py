@@ -236,6 +236,7 @@ class EngineMemory:
 
     Attributes:
         weights: Bytes of weights per process.
+        sent: Those of them that a weight sync brings.
         utilization: Share of a GPU that vLLM takes while awake.
         cache: Bytes of the KV cache on a CPU.
         one_sequence: Bytes of the KV cache for the longest sequence.
@@ -248,6 +249,7 @@ class EngineMemory:
     """
 
     weights: float
+    sent: float
     utilization: float
     cache: float
     one_sequence: float
@@ -409,6 +411,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool, is_sy
     longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
     return EngineMemory(
         weights=width * size.parameters / ranks,
+        sent=width * (size.adapter if sends_adapter else size.parameters) / ranks,
         utilization=rollout.gpu_memory_utilization,
         cache=rollout.kv_cache_gib * GIB,
         one_sequence=size.kv_bytes_per_token * width / 2 * longest / ranks,
@@ -497,7 +500,7 @@ def _machine(pools: list[_Pool], *, saves: bool) -> Ledger:
             base.append(Entry("engine weights", pool.engines * pool.engine.weights))
             base.append(Entry("KV cache", pool.engines * pool.engine.cache))
             if pool.engine.is_synced:
-                base.append(Entry("weights on their way", pool.engine.weights))
+                base.append(Entry("weights on their way", pool.engine.sent))
         base += [Entry(e.label, pool.processes * e.num_bytes) for model in pool.models for e in model.idle()]
     phases = []
     for pool in pools:

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from hrl.api.rows import UsageError
 from hrl.api.run import Run
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
+from hrl.config.section import flatten
 from hrl.errors import ConfigError
 
 TRAINERS = [hrl.PPO, hrl.GRPO, hrl.DPO, hrl.SFT, hrl.RewardModel]
@@ -70,6 +71,21 @@ def test_what_is_asked_after_training_leaves_the_store_and_the_trackers_of_the_r
     (one,) = asked
     assert (one.default_remote_dir, one.logger, one.dashboard, one.save_freq) == (None, ["console"], False, -1)
     assert one.default_local_dir != str(tmp_path) and one.resume_mode == "disable"
+
+
+@pytest.mark.parametrize(("trainer", "section"), [(hrl.GRPO, "actor_rollout_ref.model"), (hrl.SFT, "model")])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_what_is_asked_after_training_has_the_trained_model_or_the_trained_adapter_on_its_model(
+    trainer: Any, section: str, rank: int, tmp_path: Path
+) -> None:
+    made = trainer("some/model", data="a.jsonl", folder=tmp_path, lora_rank=rank)
+    run: Any = SimpleNamespace(model_path=tmp_path / "model")
+    with ExitStack() as stack:
+        config: Any = made._after_training(stack, run)
+        after = dict(flatten(config, type(config)))
+    model, adapter = after[f"{section}.path"], after[f"{section}.lora_adapter_path"]
+    trained = str(tmp_path / "model")
+    assert (model, adapter) == (("some/model", trained) if rank else (trained, None))
 
 
 @pytest.mark.parametrize(

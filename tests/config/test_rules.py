@@ -302,7 +302,7 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
     ],
 )
 def test_a_rate_of_whole_models_is_a_warning_beside_an_adapter(given, named):
-    found = [warning for warning in warnings(validate_kind(PPO, given)) if "an adapter needs" in warning]
+    found = [warning for warning in warnings(validate_kind(PPO, given)) if "adapters need larger ones" in warning]
     assert [warning.split(" is ")[0] for warning in found] == named
 
 

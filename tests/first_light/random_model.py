@@ -97,7 +97,7 @@ def build_engine(
     return Engine(
         load,
         PackedCausalLM,
-        SimpleNamespace(share_prefix=True),
+        SimpleNamespace(share_prefix=True, adapter=None),
         Training(optim=optim, grad_clip=1.0, total_steps=1, seed=0, run_folder=None) if trained else None,
         SimpleNamespace(
             dtype="bf16",

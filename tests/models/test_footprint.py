@@ -1,9 +1,12 @@
 """Sizes from a config alone are those of the model that is loaded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DeepseekV3Config
 
+from hrl.models.adapter import AdapterSource, add_adapter, is_part
 from hrl.models.footprint import FootprintError, footprint
 from hrl.models.loading import ModelSource, load_causal_lm
 from tests.models.tiny import SHAPE, save_gemma3, save_llama, save_mixture
@@ -41,6 +44,17 @@ def test_a_tower_that_text_does_not_pass_counts_in_the_parameters_alone(tmp_path
     size = footprint(source(save_gemma3(tmp_path)))
     assert size.num_layers == 2
     assert size.kv_bytes_per_token == 2 * 2 * 2 * SHAPE["num_key_value_heads"] * 8
+
+
+def test_an_adapter_counts_as_it_is_trained_and_none_of_it_is_in_a_tower(tmp_path):
+    path = save_gemma3(tmp_path)
+    adapter = AdapterSource(4, 8, "all-linear", None, False, None, seed=0, merge=False)
+    given = replace(source(path), adapter=adapter)
+    model = load_causal_lm(given, torch.float32).model
+    add_adapter(model, adapter, torch.float32)
+    parts = {name: part.numel() for name, part in model.named_parameters() if is_part(name)}
+    assert parts and not any("vision" in name for name in parts)
+    assert footprint(given).adapter == sum(parts.values())
 
 
 def test_latent_attention_caches_one_vector_for_all_heads(tmp_path):

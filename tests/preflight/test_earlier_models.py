@@ -52,11 +52,13 @@ def test_every_path_into_the_earlier_model_is_followed(
         {"actor": run / "model", "critic": run.parent / "other"},
         f"actor_rollout_ref.model.path={path}",
         f"actor_rollout_ref.model.tokenizer_path={path}",
+        f"actor_rollout_ref.model.lora_adapter_path={path}",
         "critic.model.path=other/model",
     )
     now = run / "earlier" / "1" / "model"
     assert (now / "config.json").is_file() and not (run / "model").exists()
-    assert config.actor_rollout_ref.model.path == config.actor_rollout_ref.model.tokenizer_path == str(now)
+    model = config.actor_rollout_ref.model
+    assert model.path == model.tokenizer_path == model.lora_adapter_path == str(now)
     assert config.critic.model.path == "other/model"
     assert folders == {"actor": now, "critic": run.parent / "other"}
 

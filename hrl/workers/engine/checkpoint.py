@@ -312,10 +312,14 @@ class _SavedState(BaseModel):
 def _require_base(folder: Path, state: _SavedState, base: Base) -> None:
     """Refuse weights that were trained beside others than are here."""
     if (state.base_checksum is None) != (base.checksum is None):
-        saved, here = ("the model itself", "an adapter") if base.names else ("an adapter", "the model itself")
+        if base.names:
+            raise ValueError(
+                f"{folder} holds the model itself, and this run trains an adapter: remove lora_rank, or start anew "
+                "from the model in its hf folder"
+            )
         raise ValueError(
-            f"{folder} holds {saved}, and this run trains {here}: set lora_rank to what it was, or start anew from the "
-            "model in its hf folder"
+            f"{folder} holds an adapter, and this run trains the model itself: set lora_rank to what it was, or start "
+            "anew from the folder that `hrl export` makes of it"
         )
     if base.checksum is None or state.base_checksum == base.checksum:
         return

@@ -202,9 +202,7 @@ class Engine:
             self.mesh,
             device,
             train=training is not None,
-            adapt=None
-            if adapter is None
-            else lambda model, frozen: add_adapter(model, adapter, masters, frozen=frozen),
+            adapt=None if adapter is None else lambda model: add_adapter(model, adapter, masters),
         )
         self.has_adapter = adapter is not None
         self.source_config = loaded.source_config

@@ -74,7 +74,7 @@ def build_sharded(
     device: torch.device,
     *,
     train: bool,
-    adapt: Callable[[PreTrainedModel, Collection[str]], None] | None = None,
+    adapt: Callable[[PreTrainedModel], None] | None = None,
 ) -> tuple[nn.Module, Loaded]:
     """Load, wrap and shard a model.
 
@@ -88,7 +88,7 @@ def build_sharded(
         mesh: From `build_mesh`.
         device: Of this rank.
         train: Freeze what cannot be trained, see `hrl.models.towers`.
-        adapt: `adapt(model, frozen)` puts an adapter into a model of which the parameters named are frozen already.
+        adapt: Puts an adapter into a model.
 
     Returns:
         The sharded module, and how it was loaded on rank 0 (on other ranks, how its structure was).
@@ -97,7 +97,7 @@ def build_sharded(
         loaded = load(False)
         loaded, towers = _frozen(loaded, unreachable_parameters(loaded.model) if train else ())
         if adapt is not None:
-            adapt(loaded.model, loaded.out_of_reach)
+            adapt(loaded.model)
         module = wrap(loaded.model)
         _shard(module, loaded, fsdp, mesh, towers)
         return module.to(device), loaded
@@ -106,9 +106,9 @@ def build_sharded(
     unreachable = () if full is None or not train else unreachable_parameters(full.model)
     loaded, towers = _frozen(loaded, _broadcast_object(unreachable))
     if adapt is not None:
-        adapt(loaded.model, loaded.out_of_reach)
+        adapt(loaded.model)
         if full is not None:
-            adapt(full.model, loaded.out_of_reach)
+            adapt(full.model)
     module = wrap(loaded.model)
     _shard(module, loaded, fsdp, mesh, towers)
     tied = _tied_names(module)

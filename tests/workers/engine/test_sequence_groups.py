@@ -6,6 +6,7 @@ That no gradient of any loss depends on the groups is in ``tests/workers/test_pa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from hrl.batching.plan import BatchPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.metrics import Metric, StepMetrics
+from hrl.models.adapter import AdapterSource
 from hrl.protocol import DataProto
 from hrl.trained.replay import replay
 from hrl.workers.engine.sharding import build_sequence_group
@@ -39,6 +41,9 @@ pytestmark = pytest.mark.cluster
 
 #: Micro-batches of so many tokens, whatever runs them: less than the batch has, and more than its longest row.
 BUDGET = 40
+
+
+ADAPTER = AdapterSource(4, 8, "all-linear", None, False, None, seed=3, merge=False)
 
 
 class Layout(NamedTuple):
@@ -126,6 +131,20 @@ def trained(path: Path, layout: Layout, folder: Path) -> dict[str, Any]:
     }
 
 
+def adapted(path: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """Log-probs of a policy and of its reference, the same without its adapter, after two steps of the adapter."""
+    batch, ranks = make_batch(), dist.get_world_size()
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
+    model = model_config(path, adapter=ADAPTER)
+    config = actor_config(optim=optim_config(lr=3e-2))
+    policy = Actor(model, config, layout.fsdp("float64"), device=CPU, total_steps=10)
+    policy.learn(*mine_of(layout.plan(batch, ranks, update=True), batch))
+    plan = layout.plan(batch, ranks, update=False)
+    with_it = columns(plan, batch, policy.log_probs)
+    without = columns(plan, batch, partial(policy.log_probs, without_adapter=True))
+    return with_it | {f"{name} without": column for name, column in without.items()}
+
+
 def resumed(path: Path, layout: Layout, folder: Path) -> dict[str, torch.Tensor]:
     """The second of the two updates, from what was saved after the first."""
     batch, ranks = make_batch(), dist.get_world_size()
@@ -150,6 +169,7 @@ def on_rank(rank: int, llama: Path, qwen2: Path, single: Path, root: Path) -> di
         folder = root / name
         found[name] = {"llama": results(llama, layout, "float64"), "qwen2": results(qwen2, layout, "float32")}
         found[name] |= {"trained": trained(llama, layout, folder / "state"), "resumed": resumed(llama, layout, single)}
+    found["adapted"] = {name: adapted(llama, layout) for name, layout in LAYOUTS.items()}
     for name, layout in STEPS_ALONE.items():
         found[name] = {"trained": trained(llama, layout, root / name / "state")}
     skipped(llama, PAIRS, root / "skipped")
@@ -180,6 +200,7 @@ def one(folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
             "llama": results(folders["llama"], Layout(), "float64"),
             "qwen2": results(folders["qwen2"], Layout(), "float32"),
             "trained": trained(folders["llama"], Layout(), folders["single"]),
+            "adapted": adapted(folders["llama"], Layout()),
         }
 
 
@@ -202,6 +223,14 @@ def test_log_probs_entropies_values_and_scores_are_those_of_one_rank(one, four, 
     assert len(one[family]) == 5 and all(column.any() for column in one[family].values())
     for rank in four:  # each has put the parts together
         assert distance(rank[layout][family], one[family]) <= 1e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_adapter_learns_and_is_switched_off_as_on_one_rank(one, four, layout):
+    with_it, without = one["adapted"].values()
+    assert (with_it - without).abs().max() > 1e-3, "the adapter has to have learnt something"
+    for rank in four:
+        assert distance(rank["adapted"][layout], one["adapted"]) <= 1e-9
 
 
 @pytest.mark.parametrize("layout", EVERY)
