@@ -33,7 +33,7 @@ PYTHON = sorted(path for path in EXAMPLES.glob("*.py") if path.stem != "own_work
 YAML = sorted(EXAMPLES.glob("*.yaml"))
 KIND_OF = {"judge": "rm"}
 """Kinds of run of the YAML files; the others are of a policy."""
-IN_PYTHON_ONLY = {"brevity", "calculator", "guess", "own_worker"}
+IN_PYTHON_ONLY = {"brevity", "calculator", "maze", "own_worker"}
 """A class of the trainer or a worker, which no key names, and rows that no file holds; docs/examples.md says so."""
 OF_OBJECTS = {
     "arithmetic": {"data.train_files", "data.val_files", "reward.functions", "trainer.total_epochs"},
