@@ -11,12 +11,14 @@ from typing import Any
 
 from hrl.cluster.precision import with_dtypes
 from hrl.config.changes import Change, changes
-from hrl.config.outline import Outline, RunConfiguration
+from hrl.config.outline import Outline, RunConfiguration, outline_of
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import FolderPlan
 from hrl.preflight.machine_look import gpus_here, joins_a_cluster
 
 _SEED = "trainer.seed"
+_OF_ADAPTERS = ("lora_alpha", "use_rslora", "target_modules", "exclude_modules")
+"""What an adapter's weights mean, and where they are, in the section of a model that learns."""
 #: Roles whose models may change: nothing of theirs is learnt in a run that samples.
 _FROZEN = ("rm",)
 #: What a run says of itself; a trainer that was built by hand, or an older version of hrl, says nothing.
@@ -73,10 +75,14 @@ def look_at_changes(
 
 
 def _of_keys(findings: Findings, config: RunConfiguration, plan: FolderPlan) -> Iterator[Change]:
-    """Yield the keys with another value; a run that continues is refused another seed."""
+    """Yield the keys with another value; a run that continues is refused another seed, and another adapter."""
+    learners = {model.key.rpartition(".")[0]: model.learner for model in outline_of(config).models.values()}
     for each in changes(plan.state["config"], _resolved(config)):
-        if each.key == _SEED and plan.continues:
-            _refuse(findings, plan, _SEED, f"is {each.new}, and was {each.old}", f"Set {_SEED}={each.old}")
+        section, _, name = each.key.rpartition(".")
+        learner = learners.get(section)
+        is_of_adapter = name in _OF_ADAPTERS and learner is not None and learner.trains_adapter
+        if plan.continues and (each.key == _SEED or is_of_adapter):
+            _refuse(findings, plan, each.key, f"is {each.new}, and was {each.old}", f"Set {each.key}={each.old}")
         elif each.new != "auto":
             yield each
 

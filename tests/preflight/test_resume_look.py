@@ -97,6 +97,16 @@ def test_another_seed_model_tokenizer_kind_and_critic_are_refused_by_key(
     assert problem.key == key and says in problem.what and problem.hint
 
 
+@pytest.mark.parametrize("key", ["lora_alpha=8", "use_rslora=true", "target_modules=[q_proj]"])
+def test_an_adapter_that_would_mean_something_else_is_refused_where_its_run_goes_on(key: str) -> None:
+    section = "actor_rollout_ref.model"
+    saved = state(f"{section}.lora_rank=4")
+    (problem,) = looked(saved, f"{section}.lora_rank=4", f"{section}.{key}").problems
+    assert problem.key == f"{section}.{key.partition('=')[0]}" and "would be those of another run" in problem.what
+    assert not looked(saved, f"{section}.lora_rank=4", f"{section}.{key}", own=False).problems
+    assert not looked(state(), f"{section}.{key}").problems, "nothing reads it without an adapter"
+
+
 def test_a_critic_that_nobody_would_train_is_refused_in_the_run_s_own_folder() -> None:
     saved = state("algorithm.adv_estimator=gae", ranks={"actor": 1, "critic": 1})
     (problem,) = looked(saved, "algorithm.adv_estimator=grpo").problems
