@@ -223,18 +223,21 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     modules = dict(model.named_modules())
     in_decoder = {id(module) for module in model.get_decoder().modules()}
     there = [name for name, module in modules.items() if isinstance(module, nn.Linear) and id(module) in in_decoder]
+    linear = set(there)
     asked = config.target_modules
     if asked == ALL_LINEAR:
-        config.target_modules = there  # type: ignore[assignment]
+        config.target_modules = linear  # type: ignore[assignment]
     elif not isinstance(asked, str):
         _require_known("target_modules", asked or (), modules, there)
     if not isinstance(config.exclude_modules, str):
         _require_known("exclude_modules", config.exclude_modules or (), modules, there)
-    found = [name for name in modules if check_target_module_exists(config, name)]
+    # peft compares a name that is no target with the ends of all: slow where every layer of a large mixture is one.
+    candidates = there if asked == ALL_LINEAR else modules
+    found = [name for name in candidates if check_target_module_exists(config, name)]
     wrong = [
         name
         for name in found
-        if name not in there and (id(modules[name]) in in_decoder or any(modules[name] is head for head in heads))
+        if name not in linear and (id(modules[name]) in in_decoder or any(modules[name] is head for head in heads))
     ]
     if wrong:
         kind = "the head, whose log-probs read its weight alone" if any(modules[wrong[0]] is h for h in heads) else ""
@@ -242,7 +245,7 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
             f"target_modules={_shown(asked)} names {wrong[0]}, {kind or f'a {type(modules[wrong[0]]).__name__}'}: an "
             f"adapter is for linear layers ({', '.join(_ends(there)) or 'this model has none'})"
         )
-    found = [name for name in found if name in there]
+    found = [name for name in found if name in linear]
     if not found:
         excluded = config.exclude_modules
         without = f" without exclude_modules={_shown(excluded)}" if excluded else ""
