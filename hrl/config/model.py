@@ -20,6 +20,8 @@ def _spelt(names: dict[str, str]) -> BeforeValidator:
     return BeforeValidator(translate)
 
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM has kernels; a smaller adapter takes those of the next."""
 ADAPTER_RATE = 5e-4
 """A learning rate at which the adapter of a small model learns; whole models take a tenth and less."""
 

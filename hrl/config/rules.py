@@ -15,6 +15,7 @@ from hrl.algos.registry import (
 from hrl.config.alarms import SAMPLER_GAP
 from hrl.config.model import (
     ADAPTER_RATE,
+    LORA_RANKS,
     CheckpointConfig,
     FsdpConfig,
     LearnerConfig,
@@ -586,9 +587,6 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
 
 _ENGINES = ("vllm", "hf", "scripted")
 
-LARGEST_RANK = 512
-"""The largest rank for which vLLM has kernels."""
-
 _ELSEWHERE = ("sglang", "trtllm")
 """Engines of verl that hrl does not have."""
 
@@ -685,8 +683,8 @@ def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[
 def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Problem]:
     """vLLM takes an adapter alone up to a rank."""
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
-    if engine == "vllm" and not model.lora.merge and model.lora_rank > LARGEST_RANK:
-        what = f"is {model.lora_rank}, and vLLM takes adapters up to rank {LARGEST_RANK}."
+    if engine == "vllm" and not model.lora.merge and model.lora_rank > LORA_RANKS[-1]:
+        what = f"is {model.lora_rank}, and vLLM takes adapters up to rank {LORA_RANKS[-1]}."
         yield Problem(
             f"{MODEL}.lora_rank", what, f"Lower it, or set {MODEL}.lora.merge=true.", (f"{MODEL}.lora.merge",)
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import hrl
 from hrl.cluster.checkpoints import STATE_FILE
@@ -162,14 +162,7 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
         raise ExportError(
             f"{trained.checkpoint} lies in no run's folder: config.yaml names the model that it began with"
         )
-    overrides = model_keys.get("override_config") or {}
-    base = _Base(
-        model_keys["path"],
-        is_scalar=role == "rm",
-        overrides=overrides,
-        trusts_code=bool(model_keys.get("trust_remote_code")),
-        tokenizer=model_keys.get("tokenizer_path"),
-    )
+    base = _Base.of(model_keys, model_keys["path"], is_scalar=role == "rm")
     loaded = base.load(_adapter_of(model_keys))
     held = {f"model.{PREFIX}{name}": each for name, each in loaded.model.named_parameters() if each.requires_grad}
     _read_shards(shards, {name: each.detach() for name, each in held.items()})
@@ -184,13 +177,7 @@ def _from_adapter(trained: Trained, out: Path, dtype: str | None) -> str:
     path = model_keys.get("path") or said.get("base_model_name_or_path")
     if not path:
         raise ExportError(f"{folder / CONFIG_FILE} does not name its model: set base_model_name_or_path there")
-    base = _Base(
-        path,
-        is_scalar=said.get("task_type") == "SEQ_CLS",
-        overrides=model_keys.get("override_config") or {},
-        trusts_code=bool(model_keys.get("trust_remote_code")),
-        tokenizer=model_keys.get("tokenizer_path"),
-    )
+    base = _Base.of(model_keys, path, is_scalar=said.get("task_type") == "SEQ_CLS")
     source = AdapterSource(
         rank=0, alpha=1, target_modules=(), exclude_modules=None, use_rslora=False, path=str(folder), seed=0, merge=True
     )
@@ -225,6 +212,17 @@ class _Base:
     overrides: Mapping[str, Any]
     trusts_code: bool
     tokenizer: str | None
+
+    @classmethod
+    def of(cls, model_keys: Mapping[str, Any], path: str, *, is_scalar: bool) -> Self:
+        """Return the model at a path, read as the keys of a run's model say."""
+        return cls(
+            path,
+            is_scalar,
+            overrides=model_keys.get("override_config") or {},
+            trusts_code=bool(model_keys.get("trust_remote_code")),
+            tokenizer=model_keys.get("tokenizer_path"),
+        )
 
     @cached_property
     def folder(self) -> Path:

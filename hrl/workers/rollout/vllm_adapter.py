@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hrl.config.model import LORA_RANKS
 from hrl.workers.weight_sync.wire import WeightSyncError
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 #: The adapter's number and name, the same in every sync.
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
-#: Ranks for which vLLM has kernels.
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def engine_options(adapter: AdapterSource | None) -> dict[str, Any]:
@@ -38,16 +37,16 @@ def engine_options(adapter: AdapterSource | None) -> dict[str, Any]:
     from hrl.workers.rollout.base import RolloutError
 
     rank = adapter.config().r
-    if rank > RANKS[-1]:
+    if rank > LORA_RANKS[-1]:
         raise RolloutError(
-            f"the adapter has rank {rank}, and vLLM takes {RANKS[-1]} at most: set actor_rollout_ref.model.lora.merge="
-            "true, or a smaller lora_rank"
+            f"the adapter has rank {rank}, and vLLM takes {LORA_RANKS[-1]} at most: set "
+            "actor_rollout_ref.model.lora.merge=true, or a smaller lora_rank"
         )
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": next(known for known in RANKS if known >= rank),
+        "max_lora_rank": next(known for known in LORA_RANKS if known >= rank),
     }
 
 

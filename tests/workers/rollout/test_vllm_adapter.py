@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hrl.config.model import LORA_RANKS
 from hrl.models.adapter import AdapterSource
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
 from hrl.workers.rollout.base import RolloutError
 from hrl.workers.rollout.host import RolloutHost
-from hrl.workers.rollout.vllm_adapter import RANKS, VllmAdapterWriter, _Place, engine_options
+from hrl.workers.rollout.vllm_adapter import VllmAdapterWriter, _Place, engine_options
 from hrl.workers.weight_sync.wire import WeightSyncError
 from tests.models import tiny
 from tests.workers.asked import Actor
@@ -199,7 +200,7 @@ def test_what_reads_back_is_what_the_engine_has():
 @pytest.mark.parametrize(("rank", "known"), [(1, 8), (8, 8), (9, 16), (512, 512)])
 def test_vllm_gets_the_next_rank_that_it_has_kernels_for(rank, known):
     assert engine_options(replace(ADAPTER, rank=rank))["max_lora_rank"] == known
-    assert known in RANKS
+    assert known in LORA_RANKS
 
 
 def test_a_rank_without_kernels_is_refused_and_a_merged_one_needs_none():
