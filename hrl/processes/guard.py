@@ -39,6 +39,8 @@ _TRACKER_GRACE_S = 4.0
 """On a busy machine a tracker takes seconds to notice that the others have ended, and to unlink what they left."""
 _POLL_S = 0.05
 _NOT_FOUND = 127
+_NUM_THREADS = 17
+"""Its place in /proc/PID/stat behind the name."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals that ask a command to end, which schedulers and terminals send to all processes of a job; a guard has to
 outlive its leader."""
@@ -61,14 +63,18 @@ class ProcessEntry:
 
 
 def process_table() -> list[ProcessEntry]:
-    """Return the processes of this machine that are alive (zombies are not)."""
+    """Return the processes of this machine that are alive.
+
+    Zombies are not, but for those of which only the first thread has ended: the others run on, and children of theirs
+    still have the process as their parent.
+    """
     entries = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
             continue
-        if fields[0] not in "ZX":
+        if fields[0] not in "ZX" or int(fields[_NUM_THREADS]) > 1:
             entries.append(ProcessEntry(int(path.parent.name), int(fields[1]), int(fields[2]), fields[19]))
     return entries
 
@@ -221,23 +227,26 @@ class _Run:
 
     def has_ended(self) -> bool:
         """Return whether its process has ended; also takes note of others that have."""
-        with contextlib.suppress(ChildProcessError):  # there is none left
+        self._is_anyone_left()
+        return self._status is not None
+
+    def _is_anyone_left(self) -> bool:
+        """Take note of who has ended; return whether this process has children, as it has while a descendant lives."""
+        with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if ended[0] == self._pid:
                     self._status = ended[1]
-        return self._status is not None
+            return True
+        return False
 
     def kill_all(self) -> None:
         """Kill what descends from this process, at once; resource trackers may clear up behind the others."""
         trackers_until = time.monotonic() + _TRACKER_GRACE_S
         deadline = trackers_until + _GRACE_S
-        while time.monotonic() < deadline:
-            self.has_ended()
-            left = _with_descendants({os.getpid()}, process_table()) - {os.getpid()}
-            if not left:
-                return
+        # The table is read line by line while parents end, so that a look may miss a descendant.
+        while self._is_anyone_left() and time.monotonic() < deadline:
             spared = time.monotonic() < trackers_until
-            for pid in left:
+            for pid in _with_descendants({os.getpid()}, process_table()) - {os.getpid()}:
                 if not (spared and _is_resource_tracker(pid)):
                     _send(pid, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, _POLL_S)

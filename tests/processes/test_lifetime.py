@@ -68,6 +68,18 @@ sys.stdin.readline()
 exec(sys.argv[1])
 """
 
+HEADLESS = """
+import ctypes, os, subprocess, threading, time
+
+def go_on():
+    child = subprocess.Popen(["setsid", "sleep", "600"], stdout=subprocess.DEVNULL)
+    print(os.getpid(), child.pid, flush=True)
+    time.sleep(600)
+
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)  # exit(2) ends the calling thread alone
+"""
+
 MARKING = """
 import os, subprocess, sys
 from hrl.processes.child_environment import changed_environment
@@ -209,6 +221,18 @@ def test_sigterm_to_a_guard_kills_all_at_once_also_what_is_stopped(tmp_path: Pat
     guarded.terminate()
     assert guarded.wait(30) == -signal.SIGKILL
     assert not still_alive(started.values(), within_s=0.0)
+
+
+def test_a_process_whose_first_thread_has_ended_does_not_escape_its_guard() -> None:
+    guarded = subprocess.Popen(under_guard([sys.executable, "-c", HEADLESS]), stdout=subprocess.PIPE, text=True)
+    pid, child = map(int, guarded.stdout.readline().split())
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert psutil.Process(pid).num_threads() == 2, "the other runs on"
+    guarded.terminate()
+    assert guarded.wait(30) == -signal.SIGKILL
+    assert not psutil.pid_exists(pid)
+    assert not still_alive([child], within_s=0.0)
 
 
 def test_what_a_guarded_process_started_ends_with_its_owner_that_gets_sigkill(tmp_path: Path) -> None:
