@@ -66,7 +66,7 @@ class OfflineModelConfig(ModelConfig):
 
 
 class OfflineOptimConfig(OptimConfig):
-    """`optim.*`: AdamW and its learning-rate schedule."""
+    """`optim.*`: the optimizer and its learning-rate schedule."""
 
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""

@@ -20,6 +20,7 @@ from hrl.config.model import (
     FsdpConfig,
     LearnerConfig,
     MicroBatches,
+    OptimConfig,
     ShardingConfig,
 )
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
@@ -218,6 +219,31 @@ def _trained_shards(config: RunConfiguration) -> dict[str, FsdpConfig]:
         return {"model.fsdp_config": config.model.fsdp_config}
     found = {f"{ACTOR}.fsdp_config": config.actor_rollout_ref.actor.fsdp_config}
     return found | ({"critic.model.fsdp_config": config.critic.model.fsdp_config} if config.needs_critic else {})
+
+
+def trained_parts(config: RunConfiguration) -> dict[str, tuple[OptimConfig, str, FsdpConfig]]:
+    """Return the optimizer of every model that is trained, by its section, with the section of its sharding and it."""
+    if isinstance(config, OfflineConfig):
+        return {"optim": (config.optim, "model.fsdp_config", config.model.fsdp_config)}
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    found = {f"{ACTOR}.optim": (actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)}
+    of_critic = (critic.optim, "critic.model.fsdp_config", critic.model.fsdp_config)
+    return found | ({"critic.optim": of_critic} if config.needs_critic else {})
+
+
+def an_optimizer_steps_where_it_can(config: RunConfiguration) -> Iterator[Problem]:
+    """Only AdamW's moments visit the GPU, and Muon's products of matrices take too long on a CPU."""
+    for section, (optim, key, sharding) in trained_parts(config).items():
+        if sharding.offload_policy and optim.name == "muon":
+            what = f"takes the optimizer's step on the CPU, and {section}.name=muon multiplies matrices, minutes long."
+            hint = f"Set it to false, or {section}.name to another optimizer."
+            yield Problem(f"{key}.offload_policy", what, hint, (f"{section}.name",))
+        if sharding.optimizer_offload and not sharding.offload_policy and optim.name != "adamw":
+            what = (
+                f"moves AdamW's moments, and {section}.name={optim.name} keeps its state, which is smaller, on the GPU."
+            )
+            hint = f"Set it to false, or {section}.name=adamw."
+            yield Problem(f"{key}.optimizer_offload", what, hint, (f"{section}.name",))
 
 
 def gradients_have_their_range(config: RunConfiguration) -> Iterator[Problem]:
@@ -728,6 +754,7 @@ PPO_RULES: tuple[Rule, ...] = (
     engine_holds_whole_sequences,
     engines_are_told_what_is_theirs,
     gradients_have_their_range,
+    an_optimizer_steps_where_it_can,
     roles_have_pools,
     something_scores,
     custom_class_is_complete,
@@ -755,6 +782,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     one_console_writes,
     one_offline_row_fits_the_token_budget,
     gradients_have_their_range,
+    an_optimizer_steps_where_it_can,
     shards_divide_the_processes,
     validation_has_rows,
     resume_names_its_folder,
@@ -781,7 +809,8 @@ def warnings(config: RunConfiguration) -> list[str]:
         found.append(never_best)
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
-    return [*config.remarks, *found, *_low_rates_of_adapters(config), *_keys_of_no_adapter(config)]
+    found += [*_low_rates_of_adapters(config), *_keys_of_no_adapter(config), *_idle_keys_of_memory(config)]
+    return [*config.remarks, *found]
 
 
 _OF_ADAPTERS = ("lora_alpha", "target_modules", "exclude_modules", "use_rslora")
@@ -797,6 +826,17 @@ def _keys_of_no_adapter(config: RunConfiguration) -> Iterator[str]:
             yield f"{keys} has no effect: {section}.lora_rank is 0, so the model itself is trained."
         elif given and learner.lora_adapter_path is not None:
             yield f"{keys} has no effect: the adapter in {section}.lora_adapter_path has its own."
+
+
+def _idle_keys_of_memory(config: RunConfiguration) -> Iterator[str]:
+    """Tell keys by which memory would be saved that nothing reads."""
+    for _, key, sharding in trained_parts(config).values():
+        idle = [f"{key}.{name}" for name in ("param_offload", "optimizer_offload") if getattr(sharding, name)]
+        if sharding.offload_policy and idle:
+            yield f"{', '.join(idle)} has no effect: {key}.offload_policy keeps weights and moments in host memory."
+    for section, model in _learners(config).items():
+        if model.recompute_num_layers is not None and not model.enable_gradient_checkpointing:
+            yield f"{section}.recompute_num_layers has no effect: {section}.enable_gradient_checkpointing is false."
 
 
 def _low_rates_of_adapters(config: RunConfiguration) -> Iterator[str]:

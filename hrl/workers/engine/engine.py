@@ -23,10 +23,11 @@ from hrl.models.adapter import add_adapter, is_part
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.dtypes import dtype_of
 from hrl.models.flops import ModelFlops, peak_flops
-from hrl.models.loading import Loaded
+from hrl.models.loading import Loaded, hidden_matrices
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
 from hrl.profiling.spans import CHECKSUM, OPTIMIZER, span
+from hrl.workers.engine.activations import ActivationOffload
 from hrl.workers.engine.background import BackgroundWriter
 from hrl.workers.engine.casts import keeps_cast_parameters
 from hrl.workers.engine.checkpoint import (
@@ -42,7 +43,7 @@ from hrl.workers.engine.checksum import Checksums, WeightsDifferError, first_ele
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
-from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded
+from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded, offload_policy
 from hrl.workers.engine.snapshot import Snapshot
 from hrl.workers.engine.weights import (
     PREFIX,
@@ -195,6 +196,11 @@ class Engine:
         masters = dtype_of(fsdp.model_dtype)
         # Of weights that are not trained no update reads more than matrix products do.
         dtype = masters if adapter is None else dtype_of(fsdp.dtype)
+        # On a CPU there is nothing to gain: the host's memory is the device's.
+        movable = device.type != "cpu"
+        policy = offload_policy(fsdp, device)
+        #: Where the sharded weights are while they are not at work.
+        home = device if policy is None else torch.device("cpu")
         self.module, loaded = build_sharded(
             lambda meta: load(source, dtype, meta=meta),
             wrap,
@@ -203,6 +209,7 @@ class Engine:
             device,
             train=training is not None,
             adapt=None if adapter is None else lambda model: add_adapter(model, adapter, masters),
+            policy=policy,
         )
         self.has_adapter = adapter is not None
         self.source_config = loaded.source_config
@@ -210,8 +217,8 @@ class Engine:
         self.flops = ModelFlops.of(loaded.model)
         self.frozen: frozenset[str] = frozenset()
         self._out_of_reach = frozenset(PREFIX + name for name in loaded.out_of_reach)
-        # On a CPU there is nothing to gain: the host's memory is the device's.
-        movable = device.type != "cpu"
+        if movable and training is not None and source.enable_activation_offload:
+            ActivationOffload(device).attach(self.module)
         self.optimizer: Optimizer | None = None
         if training is None:
             self.module.requires_grad_(False)
@@ -219,8 +226,16 @@ class Engine:
         else:
             parameters = self.module.named_parameters()
             self.frozen = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
-            self.optimizer = Optimizer(self.module, training, device=device, offload=movable and fsdp.optimizer_offload)
-        self.host_copies = HostCopies(self.module, device) if movable and fsdp.param_offload else None
+            matrices = {id(matrix) for matrix in hidden_matrices(loaded.model)}
+            self.optimizer = Optimizer(
+                self.module,
+                training,
+                device=home,
+                offload=movable and fsdp.optimizer_offload and policy is None,
+                matrices={name for name, parameter in self.module.named_parameters() if id(parameter) in matrices},
+            )
+        moves = movable and fsdp.param_offload and policy is None
+        self.host_copies = HostCopies(self.module, device) if moves else None
         self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
         self._is_changed = False
         begins = {} if training is None else first_elements(self.module)
@@ -234,8 +249,10 @@ class Engine:
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
         self._snapshot_memory: dict[str, Tensor] = {}
-        self._frees_memory = self.host_copies is not None or (
-            self.optimizer is not None and self.optimizer.adamw.offload
+        self._frees_memory = (
+            policy is not None
+            or self.host_copies is not None
+            or (self.optimizer is not None and self.optimizer.rule.offload)
         )
         self.offload()
 

@@ -30,7 +30,7 @@ from hrl.errors import NonFiniteError
 from hrl.files import write_whole
 from hrl.workers.engine.checksum import of_all_ranks
 from hrl.workers.engine.host_memory import local
-from hrl.workers.engine.optim import MOMENTS, Optimizer, StepReport, names_of_nonfinite
+from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
@@ -161,9 +161,10 @@ def check_state(module: nn.Module, optimizer: Optimizer, after: str) -> None:
     """
     trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
     tensors = {f"weight {name}": local(parameter.detach()) for name, parameter in trained}
-    if not optimizer.adamw.offload:
+    if not optimizer.rule.offload:
         for parameter, name in optimizer.names.items():
-            tensors |= {f"{moment} of {name}": local(optimizer.adamw.state[parameter][moment]) for moment in MOMENTS}
+            state = {f"{part} of {name}": local(tensor) for part, tensor in optimizer.rule.state[parameter].items()}
+            tensors |= {part: tensor for part, tensor in state.items() if tensor.is_floating_point()}
     # A norm is read as fast as memory is. It may overflow where all numbers are finite: then they are looked at.
     norms = torch.stack([norm.double() for norm in torch._foreach_norm([*tensors.values()])])
     if not any(of_all_ranks(norms.isfinite().logical_not().sum())):

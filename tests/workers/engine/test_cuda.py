@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl.batching.plan import RankPlan
 from hrl.protocol import DataProto
-from hrl.workers.engine.optim import AdamW, round_stochastically
+from hrl.workers.engine.adamw import AdamW
+from hrl.workers.engine.rounding import round_stochastically
 from hrl.workers.policy import Policy
 from tests.models.tiny import (
     SHAPE,
@@ -56,7 +57,7 @@ def moments_of(policy: Policy) -> dict[str, torch.Tensor]:
     """Both moments of every parameter."""
     optimizer = policy.engine.optimizer
     return {
-        f"{key}.{name}": optimizer.adamw.state[parameter][key].to_local()
+        f"{key}.{name}": optimizer.rule.state[parameter][key].to_local()
         for parameter, name in optimizer.names.items()
         for key in ("exp_avg", "exp_avg_sq")
     }
