@@ -25,6 +25,9 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTER_RATE = 5e-4
 """A learning rate at which the adapter of a small model learns; whole models take a tenth and less."""
 
+LEAST_RELATIVE_RATE = 1e-5
+"""A smaller rate is none for Adafactor: where weights are about 0.02, an AdamW rate of 1e-6 moves them as 5e-5 does."""
+
 DType = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(_LONG_NAMES)]
 """`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
 Content = Literal["model", "optimizer", "extra", "hf_model"]

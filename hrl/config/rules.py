@@ -15,6 +15,7 @@ from hrl.algos.registry import (
 from hrl.config.alarms import SAMPLER_GAP
 from hrl.config.model import (
     ADAPTER_RATE,
+    LEAST_RELATIVE_RATE,
     LORA_RANKS,
     CheckpointConfig,
     FsdpConfig,
@@ -810,6 +811,7 @@ def warnings(config: RunConfiguration) -> list[str]:
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
     found += [*_low_rates_of_adapters(config), *_keys_of_no_adapter(config), *_idle_keys_of_memory(config)]
+    found += _rates_of_adamw(config)
     return [*config.remarks, *found]
 
 
@@ -837,6 +839,13 @@ def _idle_keys_of_memory(config: RunConfiguration) -> Iterator[str]:
     for section, model in _learners(config).items():
         if model.recompute_num_layers is not None and not model.enable_gradient_checkpointing:
             yield f"{section}.recompute_num_layers has no effect: {section}.enable_gradient_checkpointing is false."
+
+
+def _rates_of_adamw(config: RunConfiguration) -> Iterator[str]:
+    """Tell a rate at which a relative step is next to none."""
+    for section, (optim, _, _) in trained_parts(config).items():
+        if optim.name == "adafactor" and 0 < optim.lr < LEAST_RELATIVE_RATE:
+            yield f"{section}.lr={optim.lr:g} is a rate for AdamW; adafactor's is relative to the size of a weight."
 
 
 def _low_rates_of_adapters(config: RunConfiguration) -> Iterator[str]:

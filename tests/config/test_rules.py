@@ -210,6 +210,15 @@ CASES = [
         {f"{MODEL}.lora_rank": 600},
         f"{MODEL}.lora_rank is 600, and vLLM takes adapters up to rank 512. Lower",
     ),
+    (
+        {f"{ACTOR}.optim.name": "muon", f"{ACTOR}.fsdp_config.offload_policy": True},
+        f"{ACTOR}.fsdp_config.offload_policy takes the optimizer's step on the CPU, and {ACTOR}.optim.name=muon",
+    ),
+    (
+        {f"{ACTOR}.optim.name": "adamw8bit", f"{ACTOR}.fsdp_config.optimizer_offload": True},
+        f"{ACTOR}.fsdp_config.optimizer_offload moves AdamW's moments, and {ACTOR}.optim.name=adamw8bit",
+    ),
+    ({f"{ACTOR}.optim.name": "sgd"}, f"{ACTOR}.optim.name"),
     ({f"{MODEL}.target_modules": "*_proj"}, f"{MODEL}.target_modules is '*_proj', which is no regular expression"),
     ({"critic.model.exclude_modules": []}, "critic.model.exclude_modules is an empty list."),
     (
@@ -304,6 +313,25 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
 def test_a_rate_of_whole_models_is_a_warning_beside_an_adapter(given, named):
     found = [warning for warning in warnings(validate_kind(PPO, given)) if "adapters need larger ones" in warning]
     assert [warning.split(" is ")[0] for warning in found] == named
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {f"{ACTOR}.fsdp_config.offload_policy": True, f"{ACTOR}.fsdp_config.param_offload": True},
+            f"{ACTOR}.fsdp_config.param_offload has no effect: {ACTOR}.fsdp_config.offload_policy",
+        ),
+        (
+            {f"{MODEL}.recompute_num_layers": 2, f"{MODEL}.enable_gradient_checkpointing": False},
+            f"{MODEL}.recompute_num_layers has no effect: {MODEL}.enable_gradient_checkpointing is false.",
+        ),
+        ({f"{ACTOR}.optim.name": "adafactor"}, f"{ACTOR}.optim.lr=1e-06 is a rate for AdamW"),
+    ],
+)
+def test_a_key_of_memory_that_nothing_reads_and_a_rate_of_another_optimizer_are_warnings(given, sentence):
+    assert [warning for warning in warnings(validate_kind(PPO, given)) if warning.startswith(sentence)]
+    assert not [warning for warning in warnings(validate_kind(PPO, {})) if warning.startswith(sentence)]
 
 
 def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():

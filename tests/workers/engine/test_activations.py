@@ -73,9 +73,9 @@ def test_gradients_are_those_of_layers_that_all_recompute(folder: Path, first: i
 class Layer(GradientCheckpointingLayer):
     """Squares its input twice, so it saves the input and the square, and has a weight that is saved too."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, width: int = 64) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, device=device))
+        self.weight = nn.Parameter(torch.ones(width, width, device=device))
         self.runs = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -167,6 +167,39 @@ def test_small_tensors_and_passes_without_gradients_are_left_alone() -> None:
     with FakeDevice() as recorded, torch.no_grad():
         module(torch.empty(256, WIDTH, device=DEVICE))
         assert recorded.copies == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_on_a_gpu_activations_of_two_layers_are_there_at_once_and_no_gradient_changes(recompute: bool) -> None:
+    device, rows, width, layers = torch.device("cuda", 0), 8192, 1024, 16
+
+    def run(*, offload: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        module = nn.Sequential(*(Layer(device, width) for _ in range(layers)))
+        for layer in module:
+            nn.init.normal_(layer.weight, std=width**-0.5)
+        if recompute:
+            recompute_layers(module)
+        if offload:
+            ActivationOffload(device).attach(module)
+        found = []
+        for _ in range(2):
+            inputs = torch.linspace(-1, 1, rows * width, device=device).view(rows, width).requires_grad_()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            module(inputs).square().sum().backward()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            found += [inputs.grad.cpu(), *(layer.weight.grad.cpu() for layer in module)]
+        return found, peak
+
+    (stayed, all_of_it), (left, peak) = run(offload=False), run(offload=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(left, stayed, strict=True))
+    each = (1 if recompute else 3) * 4 * rows * width
+    assert all_of_it > layers * each * 0.9
+    assert peak < 3 * each + 10 * 4 * rows * width + layers * 4 * width * width
 
 
 def test_torchs_checkpoint_gives_its_inputs_to_the_hooks() -> None:

@@ -94,12 +94,13 @@ def moved(name: str, dtype: torch.dtype, mesh: Any = None, replicas: int = 1, **
             return tensor
         return distribute_tensor(tensor, mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)])
 
-    mine = {each: nn.Parameter(lay(start(each).to(dtype))) for each in SHAPES}
+    device = options.get("device", CPU)
+    mine = {each: nn.Parameter(lay(start(each).to(device, dtype))) for each in SHAPES}
     rule = rule_of(name, {parameter: each for each, parameter in mine.items()}, **options)
     keys = {each: rule.state[parameter].keys() for each, parameter in mine.items()}
     for step in range(4):
         for each, parameter in mine.items():
-            parameter.grad = None if each == "c" and step < 2 else lay(gradient(each, step).to(dtype))
+            parameter.grad = None if each == "c" and step < 2 else lay(gradient(each, step).to(device, dtype))
         rule.step(0.02)
     assert {each: rule.state[parameter].keys() for each, parameter in mine.items()} == keys
     assert [rule.steps[parameter] for parameter in mine.values()] == [4, 4, 2, 4, 4, 4]
@@ -428,6 +429,16 @@ def test_a_gradient_that_is_not_finite_moves_nothing(folders, name):
     after = state_of(policy)
     assert all(torch.equal(after[part], tensor) for part, tensor in before.items())
     assert set(optimizer.moment_steps.values()) == {0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, tolerance", [("adafactor", 1e-5), ("muon", 5e-3), ("adamw8bit", 2e-3)])
+def test_a_gpu_moves_weights_as_a_cpu_does(name, tolerance):
+    """Products in bfloat16 and codes in the middle of two values may differ."""
+    alone, there = moved(name, torch.float32), moved(name, torch.float32, device=torch.device("cuda", 0))
+    for each in SHAPES:
+        assert there[each].is_cuda
+    assert distance({each: there[each].cpu() for each in SHAPES}, {each: alone[each] for each in SHAPES}) <= tolerance
 
 
 def test_adamw_is_the_default(folders):
