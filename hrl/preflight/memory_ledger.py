@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hrl.config.model import ForwardShardingConfig, FsdpConfig
+from hrl.config.model import BackboneConfig, ForwardShardingConfig, FsdpConfig, OptimConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig, RMTrainerConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
@@ -25,8 +25,10 @@ from hrl.models.ops.log_prob import default_chunk
 from hrl.workers.engine.casts import keeps_cast_parameters
 
 GIB = 1 << 30
-#: AdamW's two moments of one weight, both float32.
-_MOMENT_BYTES = 8
+#: What optimizers keep of one weight: AdamW's two moments, both float32 or in 8 bits; Adafactor's means of rows and
+#: columns are hardly anything. Muon keeps a momentum of layers' matrices, and AdamW's moments of the rest.
+_MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "adafactor": 0.0}
+_MOMENTUM_BYTES = 4.0
 #: Gradients are reduced, and the head's gradient summed up, in float32.
 _REDUCE_BYTES = 4
 #: Ratio of a layer's activations and their gradients in the backward pass to the activations that it keeps, as torch's
@@ -140,10 +142,13 @@ class ResidentModel:
         shards: Number of processes that share one copy.
         tokens: Tokens of its largest micro-batch on one process.
         accumulates: Whether a mini-batch may have several micro-batches, whose gradients add up.
-        recompute: Whether activations are recomputed in the backward pass.
+        recomputed: Number of layers that recompute their activations in the backward pass, the first ones.
+        optimizer: Its name.
         keeps_cast: Whether all weights in the compute dtype are there at once: a rank that is alone keeps them, see
             `keeps_cast_parameters`, and several gather them for a whole pass if they don't reshard after the forward.
         param_offload, optimizer_offload: Whether these are in host memory while not in use.
+        all_offload: Whether weights, gradients and moments are in host memory all the time (`offload_policy`).
+        activation_offload: Whether what layers keep is there.
         has_head: Whether it computes log-probs; a value or reward model has a head of one row.
         chunk: Number of logits held at once.
         forwards: Names of the phases in which it runs without gradients.
@@ -158,10 +163,13 @@ class ResidentModel:
     shards: int
     tokens: int
     accumulates: bool
-    recompute: bool
+    recomputed: int
+    optimizer: str
     keeps_cast: bool
     param_offload: bool
     optimizer_offload: bool
+    all_offload: bool
+    activation_offload: bool
     has_head: bool
     chunk: int
     forwards: tuple[str, ...]
@@ -191,8 +199,14 @@ class ResidentModel:
 
     @property
     def moments(self) -> float:
-        """Bytes of this process's share of AdamW's moments."""
-        return _MOMENT_BYTES * self.size.trained / self.shards if self.trained else 0.0
+        """Bytes of this process's share of what the optimizer keeps."""
+        if not self.trained:
+            return 0.0
+        if self.optimizer in _MOMENT_BYTES:
+            return _MOMENT_BYTES[self.optimizer] * self.size.trained / self.shards
+        others = 0 if self.has_adapter else self.size.embedding + self.size.head
+        layers = self.size.trained - others
+        return (_MOMENTUM_BYTES * layers + _MOMENT_BYTES["adamw"] * others) / self.shards
 
     @property
     def largest_tensor(self) -> float:
@@ -207,17 +221,25 @@ class ResidentModel:
 
     def idle(self) -> Iterator[Entry]:
         """Yield what stays on the device while other models work."""
-        if not self.param_offload:
+        if not (self.param_offload or self.all_offload):
             yield self._entry(Column.WEIGHTS, self.weights)
-        if not self.optimizer_offload:
+        if not self._moments_are_off:
             yield self._entry(Column.MOMENTS, self.moments)
 
     def offloaded(self) -> Iterator[Entry]:
         """Yield what is in host memory instead."""
-        if self.param_offload:
+        if self.param_offload or self.all_offload:
             yield self._entry(Column.WEIGHTS, self.weights)
-        if self.optimizer_offload:
+        if self._moments_are_off:
             yield self._entry(Column.MOMENTS, self.moments)
+        if self.all_offload and self.trained:
+            yield self._entry(Column.GRADIENTS, self.trained_weights)
+        if self.activation_offload:
+            yield self._entry(Column.ACTIVATIONS, self._kept, certain=False)
+
+    @property
+    def _moments_are_off(self) -> bool:
+        return self.optimizer_offload or self.all_offload
 
     def _entry(self, column: Column, num_bytes: float, what: str = "", *, certain: bool = True) -> Entry:
         return Entry(f"{self.name} {what or column}", num_bytes, column, certain)
@@ -251,12 +273,12 @@ class ResidentModel:
             activations: Bytes of what the layers keep and work with.
             logits: Bytes of tiles of logits.
         """
-        moments = [] if self.optimizer_offload else [self._entry(Column.MOMENTS, self.moments)]
+        stays = 0.0 if self.all_offload else 1.0
         found = [
-            self._entry(Column.WEIGHTS, self.weights),
-            *moments,
+            self._entry(Column.WEIGHTS, stays * self.weights),
+            self._entry(Column.MOMENTS, 0.0 if self._moments_are_off else self.moments),
             self._entry(Column.WEIGHTS, gathered, "gathered weights"),
-            self._entry(Column.GRADIENTS, gradients),
+            self._entry(Column.GRADIENTS, stays * gradients),
             self._entry(Column.GRADIENTS, reduced, "gradients being summed", certain=False),
             self._entry(Column.ACTIVATIONS, activations, certain=False),
             self._entry(Column.ACTIVATIONS, logits, "logits", certain=False),
@@ -275,8 +297,19 @@ class ResidentModel:
 
     @property
     def _kept(self) -> float:
-        """Bytes that all layers keep for their backward."""
-        return (self._stream if self.recompute else self._layer) * self.size.num_layers
+        """Bytes that all layers keep for their backward, wherever that is."""
+        return self._stream * self.recomputed + self._layer * (self.size.num_layers - self.recomputed)
+
+    @property
+    def _last_stores(self) -> bool:
+        """Whether the last layer keeps its activations."""
+        return self.recomputed < self.size.num_layers
+
+    @property
+    def _kept_here(self) -> float:
+        """Bytes that all layers keep on the device; of those that leave it, two layers' are still there."""
+        largest = self._layer if self._last_stores else self._stream
+        return min(self._kept, 2 * largest) if self.activation_offload else self._kept
 
     @property
     def _tile(self) -> float:
@@ -311,9 +344,9 @@ class ResidentModel:
         FSDP2 keeps the buffer through which a unit was gathered until the next one's has come.
         """
         size, layer, head = self.size, self.size.largest_layer, self._head
-        kept = self._kept if learns else 0.0
+        kept = self._kept_here if learns else 0.0
         gradients = self.trained_weights if learns and self.accumulates else 0.0
-        stores = learns and not self.recompute
+        stores = learns and self._last_stores
         alone = _ADAPTED_OVER_KEPT if self.has_adapter else _FORWARD_OVER_KEPT
         at_work = (1.0 if stores else alone) * self._layer
         before_last = kept - self._layer if stores else kept
@@ -352,9 +385,9 @@ class ResidentModel:
         def gradients(missing: float) -> float:
             return whole if self.accumulates else whole - self.master_bytes * missing / self.shards
 
-        tail = self._kept + 2 * self._stream
+        tail = self._kept_here + 2 * self._stream
         at_work = _BACKWARD_OVER_KEPT * self._layer
-        stored = 0.0 if self.recompute else self._layer
+        stored = self._layer if self._last_stores else 0.0
         # The log-prob's own gradient of the head is float32, and becomes one of the compute dtype.
         yield self._moment(
             gathered=self._gathered(self._head, layer),
@@ -373,13 +406,13 @@ class ResidentModel:
             gathered=self._gathered(layer, 0 if self.keeps_cast else layer, freed=head),
             gradients=gradients(size.trained - head),
             reduced=_REDUCE_BYTES * (head or of_layer) + self.compute_bytes * shared,
-            activations=self._kept - stored + at_work,
+            activations=self._kept_here - stored + at_work,
         )
         yield self._moment(
             gathered=self._gathered(layer, 0 if self.keeps_cast else size.embedding, freed=size.parameters - layer),
             gradients=gradients(embedding + per_layer),
             reduced=_REDUCE_BYTES * of_layer + self.compute_bytes * shared,
-            activations=(self._stream if self.recompute else 0.0) + at_work,
+            activations=(self._stream if self.recomputed else 0.0) + at_work,
         )
         yield self._moment(gradients=gradients(embedding), reduced=self._reduced(embedding), activations=self._stream)
 
@@ -485,11 +518,17 @@ def _resident(
     batch: _LargestMicroBatch,
     device: str,
     *,
-    recompute: bool,
+    backbone: BackboneConfig | None,
+    optim: OptimConfig | None,
     forwards: tuple[str, ...],
     head: bool = True,
     scores_beside_engine: bool = False,
 ) -> ResidentModel:
+    off = device != "cpu"
+    recomputed = 0
+    if backbone is not None and backbone.enable_gradient_checkpointing:
+        wanted = backbone.recompute_num_layers
+        recomputed = size.num_layers if wanted is None else min(wanted, size.num_layers)
     return ResidentModel(
         name=name,
         size=size,
@@ -499,11 +538,14 @@ def _resident(
         shards=ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
         tokens=batch.tokens,
         accumulates=batch.is_one_of_several,
-        recompute=recompute,
+        recomputed=recomputed,
+        optimizer="adamw" if optim is None else optim.name,
         keeps_cast=(ranks > 1 and not fsdp.reshard_after_forward)
         or keeps_cast_parameters(ranks, torch.device(device), fsdp.reshard_after_forward),
-        param_offload=fsdp.param_offload and device != "cpu",
-        optimizer_offload=fsdp.optimizer_offload and device != "cpu",
+        param_offload=fsdp.param_offload and off,
+        optimizer_offload=fsdp.optimizer_offload and off,
+        all_offload=fsdp.offload_policy and off,
+        activation_offload=off and backbone is not None and backbone.enable_activation_offload,
         has_head=head,
         chunk=default_chunk(torch.device(device)),
         forwards=forwards,
@@ -548,10 +590,13 @@ def _model_of(
     name = "actor" if role == "actor_rollout" else role
     forwards = {"actor": ("log-probs",), "critic": ("values",), "ref": ("reference",)}.get(name, (f"{name} scores",))
     sharding: FsdpConfig | ForwardShardingConfig
+    backbone: BackboneConfig | None = None
+    optim: OptimConfig | None = None
     if name in ("actor", "critic"):
         learner = policy.actor if name == "actor" else critic
         sharding = policy.actor.fsdp_config if name == "actor" else critic.model.fsdp_config
-        prompts = learner.ppo_mini_batch_size
+        prompts, optim = learner.ppo_mini_batch_size, learner.optim
+        backbone = policy.model if name == "actor" else critic.model
     else:
         sharding = policy.ref.fsdp_config if name == "ref" else config.reward.reward_model.model.fsdp_config
         prompts = config.data.train_batch_size
@@ -562,7 +607,8 @@ def _model_of(
         ranks,
         _largest_micro_batch(config, name, prompts, ranks),
         device,
-        recompute=(critic.model if name == "critic" else policy.model).enable_gradient_checkpointing,
+        backbone=backbone,
+        optim=optim,
         forwards=forwards,
         head=name in ("actor", "ref"),
         # Groups without spread are replaced before the engine goes to sleep.
@@ -582,7 +628,8 @@ def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
         config.num_processes,
         _LargestMicroBatch(-(-largest // each.processes), is_one_of_several=True),
         device,
-        recompute=config.model.enable_gradient_checkpointing,
+        backbone=config.model,
+        optim=config.optim,
         forwards=("reference",) if refers else (),
         head=not isinstance(config, RMTrainerConfig),
     )

@@ -84,6 +84,10 @@ def _of_ppo(config: PPOTrainerConfig, device: str) -> Iterator[tuple[str, Any]]:
 def _of_model(config: RunConfiguration, section: str, device: str, model: str = "") -> Iterator[tuple[str, Any]]:
     """Yield those of a trained model; `section` has its `fsdp_config`, `model` the other keys, if not the same."""
     yield f"{model or section}.enable_gradient_checkpointing", True
+    optim = {"critic.model": "critic.optim", "model": "optim"}.get(section, f"{section}.optim")
+    yield f"{optim}.name", "adamw8bit"
+    if device != "cpu":
+        yield f"{model or section}.enable_activation_offload", True
     yield from _of_sharding(f"{section}.fsdp_config", attrgetter(f"{section}.fsdp_config")(config), device)
 
 
@@ -94,5 +98,6 @@ def _of_sharding(section: str, sharding: FsdpConfig | ForwardShardingConfig, dev
     if isinstance(sharding, FsdpConfig):
         if device != "cpu":
             yield f"{section}.optimizer_offload", True
+            yield f"{section}.offload_policy", True
         yield f"{section}.model_dtype", "bf16"
         yield f"{section}.reshard_after_forward", True
