@@ -19,6 +19,7 @@ from hrl.preflight.memory_ledger import (
     perhaps_too_large,
     too_large,
 )
+from hrl.preflight.memory_savings import savings
 from tests.plan.models import SEVEN as SEVEN_CONFIG
 from tests.processes.warm import warm_context
 
@@ -283,3 +284,71 @@ def test_an_adapter_of_seven_billion_parameters_fits_a_card_of_24_gb():
     (ledger,) = cards(given, ADAPTED, card)
     assert too_large(ledger, card) is None and perhaps_too_large(ledger, card) is None, ledger.peak.in_words()
     assert engine_too_small(0.85 * card, given, ADAPTED) is None
+
+
+def phase_of(ledger, name):
+    (phase,) = [phase for phase in ledger.phases if phase.name == name]
+    return {entry.label: entry.num_bytes for entry in phase.entries}
+
+
+@pytest.mark.parametrize(
+    ("name", "per_weight"),
+    [
+        ("adamw", 8.0),
+        ("adamw8bit", 2.03),
+        ("adafactor", 0.0),
+        # Head and embedding are moved by AdamW.
+        ("muon", 4 + 4 * 2 * 544997376 / SEVEN.parameters),
+    ],
+)
+def test_what_an_optimizer_keeps_is_counted(name, per_weight):
+    (ledger,) = cards(config(*ONE_CARD, f"actor_rollout_ref.actor.optim.name={name}"), SEVEN)
+    assert phase_of(ledger, "actor optimizer").get("actor moments", 0.0) == pytest.approx(per_weight * SEVEN.parameters)
+
+
+def test_a_model_that_is_offloaded_altogether_leaves_its_layers_at_work():
+    given = config(*ONE_CARD, "actor_rollout_ref.actor.fsdp_config.offload_policy=true")
+    card, host = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
+    assert phase_of(card, "generation").keys() == {"engine", "CUDA"}
+    backward = phase_of(card, "actor backward")
+    assert not backward.keys() & {"actor weights", "actor moments", "actor gradients"}
+    assert {"actor gradients being summed", "actor activations"} < backward.keys()
+    training = phase_of(host, "training")
+    per_weight = {"actor weights": 4, "actor gradients": 4, "actor moments": 8}
+    assert {label: training[label] / SEVEN.parameters for label in per_weight} == per_weight
+
+
+def test_activations_that_leave_the_card_and_layers_that_keep_theirs_are_counted():
+    model = "actor_rollout_ref.model"
+    stream, layer = SEVEN.stream_bytes_per_token * 8192, SEVEN.kept_bytes_per_token * 8192
+    tail = 2 * stream
+    expected = {
+        (): 28 * stream,
+        (f"{model}.enable_activation_offload=true",): 2 * stream,
+        (f"{model}.recompute_num_layers=20",): 20 * stream + 8 * layer,
+        (f"{model}.recompute_num_layers=20", f"{model}.enable_activation_offload=true"): 2 * layer,
+    }
+    for keys, kept in expected.items():
+        card, host = ledgers_of(config(*ONE_CARD, *keys), {"actor": SEVEN}, "cuda", CARD)
+        assert phase_of(card, "actor forward")["actor activations"] == kept + tail
+        away = phase_of(host, "training").get("actor activations", 0.0)
+        assert (away > 0) == any("offload" in key for key in keys)
+
+
+def test_the_keys_that_lower_a_peak_are_named_with_what_they_save():
+    given = config(*ONE_CARD)
+
+    def ledgers_with(changed):
+        return ledgers_of(changed, {"actor": SEVEN}, "cuda", CARD)
+
+    (card, _) = ledgers_with(given)
+    found = savings(given, card, ledgers_with, "cuda")
+    # What saves as much as moving everything to the host comes first; Adam's moments alone are 8 bytes a weight.
+    assert found[0].key.endswith("offload_policy")
+    by_key = {saving.key.rpartition(".")[2]: saving.num_bytes for saving in found}
+    assert by_key["optimizer_offload"] == pytest.approx(8 * SEVEN.parameters)
+    assert len(found) == 3 and sorted(by_key.values(), reverse=True) == list(by_key.values())
+    engine_alone = config(*OFFLOADED, "actor_rollout_ref.rollout.gpu_memory_utilization=0.95")
+    (card, _) = ledgers_with(engine_alone)
+    keys = {saving.key for saving in savings(engine_alone, card, ledgers_with, "cuda")}
+    assert keys == {"actor_rollout_ref.rollout.gpu_memory_utilization"}, "nothing else is there while it samples"
