@@ -26,6 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hrl.models.adapter import AdapterSource
+from hrl.models.experts import follow_experts, use_grouped_products
 from hrl.models.hf_config import load_config
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.residual import widen_residual
@@ -246,6 +247,8 @@ def prepare(
     fix_rope_frequencies(model, max_model_len)
     use_fused_rms_norms(model)
     widen_residual(model)
+    use_grouped_products(model)
+    follow_experts(model)
     model.config.use_cache = False
     # For the update too: dropout, router noise and layer drop would make its log-probs differ from the sampler's.
     model.eval()

@@ -24,6 +24,7 @@ from hrl.protocol import DataProto
 from hrl.report import health
 from hrl.report.first_look import first_look
 from hrl.report.samples import rollout_records
+from hrl.routing import ROUTED_EXPERTS
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import (
     advantage_columns,
@@ -41,6 +42,7 @@ from hrl.trainer.ppo.generation import (
     prompt_batch,
     sampling_of,
     seed_of,
+    share_known_experts,
     take_baselines,
 )
 from hrl.trainer.ppo.metrics import (
@@ -332,6 +334,8 @@ class RayPPOTrainer(TrainingLoop):
             require_sampled(sampled, self.config)
         check_policy_version(sampled, self.policy_version)
         metrics.observe(count_troubles(sampled))
+        if ROUTED_EXPERTS in sampled.non_tensor_batch:
+            share_known_experts(sampled, keep=self._router_replay == "R3" and not validate)
         return sampled
 
     def _asked(self, prompts: DataProto, step: int, *, validate: bool = False, wave: int = 0) -> Asked:
@@ -455,6 +459,10 @@ class RayPPOTrainer(TrainingLoop):
         return batch.union(self.workers.rm.compute_rm_score(batch, ScalarRequest(plan=plan)))
 
     @property
+    def _router_replay(self) -> str:
+        return self.config.actor_rollout_ref.actor.router_replay.mode
+
+    @property
     def bypasses(self) -> bool:
         """Whether this step takes the sampler's log-probs for the old ones (in bypass mode, unless they drifted)."""
         return self.config.algorithm.rollout_correction.bypass_mode and not self.drift_gate.is_closed
@@ -474,6 +482,8 @@ class RayPPOTrainer(TrainingLoop):
             plan=plan,
             temperature=temperature_of(batch.meta_info),
             with_sum_pi_squared=self.estimator.needs_sum_pi_squared,
+            replays_experts=self._router_replay == "R3",
+            records_experts=self._router_replay == "R2",
         )
         batch = batch.union(actor.compute_log_prob(batch, request))
         self.finite.look(batch, "old_log_prob")  # before the correction, which would reject such a token
@@ -556,7 +566,12 @@ class RayPPOTrainer(TrainingLoop):
             return
         actor, sample = self.workers.actor, batch.select_idxs(rows)
         plan = self.planner.forward(sample, actor.world_size, self.limits["log_prob"])
-        request = LogProbRequest(plan=plan, temperature=temperature_of(batch.meta_info), with_entropy=True)
+        request = LogProbRequest(
+            plan=plan,
+            temperature=temperature_of(batch.meta_info),
+            with_entropy=True,
+            replays_experts=self._router_replay == "R3",
+        )
         scored, mask = actor.compute_log_prob(sample, request).batch, sample.batch["response_mask"]
         metrics.observe(sampler_drift(scored["old_log_probs"], sample.batch["rollout_log_probs"], mask))
         entropies = scored["entropys"][mask.bool()]

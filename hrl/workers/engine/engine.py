@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from hrl.metrics import Meter, Metric
 from hrl.models.adapter import add_adapter, is_part
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.dtypes import dtype_of
+from hrl.models.experts import RoutingPass, followed_experts
 from hrl.models.flops import ModelFlops, peak_flops
 from hrl.models.loading import Loaded, hidden_matrices
 from hrl.models.ops.layout import to_device
@@ -43,6 +45,7 @@ from hrl.workers.engine.checksum import Checksums, WeightsDifferError, first_ele
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
+from hrl.workers.engine.router_meter import RouterMeter
 from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded, offload_policy
 from hrl.workers.engine.snapshot import Snapshot
 from hrl.workers.engine.weights import (
@@ -74,6 +77,7 @@ class UpdateNames:
         skipped_steps: Steps that were not finite.
         weights_checksum: Of all weights after the update.
         mfu: Share of the device's peak that forward and backward passes reached.
+        experts: What the names of a mixture's metrics begin with; None measures none.
     """
 
     update: str
@@ -82,11 +86,12 @@ class UpdateNames:
     skipped_steps: str
     weights_checksum: str
     mfu: str
+    experts: str | None = None
 
 
 #: Of updates on a data set, or on pairs of samples.
 FROM_DATA = UpdateNames(
-    "train", "train/grad_norm", "train/lr", "train/skipped_steps", "train/weights_checksum", "perf/mfu/train"
+    "train", "train/grad_norm", "train/lr", "train/skipped_steps", "train/weights_checksum", "perf/mfu/train", "moe"
 )
 
 
@@ -211,6 +216,7 @@ class Engine:
             adapt=None if adapter is None else lambda model: add_adapter(model, adapter, masters),
             policy=policy,
         )
+        self.experts = followed_experts(self.module)
         self.has_adapter = adapter is not None
         self.source_config = loaded.source_config
         self.form = CheckpointForm.of(loaded.model)
@@ -270,6 +276,7 @@ class Engine:
             wanted=wanted,
             device=self.device,
             group=self.sequence_group,
+            with_routing=len(self.experts) > 0,
         )
 
     @torch.no_grad()
@@ -281,6 +288,7 @@ class Engine:
         *,
         num_outputs: int,
         wanted: Wanted = "next",
+        routed: list[np.ndarray] | None = None,
     ) -> list[Tensor]:
         """Run every row once, without gradients.
 
@@ -290,6 +298,7 @@ class Engine:
             run: From a packed micro-batch to `(N,)` results.
             num_outputs: How many results `run` gives.
             wanted: Which hidden states it needs.
+            routed: Receives the experts that each row's tokens went to, `(tokens, L, K)` in the order of the rows.
 
         Returns:
             Float32 columns on the CPU: `(B, R)`, or `(B,)` for `wanted="last"`; zero where nothing was asked.
@@ -297,11 +306,16 @@ class Engine:
         count, width = rows.responses.shape
         micro_batches = forward_micro_batches(plan, count)
         results: list[Tensor] = []
+        follows = routed is not None or rows.routed is not None
+        choices: dict[int, np.ndarray] = {}
         with self.resident():
             for index, picked in enumerate(micro_batches):
                 with span(f"micro-batch {index}"):
                     packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
-                    outputs = torch.stack(packed.join(run(packed))).float()
+                    with self.experts.following(packed.routing if follows else None) as routing:
+                        outputs = torch.stack(packed.join(run(packed))).float()
+                    if routed is not None and routing is not None:
+                        choices |= self._choices(picked, packed, routing)
                 assert len(outputs) == num_outputs, "`run` gives as many results as are asked for"
                 if not packed.is_empty:
                     results.append(outputs)
@@ -309,11 +323,27 @@ class Engine:
             # Once for all micro-batches, because fetching blocks until they are computed.
             found = torch.cat(results, 1).cpu() if results else torch.zeros(num_outputs, 0)
         columns = torch.zeros(num_outputs, count, 1 if wanted == "last" else width)
+        if routed is not None:
+            routed.extend(choices[row] for row in range(count))
         # Results come in the order of the micro-batches and of their rows.
         order = [row for picked in micro_batches for row in picked]
         mask = torch.ones(count, 1, dtype=torch.bool) if wanted == "last" else torch.from_numpy(rows.trained)
         columns[:, order] = torch.zeros_like(columns).masked_scatter(mask[order].expand_as(columns), found)
         return [column.squeeze(1) if wanted == "last" else column for column in columns.unbind()]
+
+    def _choices(
+        self, picked: tuple[int, ...], packed: PackedMicroBatch, routing: RoutingPass
+    ) -> dict[int, np.ndarray]:
+        """Return the experts that the tokens of each picked row went to; every rank of a sequence group calls it."""
+        chosen = routing.stacked(self.experts.dtype)
+        if self.sequence_group is not None:
+            slices = [torch.empty_like(chosen) for _ in range(self.sequence_group.size)]
+            dist.all_gather(slices, chosen, group=self.sequence_group.processes)
+            chosen = torch.cat(slices)
+        found = chosen.cpu().numpy()
+        assert packed.routing is not None, "experts are followed"
+        paths = zip(picked, packed.routing.paths, strict=True)
+        return {row: found[:0] if path is None else found[path] for row, path in paths}
 
     def learn(
         self,
@@ -347,16 +377,21 @@ class Engine:
         plan, (optimizer, _) = request.plan, self._trained
         # The ranks of a sequence group measure the same, and one of them is asked.
         measuring = dist.get_world_size() // self.degree
-        rows, meter = TokenRows.of(batch), Meter(measuring, len(plan.mini_batches))
+        rows = TokenRows.of(batch, routed=request.replays_experts)
+        meter, routers = Meter(measuring, len(plan.mini_batches)), RouterMeter(self.experts, self.device)
         start, steps_before, num_flops = time.perf_counter(), optimizer.steps_taken, 0.0
         broken = rows_of_nonfinite({name: column for name, column in batch.batch.items() if name in request.columns})
 
         def share_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             nonlocal num_flops
             packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
+            # Until the backward pass, which computes layers again.
+            routing = self.experts.follow(packed.routing)
             flat = packed.join(run(packed))
             if packed.is_empty:
                 return flat[0].sum() * 0.0
+            if routing is not None and packed.routing is not None:
+                routers.add(routing, packed.routing.num_rows)
             if self.flops is not None:
                 head_tokens = flat[0].numel() / self.degree if with_head else 0
                 num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
@@ -375,9 +410,12 @@ class Engine:
                 reports.append(report)
                 if not report.applied:
                     self._skip(report, names.update, index, batch, request, meter)
+            self.experts.follow(None)
             checksum = self._after_update(f"update {names.update} of step {request.step}")
         elapsed_s = time.perf_counter() - start
         metrics = meter.metrics()
+        if names.experts is not None and len(self.experts):
+            metrics |= routers.metrics(names.experts)
         applied = [report for report in reports if report.applied]
         metrics[names.grad_norm] = Metric.mean(sum(r.grad_norm for r in applied), len(applied))
         if reports:

@@ -32,6 +32,7 @@ def rollout_config(name: str, **changes: Any) -> RolloutConfig:
         "max_num_seqs": 64,
         "max_num_batched_tokens": 4096,
         "enforce_eager": True,
+        "enable_rollout_routing_replay": False,
         "log_prob_use_dynamic_bsz": True,
         "log_prob_max_token_len_per_gpu": 16384,
         "log_prob_micro_batch_size_per_gpu": None,
