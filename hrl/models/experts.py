@@ -12,6 +12,7 @@ computed, with gradients, and the family makes of the scores what it makes of th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,12 +48,14 @@ class PackedRouting:
         paths: By row of the micro-batch, where its tokens lie in the packed row; None for a row that does not run.
         replayed: `(T, L, K)`, experts to choose, or `missing` for all K; None where all tokens choose by themselves.
         has_missing: Whether any is missing.
+        is_known: Whether none is missing of a token that is part of a row.
     """
 
     num_rows: Tensor
     paths: tuple[np.ndarray | None, ...]
     replayed: Tensor | None
     has_missing: bool
+    is_known: bool
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,18 @@ class RoutingPass:
 class ExpertLayers:
     """The layers of a model in which tokens choose experts, in their order.
 
-    Attributes:
+    Args:
         layers: All of them; none in a dense model.
+        is_balanced_by_loss: Whether the family has a loss that balances the load of experts.
+
+    Attributes:
+        layers: All of them.
         current: The pass that forwards belong to; None lets the model alone.
     """
 
-    def __init__(self, layers: Sequence[ExpertLayer]) -> None:
+    def __init__(self, layers: Sequence[ExpertLayer], *, is_balanced_by_loss: bool = False) -> None:
         self.layers = tuple(layers)
+        self._is_balanced_by_loss = is_balanced_by_loss
         self.current: RoutingPass | None = None
         self._hooks: list[RemovableHandle] = []
         for index, layer in enumerate(self.layers):
@@ -204,6 +212,16 @@ class ExpertLayers:
         known = None if routing is None or not self.layers else routing
         self.current = None if known is None else RoutingPass(len(self.layers), known.replayed, known.has_missing)
         return self.current
+
+    def require_balance(self) -> None:
+        """Refuse a model that has no loss for the load of its experts.
+
+        Raises:
+            RoutingError: It has no experts, or its family balances them in another way.
+        """
+        if not self._is_balanced_by_loss or any(layer.router is None for layer in self.layers) or not self.layers:
+            what = "has no experts" if not self.layers else "is of a family that is not balanced by an auxiliary loss"
+            raise RoutingError(f"router_aux_loss_coef is set, and this model {what}: set it to 0")
 
     @contextmanager
     def recording(self) -> Iterator[RoutingPass]:
@@ -305,7 +323,13 @@ def _router(block: nn.Module, recorders: Sequence[Any]) -> tuple[nn.Module | Non
 
 def follow_experts(model: PreTrainedModel) -> ExpertLayers:
     """Let the choices of a model's tokens be followed; to be called once, before layers are set to be recomputed."""
-    followed = ExpertLayers(expert_layers(model))
+    # transformers gives those families the function that have the loss.
+    has_loss = any(
+        hasattr(sys.modules[type(part).__module__], "load_balancing_loss_func")
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+    )
+    followed = ExpertLayers(expert_layers(model), is_balanced_by_loss=has_loss)
     model.hrl_experts = followed
     return followed
 

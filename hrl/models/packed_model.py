@@ -273,10 +273,16 @@ class _Routing:
         if layout is not None:
             num_rows = _slice_of(num_rows, layout, 0)
             replayed = None if replayed is None else _slice_of(replayed, layout, missing(replayed.dtype))
-        has_missing = replayed is not None and bool(is_missing(replayed).any())
+        unknown = np.ones(len(num_rows), bool) if replayed is None else is_missing(replayed)
         arrays = [num_rows] if replayed is None else [num_rows, replayed]
         tensors = to_device([*map(torch.from_numpy, arrays)], device)
-        return PackedRouting(tensors[0], self.paths, tensors[1] if replayed is not None else None, has_missing)
+        return PackedRouting(
+            tensors[0],
+            self.paths,
+            None if replayed is None else tensors[1],
+            has_missing=bool(unknown.any()),
+            is_known=not (unknown & (num_rows > 0)).any(),
+        )
 
 
 def take_columns(

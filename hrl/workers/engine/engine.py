@@ -41,8 +41,15 @@ from hrl.workers.engine.checkpoint import (
     load_state,
     record_of,
 )
-from hrl.workers.engine.checksum import Checksums, WeightsDifferError, first_elements, whole_checksum
+from hrl.workers.engine.checksum import (
+    Checksums,
+    WeightsDifferError,
+    first_elements,
+    of_all_ranks,
+    whole_checksum,
+)
 from hrl.workers.engine.host_memory import HostCopies, local
+from hrl.workers.engine.load_balance import LoadBalance, LoadCounter
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 from hrl.workers.engine.router_meter import RouterMeter
@@ -345,6 +352,33 @@ class Engine:
         paths = zip(picked, packed.routing.paths, strict=True)
         return {row: found[:0] if path is None else found[path] for row, path in paths}
 
+    @torch.no_grad()
+    def _load_balance(
+        self,
+        mini_batch: MiniBatchPlan,
+        pack: Callable[[tuple[int, ...]], PackedMicroBatch],
+        run: Callable[[PackedMicroBatch], tuple[Tensor, ...]],
+        coefficient: float,
+    ) -> LoadBalance:
+        """Return the loss that balances the load of experts over a mini-batch; every rank calls it."""
+        counter = LoadCounter(self.experts.num_experts, self.device)
+        packs = [pack(picked) for picked in mini_batch.micro_batches]
+        known = [packed.routing for packed in packs if packed.routing is not None]
+        lacks = torch.tensor([any(not routing.is_known for routing in known)], dtype=torch.int64, device=self.device)
+        if any(lacking for (lacking,) in of_all_ranks(lacks)):  # all ranks, as a forward gathers weights
+            with span("load of experts"):
+                for packed, routing in zip(packs, known, strict=True):
+                    with self.experts.following(routing) as following:
+                        run(packed)
+                    if following is not None:
+                        counter.add(following.stacked(self.experts.dtype), routing.num_rows)
+            self._release_gathered()
+        else:
+            for routing in known:
+                if routing.replayed is not None:
+                    counter.add(routing.replayed, routing.num_rows)
+        return counter.result(coefficient, self.sequence_group)
+
     def learn(
         self,
         batch: DataProto,
@@ -382,6 +416,10 @@ class Engine:
         start, steps_before, num_flops = time.perf_counter(), optimizer.steps_taken, 0.0
         broken = rows_of_nonfinite({name: column for name, column in batch.batch.items() if name in request.columns})
 
+        balance: LoadBalance | None = None
+        if request.router_aux_loss_coef:
+            self.experts.require_balance()
+
         def share_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             nonlocal num_flops
             packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
@@ -392,6 +430,10 @@ class Engine:
                 return flat[0].sum() * 0.0
             if routing is not None and packed.routing is not None:
                 routers.add(routing, packed.routing.num_rows)
+            aux_loss = None
+            if balance is not None and routing is not None and packed.routing is not None:
+                aux_loss = balance.share(routing, packed.routing.num_rows)
+                meter.add_share(f"{names.experts}/aux_loss", aux_loss)
             if self.flops is not None:
                 head_tokens = flat[0].numel() / self.degree if with_head else 0
                 num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
@@ -399,6 +441,8 @@ class Engine:
             loss = loss_of(
                 ForwardedMicroBatch(batch, picked, packed, flat, mini_batch, rows.responses.shape[1], meter, moved)
             )
+            if balance is not None and aux_loss is not None:
+                loss = loss + balance.coefficient * aux_loss
             # A loss may hide infinity: a clipped ratio does, and a margin that is won anyway.
             return loss if broken.isdisjoint(picked) else loss * math.nan
 
@@ -406,6 +450,9 @@ class Engine:
         with self.resident():
             self._check_unchanged()
             for index, mini_batch in enumerate(plan.mini_batches):
+                if request.router_aux_loss_coef:
+                    packs = partial(self.pack, rows, wanted=wanted, is_tree=plan.is_tree)
+                    balance = self._load_balance(mini_batch, packs, run, request.router_aux_loss_coef)
                 report = self.step(mini_batch, partial(share_of, mini_batch))
                 reports.append(report)
                 if not report.applied:
