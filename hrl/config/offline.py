@@ -116,6 +116,8 @@ class DPOAlgorithmConfig(Section):
     """`simpo`: gamma, the margin by which the preferred answer should win."""
     reference_free: bool = False
     """Use no reference model; all answers count as equally likely under it."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Of a mixture of experts: weight of the loss that balances the load of experts over a batch; 0 is off."""
 
 
 class DPOTrainerConfig(OfflineConfig):
@@ -137,6 +139,8 @@ class SFTAlgorithmConfig(Section):
     loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = "token-mean"
     """How token losses are averaged into one number: each token has the same weight (token-mean), or each answer (the
     seq-mean modes; -norm also divides by `data.max_length`). Divisors count the whole batch on all processes."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Of a mixture of experts: weight of the loss that balances the load of experts over a batch; 0 is off."""
 
 
 class SFTTrainerConfig(OfflineConfig):

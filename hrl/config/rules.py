@@ -737,6 +737,24 @@ def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
             yield Problem(f"algorithm.{constant}", what, hint, ("algorithm.loss_type",))
 
 
+def replayed_experts_come_from_somewhere(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """What replays experts gets them from the engine, or from a pass over old log-probs."""
+    mode_key, engine_key = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    returned = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    if (mode == "R3") != returned:
+        what = f"is {str(returned).lower()}, but {mode_key} is {mode}: R3 takes the engine's experts, nothing else does."
+        yield Problem(engine_key, what, "Remove the key: it follows the mode.", (mode_key,))
+    if mode == "R3" and config.environment.is_used:
+        what = "is R3, but the rows of episodes come without the experts that the engine chose."
+        yield Problem(mode_key, what, "Set it to R2, or disabled.", ("environment.path",))
+    if mode == "R2" and (config.algorithm.rollout_correction.bypass_mode or config.algorithm.preference_loss):
+        is_bypassed = config.algorithm.rollout_correction.bypass_mode
+        passed = f"{_CORRECTION}.bypass_mode" if is_bypassed else "algorithm.preference_loss"
+        what = f"is R2, which takes the experts of the pass over old log-probs, and with {passed} there is none."
+        yield Problem(mode_key, what, "Set it to R3, or disabled.", (passed,))
+
+
 PPO_RULES: tuple[Rule, ...] = (
     nothing_is_masked,
     clipped_rewards_have_a_limit,
@@ -775,6 +793,7 @@ PPO_RULES: tuple[Rule, ...] = (
     adapters_name_layers,
     an_adapter_is_of_a_policy_that_learns,
     the_engine_has_kernels_for_the_rank,
+    replayed_experts_come_from_somewhere,
 )
 
 

@@ -57,6 +57,24 @@ CASES = [
         {"algorithm.preference_loss": "sigmoid", "environment.path": "my_env.py:Env"},
         "algorithm.preference_loss compares pairs of responses",
     ),
+    (
+        {f"{ACTOR}.router_replay.mode": "R3", f"{ROLLOUT}.enable_rollout_routing_replay": False},
+        f"{ROLLOUT}.enable_rollout_routing_replay is false, but {ACTOR}.router_replay.mode is R3: R3 takes the engine's "
+        "experts, nothing else does. Remove the key: it follows the mode.",
+    ),
+    (
+        {f"{ROLLOUT}.enable_rollout_routing_replay": True},
+        f"{ROLLOUT}.enable_rollout_routing_replay is true, but {ACTOR}.router_replay.mode is disabled",
+    ),
+    (
+        {f"{ACTOR}.router_replay.mode": "R3", "environment.path": "my_env.py:Env"},
+        f"{ACTOR}.router_replay.mode is R3, but the rows of episodes come without the experts",
+    ),
+    (
+        {f"{ACTOR}.router_replay.mode": "R2", "algorithm.preference_loss": "sigmoid"},
+        f"{ACTOR}.router_replay.mode is R2, which takes the experts of the pass over old log-probs, and with "
+        "algorithm.preference_loss there is none. Set it to R3, or disabled.",
+    ),
     ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "kl"}, f"{ACTOR}.kl_loss_type is kl"),
     ({f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p is 0.9"),
     ({f"{ROLLOUT}.top_k": 50}, f"{ROLLOUT}.top_k is 50"),

@@ -152,7 +152,7 @@ WHAT_IS_LEARNT = {
     f"{ACTOR}.optim.optimizer": "SGD",
     f"{ACTOR}.optim.override_optimizer_config": {"eps": 1e-6},
     f"{ACTOR}.optim.total_training_steps": 100,
-    f"{ACTOR}.router_replay.mode": "R2",
+    f"{REF}.router_replay.mode": "R2",
     f"{ACTOR}.qat.enable": True,
     f"{MODEL}.lora_dropout": 0.05,
     f"{MODEL}.lora.target_modules": ["linear_qkv"],
