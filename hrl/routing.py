@@ -48,26 +48,26 @@ def known_by_beginning(rows: Sequence[np.ndarray], routed: Sequence[np.ndarray])
         The choices with as many beginnings filled in as other rows know; the arrays given are left as they are.
     """
     filled = [choices.copy() for choices in routed]
-    first_of: dict[bytes, int] = {}
-    for row, tokens in enumerate(rows):  # equal prompts: those of the row that knows most
-        key = tokens.tobytes()
-        best = first_of.setdefault(key, row)
-        if is_missing(filled[row]).sum() < is_missing(filled[best]).sum():
-            first_of[key] = row
-    lacking = {row: int(is_missing(filled[row]).sum()) for row in first_of.values()}
-    for length in {count for count in lacking.values() if count}:
+    lacking = [is_missing(choices[: len(tokens)]) for tokens, choices in zip(rows, routed, strict=True)]
+    first_of: dict[bytes, int] = {}  # of equal prompts, the row that knows most
+    for row, tokens in enumerate(rows):
+        best = first_of.setdefault(tokens.tobytes(), row)
+        if (~lacking[row]).sum() > (~lacking[best]).sum():
+            first_of[tokens.tobytes()] = row
+    lengths = {row: int(lacking[row].sum()) for row in first_of.values()}
+    for length in sorted({count for count in lengths.values() if count}):
         known = {
             rows[row][:length].tobytes(): filled[row][:length]
             for row in first_of.values()
-            if lacking[row] < length <= len(rows[row])
+            if lengths[row] < length <= len(filled[row])
         }
         for row in first_of.values():
-            if lacking[row] == length and (found := known.get(rows[row][:length].tobytes())) is not None:
+            if lengths[row] == length and (found := known.get(rows[row][:length].tobytes())) is not None:
                 mine = filled[row][:length]
-                mine[:] = np.where(is_missing(mine)[:, None, None], found, mine)
+                mine[:] = np.where(lacking[row][:length, None, None], found, mine)
     for row, tokens in enumerate(rows):
         best = first_of[tokens.tobytes()]
-        if best != row:
-            shared = min(len(tokens), len(filled[row]), len(filled[best]))
+        shared = min(len(tokens), len(filled[row]), len(filled[best]))
+        if best != row and shared:
             filled[row][:shared] = filled[best][:shared]
     return filled

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hrl.workers.requests import AnyPolicyUpdate
 
 NAMES = UpdateNames(
-    "actor", "actor/grad_norm", "actor/lr", "actor/skipped_steps", "actor/weights_checksum", "perf/mfu/actor", "moe"
+    "actor", "actor/grad_norm", "actor/lr", "actor/skipped_steps", "actor/weights_checksum", "perf/mfu/actor", True
 )
 
 

@@ -59,8 +59,8 @@ CASES = [
     ),
     (
         {f"{ACTOR}.router_replay.mode": "R3", f"{ROLLOUT}.enable_rollout_routing_replay": False},
-        f"{ROLLOUT}.enable_rollout_routing_replay is false, but {ACTOR}.router_replay.mode is R3: R3 takes the engine's "
-        "experts, nothing else does. Remove the key: it follows the mode.",
+        f"{ROLLOUT}.enable_rollout_routing_replay is false, but {ACTOR}.router_replay.mode is R3: only R3 takes the "
+        "engine's experts. Remove the key: it follows the mode.",
     ),
     (
         {f"{ROLLOUT}.enable_rollout_routing_replay": True},

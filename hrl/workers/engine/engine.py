@@ -84,7 +84,7 @@ class UpdateNames:
         skipped_steps: Steps that were not finite.
         weights_checksum: Of all weights after the update.
         mfu: Share of the device's peak that forward and backward passes reached.
-        experts: What the names of a mixture's metrics begin with; None measures none.
+        with_experts: Measure what the routers of a mixture do, as `moe/...`, which only one model of a run may do.
     """
 
     update: str
@@ -93,12 +93,12 @@ class UpdateNames:
     skipped_steps: str
     weights_checksum: str
     mfu: str
-    experts: str | None = None
+    with_experts: bool = False
 
 
 #: Of updates on a data set, or on pairs of samples.
 FROM_DATA = UpdateNames(
-    "train", "train/grad_norm", "train/lr", "train/skipped_steps", "train/weights_checksum", "perf/mfu/train", "moe"
+    "train", "train/grad_norm", "train/lr", "train/skipped_steps", "train/weights_checksum", "perf/mfu/train", True
 )
 
 
@@ -433,7 +433,7 @@ class Engine:
             aux_loss = None
             if balance is not None and routing is not None and packed.routing is not None:
                 aux_loss = balance.share(routing, packed.routing.num_rows)
-                meter.add_share(f"{names.experts}/aux_loss", aux_loss)
+                meter.add_share("moe/aux_loss", aux_loss)
             if self.flops is not None:
                 head_tokens = flat[0].numel() / self.degree if with_head else 0
                 num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
@@ -461,8 +461,8 @@ class Engine:
             checksum = self._after_update(f"update {names.update} of step {request.step}")
         elapsed_s = time.perf_counter() - start
         metrics = meter.metrics()
-        if names.experts is not None and len(self.experts):
-            metrics |= routers.metrics(names.experts)
+        if names.with_experts and len(self.experts):
+            metrics |= routers.metrics()
         applied = [report for report in reports if report.applied]
         metrics[names.grad_norm] = Metric.mean(sum(r.grad_norm for r in applied), len(applied))
         if reports:

@@ -60,17 +60,13 @@ class RouterMeter:
                 sums[_REPLAYED] += replayed.sum()
                 sums[_AGREED] += (agreed * replayed).sum()
 
-    def metrics(self, prefix: str) -> dict[str, Metric]:
-        """Return the metrics of all ranks, the same on each; every rank calls it.
-
-        Args:
-            prefix: What their names begin with.
-        """
+    def metrics(self) -> dict[str, Metric]:
+        """Return the metrics of all ranks, the same on each; every rank calls it."""
         both = torch.cat([self._load, self._sums], 1)
         if dist.get_world_size() > 1:
             dist.all_reduce(both)
         load, sums = both.cpu().split([self._load.shape[1], _NUM_SUMS], 1)
-        return _metrics(load, sums, [layer.num_experts for layer in self._experts.layers], prefix)
+        return _metrics(load, sums, [layer.num_experts for layer in self._experts.layers])
 
 
 def _entropies(logits: Tensor) -> Tensor:
@@ -79,7 +75,7 @@ def _entropies(logits: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
-def _metrics(load: Tensor, sums: Tensor, num_experts: Sequence[int], prefix: str) -> dict[str, Metric]:
+def _metrics(load: Tensor, sums: Tensor, num_experts: Sequence[int]) -> dict[str, Metric]:
     """Return the metrics of loads `(L, E)` and of the other sums `(L, _NUM_SUMS)`.
 
     The largest load over the mean one, less 1, is MaxVio of Wang et al. 2024, "Auxiliary-loss-free load balancing
@@ -95,14 +91,14 @@ def _metrics(load: Tensor, sums: Tensor, num_experts: Sequence[int], prefix: str
         shares.append(share)
         violations.append(share * count - 1)
         dead += int((load[layer, :count] == 0).sum())
-        metrics[f"{prefix}/layer_{layer}/max_expert_share"] = Metric.mean(share, 1)
+        metrics[f"moe/layer_{layer}/max_expert_share"] = Metric.mean(share, 1)
     if shares:
-        metrics[f"{prefix}/max_expert_share"] = Metric.mean(max(shares), 1)
-        metrics[f"{prefix}/max_vio"] = Metric.mean(sum(violations), len(violations))
-        metrics[f"{prefix}/dead_experts"] = Metric.mean(dead, 1)
+        metrics["moe/max_expert_share"] = Metric.mean(max(shares), 1)
+        metrics["moe/max_vio"] = Metric.mean(sum(violations), len(violations))
+        metrics["moe/dead_experts"] = Metric.mean(dead, 1)
     of_all = sums.sum(0).tolist()
-    metrics[f"{prefix}/router_entropy"] = Metric.mean(of_all[_ENTROPY], of_all[_WITH_ENTROPY])
+    metrics["moe/router_entropy"] = Metric.mean(of_all[_ENTROPY], of_all[_WITH_ENTROPY])
     if of_all[_REPLAYED]:
-        metrics[f"{prefix}/replayed"] = Metric.mean(of_all[_REPLAYED], of_all[_TOKENS])
-        metrics[f"{prefix}/router_agreement"] = Metric.mean(of_all[_AGREED], of_all[_REPLAYED])
+        metrics["moe/replayed"] = Metric.mean(of_all[_REPLAYED], of_all[_TOKENS])
+        metrics["moe/router_agreement"] = Metric.mean(of_all[_AGREED], of_all[_REPLAYED])
     return metrics
