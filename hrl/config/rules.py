@@ -743,9 +743,7 @@ def replayed_experts_come_from_somewhere(config: PPOTrainerConfig) -> Iterator[P
     mode = config.actor_rollout_ref.actor.router_replay.mode
     returned = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
     if (mode == "R3") != returned:
-        what = (
-            f"is {str(returned).lower()}, but {mode_key} is {mode}: only R3 takes the engine's experts."
-        )
+        what = f"is {str(returned).lower()}, but {mode_key} is {mode}: only R3 takes the engine's experts."
         yield Problem(engine_key, what, "Remove the key: it follows the mode.", (mode_key,))
     if mode == "R3" and config.environment.is_used:
         what = "is R3, but the rows of episodes come without the experts that the engine chose."

@@ -152,8 +152,8 @@ class RoutingPass:
         found = [chosen.experts for chosen in self.chosen]
         if any(experts is None for experts in found):
             raise RoutingError(
-                f"layer {found.index(None)} of those with experts did not choose them by one torch.topk of its "
-                "router's scores, so its choice can't be recorded or replayed: set actor.router_replay.mode=disabled"
+                f"layer {found.index(None)} of those with experts does not choose them by one torch.topk of its "
+                "router's scores, so its choice can't be recorded or replayed"
             )
         return torch.stack(found, 1).to(torch.from_numpy(np.zeros(0, dtype)).dtype)
 
@@ -166,13 +166,13 @@ class ExpertLayers:
         is_balanced_by_loss: Whether the family has a loss that balances the load of experts.
 
     Attributes:
-        layers: All of them.
+        layers, is_balanced_by_loss: As given.
         current: The pass that forwards belong to; None lets the model alone.
     """
 
     def __init__(self, layers: Sequence[ExpertLayer], *, is_balanced_by_loss: bool = False) -> None:
         self.layers = tuple(layers)
-        self._is_balanced_by_loss = is_balanced_by_loss
+        self.is_balanced_by_loss = is_balanced_by_loss
         self.current: RoutingPass | None = None
         self._hooks: list[RemovableHandle] = []
         for index, layer in enumerate(self.layers):
@@ -219,7 +219,7 @@ class ExpertLayers:
         Raises:
             RoutingError: It has no experts, or its family balances them in another way.
         """
-        if not self._is_balanced_by_loss or any(layer.router is None for layer in self.layers) or not self.layers:
+        if not self.is_balanced_by_loss or any(layer.router is None for layer in self.layers) or not self.layers:
             what = "has no experts" if not self.layers else "is of a family that is not balanced by an auxiliary loss"
             raise RoutingError(f"router_aux_loss_coef is set, and this model {what}: set it to 0")
 

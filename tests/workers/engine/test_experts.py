@@ -6,6 +6,7 @@ transformers' own loss of the load of experts. Both take softmaxes in float32, i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +23,13 @@ from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.columns import object_column
 from hrl.metrics import Metric, StepMetrics
 from hrl.models.experts import RoutingError
+from hrl.models.loading import load_causal_lm
+from hrl.models.packed_model import PackedCausalLM, TokenRows, pack_micro_batch
 from hrl.protocol import DataProto
 from hrl.routing import ROUTED_EXPERTS, missing, routing_dtype
+from hrl.workers.engine.load_balance import LoadBalance, LoadCounter
 from hrl.workers.engine.optim import StepReport
+from hrl.workers.engine.router_meter import RouterMeter
 from tests.models.tiny import (
     actor_config,
     fsdp_config,
@@ -303,3 +308,51 @@ def test_choices_of_another_model_are_refused(tmp_path):
         batch.non_tensor_batch[ROUTED_EXPERTS][3] = np.zeros((99, LAYERS, EACH), np.uint8)
         with pytest.raises(ValueError, match="row 3 .*experts for more tokens"):
             actor.log_probs(batch, replays_experts=True)
+
+
+def test_the_host_reads_nothing_of_what_routers_choose(folder):
+    """Meta tensors have nothing to read: so no pass waits for a GPU, and no loop in Python goes over experts."""
+    batch, device = batch_with_choices(), torch.device("meta")
+    model = load_causal_lm(model_config(folder, enable_gradient_checkpointing=True), torch.bfloat16).model
+    module = PackedCausalLM(model.to(device))
+    rows = TokenRows.of(batch, routed=True)
+    meter, counter = RouterMeter(module.experts, device), LoadCounter(EXPERTS, device)
+    for known in (rows, replace(rows, routed=None)):
+        packed = pack_micro_batch(
+            known, (0, 2, 3, 4), share_prefix=True, wanted="next", device=device, with_routing=True
+        )
+        with module.experts.following(packed.routing) as routing:
+            log_probs = module(packed, 0.7, False).log_prob
+            counter.add(routing.stacked(module.experts.dtype), packed.routing.num_rows)
+            meter.add(routing, packed.routing.num_rows)
+            share = LoadBalance(torch.ones(EXPERTS, device=device), torch.ones((), device=device), 0.1, None).share(
+                routing, packed.routing.num_rows
+            )
+            (log_probs.sum() + share).backward()
+    gates = [parameter for name, parameter in model.named_parameters() if name.endswith("gate.weight")]
+    assert len(gates) == LAYERS and all(gate.grad is not None for gate in gates)
+
+
+@pytest.mark.gpu
+def test_a_gpu_in_bfloat16_replays_and_is_as_near_to_float64_as_a_cpu(folder):
+    batch = batch_with_choices()
+    rows, want = (
+        TokenRows.of(batch, routed=True),
+        by_the_definition(folder, batch, batch.non_tensor_batch[ROUTED_EXPERTS]),
+    )
+    module = PackedCausalLM(load_causal_lm(model_config(folder), torch.bfloat16).model)
+    apart = []
+    for device in ("cpu", "cuda"):
+        packed = pack_micro_batch(
+            rows,
+            tuple(range(len(batch))),
+            share_prefix=True,
+            wanted="next",
+            device=torch.device(device),
+            with_routing=True,
+        )
+        with torch.no_grad(), module.to(device).experts.following(packed.routing) as routing:
+            found = packed.unpack(module(packed, 1.0, False).log_prob).cpu()
+        assert torch.equal(routing.stacked(module.experts.dtype).cpu(), packed.routing.replayed.cpu())
+        apart.append((found - want.log_probs[:, : found.shape[1]])[packed.mask.cpu()].abs().mean())
+    assert apart[1] <= 2 * apart[0] + 1e-3
