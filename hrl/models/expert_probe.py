@@ -98,9 +98,7 @@ def _found(model: PreTrainedModel, cut: PretrainedConfig) -> ExpertsFound:
     return ExpertsFound(len(experts.layers), why, has_logits, experts.is_balanced_by_loss)
 
 
-def _why_not_replayed(
-    packed_model: PackedCausalLM, packed: PackedMicroBatch, known: PackedRouting, own: Tensor
-) -> str:
+def _why_not_replayed(packed_model: PackedCausalLM, packed: PackedMicroBatch, known: PackedRouting, own: Tensor) -> str:
     """Return what happens to choices `(T, L, K)` other than the model's own; nothing if they are taken."""
     experts, (tokens, layers, each) = packed_model.experts, own.shape
     rng = np.random.default_rng(0)

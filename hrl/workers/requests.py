@@ -89,6 +89,7 @@ class SampleRequest(Request[P]):
         step: Of the run.
         with_greedy: Rows marked `greedy` take the most likely tokens.
         reward_round: The number under which finished samples are sent to the rewards; None sends them nowhere.
+        with_experts: Also return `routed_experts`.
     """
 
     sampling: SamplingParams
@@ -96,6 +97,7 @@ class SampleRequest(Request[P]):
     step: int
     with_greedy: bool
     reward_round: int | None
+    with_experts: bool = False
 
     @property
     def columns(self) -> frozenset[str]:

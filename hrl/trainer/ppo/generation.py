@@ -147,18 +147,16 @@ def count_troubles(samples: DataProto) -> dict[str, Metric]:
     }
 
 
-def share_known_experts(batch: DataProto, *, keep: bool) -> None:
+def share_known_experts(batch: DataProto) -> None:
     """Let rows that begin alike have the same experts there, in place; see `hrl.routing.known_by_beginning`.
 
     Args:
         batch: Samples drawn by the same weights, with `routed_experts`.
-        keep: Something replays them; else the column goes.
     """
-    routed = batch.non_tensor_batch.pop(ROUTED_EXPERTS)
-    if keep:
-        prompts, mask = batch.batch["prompts"].numpy(), batch.batch["attention_mask"].numpy().astype(bool)
-        rows = [row[is_token] for row, is_token in zip(prompts, mask[:, : prompts.shape[1]], strict=True)]
-        batch.non_tensor_batch[ROUTED_EXPERTS] = object_column(known_by_beginning(rows, list(routed)))
+    prompts, mask = batch.batch["prompts"].numpy(), batch.batch["attention_mask"].numpy().astype(bool)
+    rows = [row[is_token] for row, is_token in zip(prompts, mask[:, : prompts.shape[1]], strict=True)]
+    known = known_by_beginning(rows, list(batch.non_tensor_batch[ROUTED_EXPERTS]))
+    batch.non_tensor_batch[ROUTED_EXPERTS] = object_column(known)
 
 
 def take_baselines(batch: DataProto, scores: Tensor, kept: Tensor) -> tuple[DataProto, dict[str, Metric]]:

@@ -24,7 +24,6 @@ from hrl.protocol import DataProto
 from hrl.report import health
 from hrl.report.first_look import first_look
 from hrl.report.samples import rollout_records
-from hrl.routing import ROUTED_EXPERTS
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import (
     advantage_columns,
@@ -334,8 +333,8 @@ class RayPPOTrainer(TrainingLoop):
             require_sampled(sampled, self.config)
         check_policy_version(sampled, self.policy_version)
         metrics.observe(count_troubles(sampled))
-        if ROUTED_EXPERTS in sampled.non_tensor_batch:
-            share_known_experts(sampled, keep=self._router_replay == "R3" and not validate)
+        if asked.request.with_experts:
+            share_known_experts(sampled)
         return sampled
 
     def _asked(self, prompts: DataProto, step: int, *, validate: bool = False, wave: int = 0) -> Asked:
@@ -351,6 +350,7 @@ class RayPPOTrainer(TrainingLoop):
             seed_of(self.config.trainer.seed, validate=validate),
             with_greedy=with_greedy,
             reward_round=self.rewards.begin(rows, step, validate=validate),
+            with_experts=self._router_replay == "R3" and not validate,
         )
         return Asked(prompts, rows, request, validate)
 
@@ -363,6 +363,7 @@ class RayPPOTrainer(TrainingLoop):
         *,
         with_greedy: bool = False,
         reward_round: int | None = None,
+        with_experts: bool = False,
     ) -> SampleRequest[BatchPlan]:
         rollout, parallel = self.workers.rollout, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         return SampleRequest(
@@ -372,6 +373,7 @@ class RayPPOTrainer(TrainingLoop):
             step=step,
             with_greedy=with_greedy,
             reward_round=reward_round,
+            with_experts=with_experts,
         )
 
     def _responses(self, asked: Asked, metrics: StepMetrics) -> DataProto:

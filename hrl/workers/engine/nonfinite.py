@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from hrl.batching.plan import MiniBatchPlan
 from hrl.errors import NonFiniteError
 from hrl.files import write_whole
+from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.engine.checksum import of_all_ranks
 from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
@@ -45,6 +46,8 @@ MAX_IN_A_ROW = 3
 MAX_DUMPS = 12
 
 FOLDER = "nonfinite"
+#: The column that says how many tokens of each row have experts to replay.
+ROUTED_LENGTHS = "routed_lengths"
 #: They follow from the other columns and would be as wide as the padding.
 _IMPLIED = ("attention_mask", "input_ids", "position_ids")
 
@@ -260,7 +263,8 @@ def unpadded(batch: DataProto, micro_batches: Sequence[tuple[int, ...]]) -> dict
 
     Returns:
         Columns of prompt tokens `(ΣP_i,)`, of response tokens `(ΣR_i,)`, of rows `(b, ...)`; `prompt_lengths`,
-        `response_lengths` and `micro_batch (b,)`.
+        `response_lengths` and `micro_batch (b,)`; where the rows have experts to replay, `routed_experts` one row after
+        the other, and `routed_lengths (b,)`.
     """
     rows = [row for picked in micro_batches for row in picked]
     width = batch.batch["prompts"].shape[1]
@@ -277,6 +281,11 @@ def unpadded(batch: DataProto, micro_batches: Sequence[tuple[int, ...]]) -> dict
         picked = column[rows]
         valid = prompt if name == "prompts" else response
         columns[name] = (picked[valid] if picked.shape[:2] == valid.shape else picked).contiguous()
+    if ROUTED_EXPERTS in batch.non_tensor_batch:
+        routed = [batch.non_tensor_batch[ROUTED_EXPERTS][row] for row in rows]
+        columns[ROUTED_LENGTHS] = torch.tensor([len(one) for one in routed], dtype=torch.int64)
+        if known := [one for one in routed if len(one)]:  # of none, their shape is not known
+            columns[ROUTED_EXPERTS] = torch.from_numpy(np.concatenate(known))
     return columns
 
 

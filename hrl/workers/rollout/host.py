@@ -207,7 +207,7 @@ class RolloutHost:
 
         Returns:
             In the order of the rows, the columns of `response_columns`; `uid`, `sample_index` and `finish_reason`;
-            with `rollout.enable_rollout_routing_replay` also `routed_experts`; meta_info with `temperature` and
+            where asked, `routed_experts`; meta_info with `temperature` and
             `policy_version`.
 
         Raises:
@@ -234,7 +234,7 @@ class RolloutHost:
         columns = response_columns(prompts, prompt_mask, outputs, sampling.max_tokens, self._setup.tokens.pad)
         check_values(columns, keys, self._setup.tokens.vocab_size)
         others = {"uid": objects["uid"], "sample_index": objects["sample_index"], "finish_reason": reasons}
-        if self._config.enable_rollout_routing_replay:
+        if request.with_experts:
             others[ROUTED_EXPERTS] = object_column([output.routed for output in outputs])
         return DataProto.from_dict(
             tensors=columns,
@@ -395,7 +395,7 @@ class RolloutHost:
         async def one(row: int, prompt: list[int], key: tuple[str, int], sampling: SamplingParams) -> SampleOutput:
             output = await self.engine.generate(prompt, sampling, f"{wave}-{row}")
             check_output(output, sample_name(row, key), max_tokens=sampling.max_tokens, version=version)
-            if self._config.enable_rollout_routing_replay:
+            if asked.with_experts:
                 output = with_routed(output, sample_name(row, key), len(prompt))
             if on_sample is not None:
                 await loop.run_in_executor(listener, on_sample, row, output.token_ids, output.finish_reason)
@@ -433,12 +433,14 @@ class _Asked:
         keys: Of each row, see `sample_keys`.
         samplings: How each row's response is sampled.
         reward_round: Where finished samples are sent.
+        with_experts: Answers have the experts of their tokens.
     """
 
     prompts: list[list[int]]
     keys: list[tuple[str, int]]
     samplings: list[SamplingParams]
     reward_round: int | None
+    with_experts: bool
 
     @classmethod
     def of(cls, batch: DataProto, request: SampleRequest[RankPlan]) -> Self:
@@ -453,7 +455,7 @@ class _Asked:
             for key, greedy in zip(keys, is_greedy, strict=True)
         ]
         prompts = prompt_tokens(batch.batch["prompts"], batch.batch["attention_mask"])
-        return cls(prompts, keys, samplings, request.reward_round)
+        return cls(prompts, keys, samplings, request.reward_round, request.with_experts)
 
 
 @dataclass(frozen=True, eq=False)

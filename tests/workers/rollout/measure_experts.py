@@ -52,7 +52,7 @@ def main(engine: str, dtype: str) -> None:
         with RolloutHost(setup) as host:
             batch = sample_rows(host, prompt_batch(prompts, n=SAMPLES, width=longest), max_tokens=ANSWER)
         cached = sum(int(is_missing(row).sum()) for row in batch.non_tensor_batch[ROUTED_EXPERTS])
-        share_known_experts(batch, keep=True)
+        share_known_experts(batch)
         with world_of_one():
             device = torch.device("cpu")
             actor = Actor(model_config(Path(folder)), None, fsdp_config(dtype), device=device, total_steps=None)

@@ -591,7 +591,7 @@ def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_di
             mask = out.batch["response_mask"].bool()
             lacking = [int(is_missing(row).sum()) for row in out.non_tensor_batch[ROUTED_EXPERTS]]
             assert sorted(lacking) == [0] * 5 + [CPU_BLOCK_TOKENS] * 3
-            share_known_experts(out, keep=True)
+            share_known_experts(out)
             for row, theirs in zip(
                 out.non_tensor_batch[ROUTED_EXPERTS], models.routed_experts(changed, out), strict=True
             ):
