@@ -38,6 +38,7 @@ def test_what_an_engine_had_in_its_cache_is_that_of_a_row_that_begins_alike():
     filled = known_by_beginning([one, one, other, longer], routed)
     assert firsts(filled) == [[10, 20, 30, 40], [10, 20, 30, 41], [10, 20, 90, 91, 92], [10, 20]]
     assert all(np.array_equal(before, after) for before, after in zip(given, routed, strict=True))
+    assert firsts(known_by_beginning([one, one], [routed[1], routed[0]])) == [[10, 20, 30, 41], [10, 20, 30, 40]]
 
 
 def test_what_no_row_knows_stays_missing_and_other_beginnings_tell_nothing():

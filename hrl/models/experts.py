@@ -260,7 +260,7 @@ def _takes_logits(layers: ExpertLayers, index: int, place: int) -> Callable[...,
         if layers.current is None:
             return
         chosen = layers.current.chosen[index]
-        if chosen.logits is None:
+        if chosen.logits is None:  # those of a layer that is computed again would keep its graph
             chosen.logits = (output[place] if isinstance(output, tuple) else output).flatten(0, -2)
 
     return hook
