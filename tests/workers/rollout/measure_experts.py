@@ -3,17 +3,23 @@
     python -m tests.workers.rollout.measure_experts vllm bfloat16
 
 The engine is the real one, on a CPU, and the trainer's pass that of a run; both in the dtype that is named.
+
+    python -m tests.workers.rollout.measure_experts products
+
+Processor time of one thread for a layer's forward and backward pass, by each of transformers' ways to multiply.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from hrl.models.tokenizer import TokenIds
 from hrl.routing import ROUTED_EXPERTS, is_missing
@@ -71,5 +77,27 @@ def main(engine: str, dtype: str) -> None:
     tell(f"choices that are the same in both: {np.concatenate([row.ravel() for row in same]).mean():.2%}")
 
 
+def products() -> None:
+    torch.set_num_threads(1)
+    experts = EXPERTS | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 128}
+    for dtype in (torch.float32, torch.bfloat16):
+        times = {}
+        for way in ("eager", "grouped_mm"):
+            config = Qwen3MoeConfig(hidden_size=256, **experts)
+            config._experts_implementation = way
+            torch.manual_seed(0)
+            block = Qwen3MoeSparseMoeBlock(config)
+            for parameter in block.parameters():
+                torch.nn.init.normal_(parameter, std=0.05)
+            block, rounds = block.to(dtype), []
+            for _ in range(5):
+                tokens = torch.randn(1, 512, 256, dtype=dtype, requires_grad=True)
+                began = time.process_time()
+                block(tokens).float().square().sum().backward()
+                rounds.append(time.process_time() - began)
+            times[way] = min(rounds)
+        tell(f"{dtype}: " + ", ".join(f"{way} {1000 * seconds:.0f} ms" for way, seconds in times.items()))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    products() if sys.argv[1:] == ["products"] else main(*sys.argv[1:])
