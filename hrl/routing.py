@@ -47,7 +47,7 @@ def known_by_beginning(rows: Sequence[np.ndarray], routed: Sequence[np.ndarray])
     Returns:
         The choices with as many beginnings filled in as other rows know; the arrays given are left as they are.
     """
-    filled = [choices.copy() for choices in routed]
+    filled = list(routed)
     lacking = [is_missing(choices[: len(tokens)]) for tokens, choices in zip(rows, routed, strict=True)]
     first_of: dict[bytes, int] = {}  # of equal prompts, the row that knows most
     for row, tokens in enumerate(rows):
@@ -63,11 +63,13 @@ def known_by_beginning(rows: Sequence[np.ndarray], routed: Sequence[np.ndarray])
         }
         for row in first_of.values():
             if lengths[row] == length and (found := known.get(rows[row][:length].tobytes())) is not None:
-                mine = filled[row][:length]
-                mine[:] = np.where(lacking[row][:length, None, None], found, mine)
+                (missed,) = lacking[row][:length].nonzero()
+                filled[row] = filled[row].copy()
+                filled[row][missed] = found[missed]
     for row, tokens in enumerate(rows):
         best = first_of[tokens.tobytes()]
         shared = min(len(tokens), len(filled[row]), len(filled[best]))
-        if best != row and shared:
-            filled[row][:shared] = filled[best][:shared]
+        # Mostly they are equal, and a response may have thousands of tokens.
+        if shared and not np.array_equal(filled[row][:shared], filled[best][:shared]):
+            filled[row] = np.concatenate([filled[best][:shared], filled[row][shared:]])
     return filled
