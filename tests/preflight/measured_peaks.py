@@ -1,6 +1,6 @@
 """The ledger of `hrl check` against what runs take on this machine: `python -m tests.preflight.measured_peaks [NAME]`.
 
-Each configuration makes two steps. Meanwhile the proportional set sizes (PSS) of all its processes are added up three
+Each configuration makes a step. Meanwhile the proportional set sizes (PSS) of all its processes are added up three
 times a second, which counts memory that several of them map once.
 """
 
@@ -21,9 +21,9 @@ GIB = 1 << 30
 RUN_TIMEOUT_S = 900.0
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
-#: Two steps whose micro-batches are full: the model tells stories until it is stopped.
-TWO_STEPS = (
-    "trainer.total_training_steps=2",
+#: A step whose micro-batches are full: the model tells stories until it is stopped.
+ONE_STEP = (
+    "trainer.total_training_steps=1",
     "trainer.val_before_train=false",
     "trainer.test_freq=-1",
     "data.val_files=[]",
@@ -34,7 +34,7 @@ TWO_STEPS = (
     f"{_RECOMPUTE}=false",
     "data.max_prompt_length=48",
     "data.max_response_length=64",
-    f"{_ROLLOUT}.kv_cache_gib=0.25",  # which two steps fill
+    f"{_ROLLOUT}.kv_cache_gib=0.25",  # which the step fills
 )
 CONFIGURATIONS = {
     "full": (),
@@ -119,7 +119,7 @@ def main(names: list[str]) -> None:
     """Print a line for each configuration."""
     for name in names or CONFIGURATIONS:
         with tempfile.TemporaryDirectory() as folder:
-            overrides = (*TWO_STEPS, *stories(Path(folder)), *CONFIGURATIONS[name])
+            overrides = (*ONE_STEP, *stories(Path(folder)), *CONFIGURATIONS[name])
             phases = said(overrides)
             peak = max(phases, key=lambda phase: phases[phase])
             found = measured(overrides, Path(folder) / "run")
