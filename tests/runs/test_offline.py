@@ -17,6 +17,7 @@ from hrl.cluster.checkpoints import PARTS
 from hrl.config.compose import compose_kind
 from hrl.config.offline import OfflineConfig
 from hrl.config.run_kind import OFFLINE_KINDS, RunKind
+from hrl.errors import ConfigError
 from hrl.report.run_folder import read_jsonl
 from tests.config.key_reads import KeyReads
 from tests.runs.in_process import in_process, run_configured, run_in_process
@@ -97,6 +98,20 @@ def test_a_run_leaves_what_it_promises_and_resumes_bit_for_bit(
     assert driver == {*PARTS} - {"score"}  # which the manifest has
     if kind == "dpo":
         dpo_starts_at_its_reference_and_leaves_it(straight)
+
+
+def test_a_run_with_another_optimizer_resumes_bit_for_bit_and_with_no_other(runner: Runner, tmp_path: Path) -> None:
+    options = ("optim.name=muon", "model.enable_gradient_checkpointing=true", "model.recompute_num_layers=1")
+    straight = run("sft", runner.model, tmp_path / "straight", *options, "trainer.total_training_steps=2")
+    run("sft", runner.model, tmp_path / "run", *options, "trainer.total_training_steps=1")
+    resumed = run("sft", runner.model, tmp_path / "run", *options, "trainer.total_training_steps=2")
+    for name in ("train/loss", "train/grad_norm", "train/weights_checksum"):
+        assert [r.get(name) for r in resumed[1:]] == [r.get(name) for r in straight[1:]], name
+    kept = state(tmp_path / "run" / "checkpoints" / "step_2" / "actor")
+    moved = {name.partition(".")[0] for name in kept if ".layers." in name and "proj" in name}
+    assert moved == {"model", "momentum_buffer"}
+    with pytest.raises(ConfigError, match=r"optim.name is adamw, and .*step_2 holds the state of muon"):
+        run("sft", runner.model, tmp_path / "run", "trainer.total_training_steps=3")
 
 
 @pytest.mark.parametrize("kind", OFFLINE_KINDS)
