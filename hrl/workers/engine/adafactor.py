@@ -77,19 +77,17 @@ class Adafactor(UpdateRule):
         moved = self._take_step()
         if not moved:
             return
-        weights = self._sums([widened(local(p.detach())).double().square().sum() for p in moved])
-        scales = [
-            max(_LEAST_SCALE, math.sqrt(square.item() / p.numel())) for p, square in zip(moved, weights, strict=True)
-        ]
+        weights = self._totals([widened(local(p.detach())).double().square().sum() for p in moved])
+        scales = [max(_LEAST_SCALE, math.sqrt(square / p.numel())) for p, square in zip(moved, weights, strict=True)]
         self._average(moved)
         rows = [self.state[p]["row_var"] for p in moved if p.dim() == 2]
-        means = iter(self._sums([local(row).double().sum() for row in rows]))
-        lowest = {p: next(means) / p.shape[0] for p in moved if p.dim() == 2}
+        means = iter(self._totals([local(row).double().sum() for row in rows]))
+        mean_rows = {p: next(means) / p.shape[0] for p in moved if p.dim() == 2}
         for bucket in self._buckets(list(zip(moved, scales, strict=True))):
-            updates = [self._update(parameter, lowest.get(parameter)) for parameter, _ in bucket]
-            sizes = self._sums([update.double().square().sum() for update in updates])
+            updates = [self._update(parameter, mean_rows.get(parameter)) for parameter, _ in bucket]
+            sizes = self._totals([update.double().square().sum() for update in updates])
             for (parameter, scale), update, size in zip(bucket, updates, sizes, strict=True):
-                largest = max(1.0, math.sqrt(size.item() / parameter.numel()) / _LARGEST_UPDATE)
+                largest = max(1.0, math.sqrt(size / parameter.numel()) / _LARGEST_UPDATE)
                 rate = scale * min(lr, 1.0 / math.sqrt(self.steps[parameter]))
                 weight = local(parameter.detach())
                 wide = widened(weight)
@@ -119,7 +117,7 @@ class Adafactor(UpdateRule):
                 mean = next(whole).div_(parameter.shape[0])
                 local(self.state[parameter]["col_var"]).lerp_(mean, self._share(parameter))
 
-    def _update(self, parameter: nn.Parameter, mean_row: Tensor | None) -> Tensor:
+    def _update(self, parameter: nn.Parameter, mean_row: float | None) -> Tensor:
         """Return this rank's part of the gradient over the root of its second moments, before it is clipped.
 
         Args:
@@ -133,8 +131,9 @@ class Adafactor(UpdateRule):
         else:
             estimate = state["row_var"] @ state["col_var"]
             if mean_row is None:
-                mean_row = state["row_var"].mean(dim=-2, keepdim=True)
-            estimate.div_(mean_row.to(self._dtype).clamp(min=least))
+                estimate.div_(state["row_var"].mean(dim=-2, keepdim=True).clamp_(min=least))
+            else:
+                estimate.div_(max(mean_row, least))
         return estimate.clamp_(min=least * least).rsqrt_().mul_(self._grad(parameter))
 
     def _grad(self, parameter: nn.Parameter) -> Tensor:
@@ -153,6 +152,11 @@ class Adafactor(UpdateRule):
         dist.all_reduce(flat, group=self._group)
         sizes = [tensor.numel() for tensor in tensors]
         return [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
+
+    def _totals(self, numbers: Sequence[Tensor]) -> list[float]:
+        """Return the sum of each number over the same ranks; the host waits for them once."""
+        found: list[float] = self._sums([torch.stack(list(numbers))])[0].tolist() if numbers else []
+        return found
 
     def _buckets(self, moved: list[tuple[nn.Parameter, float]]) -> Iterator[list[tuple[nn.Parameter, float]]]:
         """Yield parameters whose updates are held together, the same on every rank."""
