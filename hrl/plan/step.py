@@ -253,9 +253,10 @@ class CostModel:
             compute_bytes=dtype_of(sharding.dtype).itemsize,
             reshards=sharding.reshard_after_forward,
             has_head=role in ("actor", "ref"),
-            param_offload=sharding.param_offload and not self.hardware.is_cpu,
-            optimizer_offload=sharding.optimizer_offload and not self.hardware.is_cpu,
+            param_offload=sharding.param_offload and not (self.hardware.is_cpu or sharding.offload_policy),
+            optimizer_offload=sharding.optimizer_offload and not (self.hardware.is_cpu or sharding.offload_policy),
             degree=each.processes,
+            offload_policy=sharding.offload_policy and not self.hardware.is_cpu,
         )
 
     def ranks(self, role: str) -> int:

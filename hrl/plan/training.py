@@ -42,6 +42,7 @@ class Learner:
         has_head: Whether it computes log-probs.
         param_offload, optimizer_offload: Whether these come from host memory.
         degree: Ranks that run each micro-batch together.
+        offload_policy: Whether weights, gradients and moments are in host memory all the time.
     """
 
     shape: ModelShape
@@ -58,6 +59,7 @@ class Learner:
     param_offload: bool
     optimizer_offload: bool
     degree: int = 1
+    offload_policy: bool = False
 
     @property
     def groups(self) -> int:
@@ -68,7 +70,8 @@ class Learner:
         """Return what a forward over all rows is spent on."""
         layers, head = work.forward_flops(self.shape.flops, self.groups, self.budget)
         flops = layers + head * self.has_head
-        compute = self._compute(flops, self._micro_batches(work) * self._gathers(1), work)
+        once = self._gathers(1) + self._streamed(1, 0)
+        compute = self._compute(flops, self._micro_batches(work) * once, work)
         exchanged = EXCHANGES, self._exchanges(work, 1)
         return added([*compute, exchanged, (BETWEEN, self.assumed.pass_s), *self._moved(0)])
 
@@ -85,6 +88,7 @@ class Learner:
             heads = 2.0 + _BACKWARD  # its logits are never kept, so they are computed again
             flops = runs * layers + heads * head * self.has_head
             once = self._gathers(1 + self.reshards) + self._reductions()
+            once += self._streamed(1 + self.reshards, 1)
             compute = self._compute(flops, self._micro_batches(run) * once, run)
             compute.append((EXCHANGES, self._exchanges(run, 2 + self.recompute)))
         return added(
@@ -145,7 +149,20 @@ class Learner:
 
     def _optimizer_s(self) -> float:
         moved = self.assumed.optimizer_bytes * self.shape.size.trained / self.shards
+        if self.offload_policy:  # of the host's memory a rank has about as much as of the bus to it
+            return moved / self.hardware.host_rate
         return moved / (self.hardware.memory_rate * self.assumed.memory_share)
+
+    def _streamed(self, weights: int, gradients: int) -> float:
+        """Return the seconds in which a micro-batch's weights come from host memory, and its gradients go there.
+
+        Args:
+            weights: How often they come.
+            gradients: How often they go.
+        """
+        size = self.shape.size
+        moved = self.master_bytes * (weights * size.parameters + gradients * size.trained) / self.shards
+        return self.offload_policy * moved / self.hardware.host_rate
 
     def _moved(self, optimizer_steps: int) -> list[tuple[str, float]]:
         """Return the copies of parameters before the pass and after an update, and of moments in each step."""

@@ -103,6 +103,21 @@ def test_offloaded_weights_come_and_go_and_moments_pass_by():
     assert both.forward(WORK)[HOST] == pytest.approx(134515008 * 4 / 50e9)
 
 
+def test_weights_that_stay_in_host_memory_come_for_every_micro_batch_and_gradients_go_there():
+    """A bus so slow that nothing hides it: half of the products' time at most is what hides."""
+    slow = replace(H100, host_rate=1e6)
+    stays, streams = (replace(ONE, hardware=slow, offload_policy=policy) for policy in (False, True))
+    micro_batches = ceil(WORK.packed_tokens(1, ONE.budget) / ONE.budget)
+    bytes_each, compute = 4 * 134515008, (LAYERS + HEAD) / RATE
+    assert GATHERS not in stays.forward(WORK)
+    hidden = ON_GPU.overlap * compute
+    assert streams.forward(WORK)[GATHERS] == pytest.approx(micro_batches * bytes_each / 1e6 - hidden)
+    update, before = streams.update(WORK, 1, 1), stays.update(WORK, 1, 1)
+    assert update[GATHERS] == pytest.approx(micro_batches * 3 * bytes_each / 1e6, rel=1e-3)
+    assert update[OPTIMIZER] == pytest.approx(ON_GPU.optimizer_bytes * 134515008 / 1e6)
+    assert before[OPTIMIZER] < 1.0 and update.get(HOST, 0.0) == 0.0
+
+
 @pytest.mark.parametrize("shards", [8, None])
 def test_more_ranks_are_never_slower(shards):
     seconds = [

@@ -24,6 +24,8 @@ from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.update_rule import BUCKET_ELEMENTS, UpdateRule, like_rows, widened
 
 BLOCK = 256
+#: Elements that are computed with at once, in some six float32 tensors of the size: 192 MiB.
+AT_ONCE = BUCKET_ELEMENTS >> 2
 #: Parameters with fewer elements keep float32 moments.
 SMALL = 4096
 #: The moments, and whether they have a sign.
@@ -39,7 +41,7 @@ class AdamW8bit(UpdateRule):
         weight_decay: Decoupled weight decay.
         device: Where parameters and gradients are during a step.
         seed: Of the run, by which bfloat16 masters are rounded.
-        bucket_elements: See `BUCKET_ELEMENTS`.
+        bucket_elements: See `AT_ONCE`.
 
     Attributes:
         state: `exp_avg` and `exp_avg_sq`, codes in uint8, with the scales of their blocks `exp_avg_scale` and
@@ -57,7 +59,7 @@ class AdamW8bit(UpdateRule):
         weight_decay: float,
         device: torch.device,
         seed: int = 0,
-        bucket_elements: int = BUCKET_ELEMENTS,
+        bucket_elements: int = AT_ONCE,
     ) -> None:
         super().__init__(names, device=device, seed=seed)
         _map(True, self._dtype, device)
