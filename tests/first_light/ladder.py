@@ -24,7 +24,7 @@ from tests.first_light.stages import Setup
 GIB = 2**30
 #: Activations, logits, kernels' workspaces and the CUDA context, beside what is counted per parameter.
 MARGIN_BYTES = 5 * GIB
-#: What FSDP gathers on one rank: every parameter once more in bfloat16.
+#: What FSDP gathers on one rank: every parameter once more in bfloat16; more than enough where it is layer by layer.
 _CAST_BYTES = 2
 
 
@@ -38,6 +38,7 @@ class Rung:
         trained: a step is made; otherwise a forward.
         param_offload: weights lie on the host between steps.
         optimizer_offload: moments do.
+        offload_policy: weights, gradients and moments always do, and the step is made there.
         bytes_per_parameter: expected on the card at the peak.
     """
 
@@ -46,14 +47,16 @@ class Rung:
     trained: bool
     param_offload: bool
     optimizer_offload: bool
+    offload_policy: bool
     bytes_per_parameter: float
 
 
 RUNGS = (
-    Rung("forward, bfloat16 weights", "bf16", False, False, False, 2 + _CAST_BYTES),
-    Rung("forward, float32 weights", "fp32", False, False, False, 4 + _CAST_BYTES),
-    Rung("step, float32, moments offloaded", "fp32", True, True, True, 4 + 4 + _CAST_BYTES),
-    Rung("step, float32, all on the card", "fp32", True, False, False, 4 + 4 + 8),
+    Rung("forward, bfloat16 weights", "bf16", False, False, False, False, 2 + _CAST_BYTES),
+    Rung("forward, float32 weights", "fp32", False, False, False, False, 4 + _CAST_BYTES),
+    Rung("step, float32, moments offloaded", "fp32", True, True, True, False, 4 + 4 + _CAST_BYTES),
+    Rung("step, float32, all on the host", "fp32", True, False, False, True, _CAST_BYTES),
+    Rung("step, float32, all on the card", "fp32", True, False, False, False, 4 + 4 + 8),
 )
 
 
@@ -96,6 +99,7 @@ def _climb(size: str, rung: Rung, device: torch.device) -> tuple[float, float]:
         trained=rung.trained,
         param_offload=rung.param_offload,
         optimizer_offload=rung.optimizer_offload,
+        offload_policy=rung.offload_policy,
     )
     rows = random_rows(1, 2, 64, 64, SHAPES[size][5])
     if on_card:

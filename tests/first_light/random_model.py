@@ -72,6 +72,7 @@ def build_engine(
     trained: bool = True,
     param_offload: bool = False,
     optimizer_offload: bool = False,
+    offload_policy: bool = False,
     max_model_len: int = 8192,
 ) -> Engine:
     """A training engine around a random model, computing in bfloat16."""
@@ -86,6 +87,7 @@ def build_engine(
         return Loaded(model, config)
 
     optim = SimpleNamespace(
+        name="adamw",
         lr=1e-6,
         betas=[0.9, 0.999],
         weight_decay=0.01,
@@ -97,7 +99,7 @@ def build_engine(
     return Engine(
         load,
         PackedCausalLM,
-        SimpleNamespace(share_prefix=True, adapter=None),
+        SimpleNamespace(share_prefix=True, adapter=None, enable_activation_offload=False),
         Training(optim=optim, grad_clip=1.0, total_steps=1, seed=0, run_folder=None) if trained else None,
         SimpleNamespace(
             dtype="bf16",
@@ -107,6 +109,7 @@ def build_engine(
             ulysses_sequence_parallel_size=1,
             param_offload=param_offload,
             optimizer_offload=optimizer_offload,
+            offload_policy=offload_policy,
         ),
         device=device,
     )
