@@ -344,9 +344,11 @@ class Engine:
         """Return the experts that the tokens of each picked row went to; every rank of a sequence group calls it."""
         chosen = routing.stacked(self.experts.dtype)
         if self.sequence_group is not None:
-            slices = [torch.empty_like(chosen) for _ in range(self.sequence_group.size)]
-            dist.all_gather(slices, chosen, group=self.sequence_group.processes)
-            chosen = torch.cat(slices)
+            # A sum of which each rank has a part: NCCL has no numbers of two bytes.
+            slices = chosen.new_zeros((self.sequence_group.size, *chosen.shape), dtype=torch.int32)
+            slices[self.sequence_group.place] = chosen
+            dist.all_reduce(slices, group=self.sequence_group.processes)
+            chosen = slices.flatten(0, 1).to(chosen.dtype)
         found = chosen.cpu().numpy()
         assert packed.routing is not None, "experts are followed"
         paths = zip(picked, packed.routing.paths, strict=True)

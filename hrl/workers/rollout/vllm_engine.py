@@ -285,7 +285,7 @@ class VllmEngine(RolloutEngine):
                 return None
             return np.frombuffer(plain["data"], plain["dtype"]).reshape(plain["shape"])
         first = self.processes[0]
-        return own_layers(completion.routed_experts, first["routed_layers"], first["num_experts"])
+        return own_layers(getattr(completion, "routed_experts", None), first["routed_layers"], first["num_experts"])
 
     async def _sleep(self, level: int) -> None:
         await self._alive(self._running().sleep(level), "sleep")

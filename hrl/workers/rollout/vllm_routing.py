@@ -8,7 +8,7 @@ it, from tokens of an iteration to those of a request, is done here.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 from hrl.errors import HrlError
 from hrl.routing import missing, routing_dtype
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class NoRoutingError(HrlError, RuntimeError):
@@ -31,9 +28,8 @@ def routed_layers(model: nn.Module) -> list[int]:
 
 
 def _runners(model: nn.Module) -> list[Any]:
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-
-    found: list[Any] = [module for module in model.modules() if isinstance(module, MoERunner)]
+    """Return what runs the experts of a layer: vLLM's versions call its class differently."""
+    found: list[Any] = [part for part in model.modules() if hasattr(part, "router") and hasattr(part, "layer_id")]
     return sorted(found, key=lambda runner: runner.layer_id)
 
 
@@ -67,7 +63,7 @@ class RoutingRecorder:
         own_execute = model_runner.execute_model
 
         @functools.wraps(own_execute)
-        def execute(scheduled: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        def execute(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             result = own_execute(scheduled, *args, **kwargs)
             if scheduled.total_num_scheduled_tokens:
                 self._keep(scheduled)
@@ -78,7 +74,7 @@ class RoutingRecorder:
     def _heard(self, layer: int, experts: Tensor) -> None:
         self._step[layer] = experts
 
-    def _keep(self, scheduled: SchedulerOutput) -> None:
+    def _keep(self, scheduled: Any) -> None:
         """Give the iteration's choices, token by token, to the requests that were run."""
         heard = [experts for experts in self._step if experts is not None]
         if len(heard) != len(self._step):  # an iteration without a forward
