@@ -67,6 +67,7 @@ _SECTIONS: dict[str, Callable[[Any], Any]] = {
     "old_log_probs": OldLogProbs,
 }
 _NUMBER = TypeAdapter(float)
+_ALONE = {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1, "tensor_parallel_size": 1}
 #: Columns of response tokens; where every response has one token, their length does not tell.
 _PER_TOKEN = {
     "responses",
@@ -438,7 +439,7 @@ def _learner(dump: Dump, request: Any, model: str | None, *, trust_code: bool) -
     if not Path(source.path).is_dir():
         raise ReplayError(f"the model's folder {source.path} is not on this machine: name one with --model")
     # One process has all of the model and of the rows, whatever they were cut over.
-    fsdp: Any = SimpleNamespace(**record["fsdp"] | {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1})
+    fsdp: Any = SimpleNamespace(**record["fsdp"] | _ALONE)
     make = ValueModel if isinstance(request, _SCALAR) else Policy
     return make(source, training, fsdp, device=torch.device("cpu"))
 

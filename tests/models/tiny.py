@@ -113,6 +113,7 @@ def fsdp_config(dtype: str = "float64", **changes: Any) -> SimpleNamespace:
         "reshard_after_forward": True,
         "fsdp_size": -1,
         "ulysses_sequence_parallel_size": 1,
+        "tensor_parallel_size": 1,
         "param_offload": False,
         "optimizer_offload": False,
     }

@@ -173,7 +173,8 @@ def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple
     if isinstance(example, DTensor) and example.device_mesh.size() > 1:
         dist.all_reduce(total)
         # Where shards are replicated, every shard was counted once per replica.
-        replicas = example.device_mesh.size() // example.device_mesh["shard"].size()
+        mesh = example.device_mesh
+        replicas = mesh["replicate"].size() if "replicate" in (mesh.mesh_dim_names or ()) else 1
     square, num_bad = total.tolist()
     norm = math.sqrt(square / replicas)
     return norm, math.isfinite(norm) and num_bad == 0.0
@@ -249,7 +250,12 @@ class AdamW:
         self.steps = dict.fromkeys(names, 0)
         self.state = {parameter: {moment: self._zeros_like(parameter) for moment in MOMENTS} for parameter in names}
         self._coming, self._going = Lane(device), Lane(device)
-        self._first = {parameter: first_element(parameter) for parameter in names if parameter.dtype == torch.bfloat16}
+        places = {parameter: place_of(parameter) for parameter in names if parameter.dtype == torch.bfloat16}
+        if not all(place.is_run for place in places.values()):
+            raise ValueError(
+                "bfloat16 masters are rounded by rows: with tensor_parallel_size above 1, model_dtype must be fp32"
+            )
+        self._first = {parameter: place.first for parameter, place in places.items()}
 
     def _zeros_like(self, parameter: nn.Parameter) -> Tensor:
         if self.offload:
@@ -379,14 +385,41 @@ class AdamW:
             yield bucket
 
 
-def first_element(parameter: nn.Parameter) -> int:
-    """Return where this rank's shard begins in the flattened whole parameter; shards are runs of rows."""
+class Place(NamedTuple):
+    """Where a rank's shard lies in the flattened whole parameter: a run of rows, or of each of these some columns.
+
+    Attributes:
+        first: Place of the shard's first element.
+        columns: Elements of a row that the shard has.
+        width: Elements of a row.
+    """
+
+    first: int
+    columns: int
+    width: int
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the shard's elements follow one another in the whole parameter too."""
+        return self.columns == self.width
+
+
+def place_of(parameter: nn.Parameter) -> Place:
+    """Return where this rank's shard lies in the flattened whole parameter.
+
+    Raises:
+        ValueError: It is neither a run of rows nor, of a matrix, a block.
+    """
+    shape = parameter.shape
+    width = math.prod(shape[1:])
     if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if any(offset[1:]):
-        raise ValueError("bfloat16 masters are rounded by rows: a parameter must be sharded along its first dimension")
-    return offset[0] * (parameter.numel() // parameter.shape[0])
+        return Place(0, width, width)
+    mine, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    if tuple(mine[1:]) == tuple(shape[1:]):
+        return Place(offset[0] * width if offset else 0, width, width)
+    if len(shape) != 2:
+        raise ValueError(f"a shard {tuple(mine)} of a parameter {tuple(shape)} is neither rows nor a matrix's block")
+    return Place(offset[0] * width + offset[1], mine[1], width)
 
 
 # ---------------------------------------------------------------------- stochastic rounding

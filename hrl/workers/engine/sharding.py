@@ -1,9 +1,15 @@
-"""FSDP2: one mesh, one unit per decoder layer, weights that only rank 0 reads from disk."""
+"""FSDP2: one unit per decoder layer, weights that only rank 0 reads from disk; and the cut over tensor groups under it.
+
+Without tensor groups there is one mesh, over which every parameter is sharded. With them a parameter that is cut lies
+on a mesh with one dimension more: its part is sharded over the ranks that have the same part. What is not cut is
+sharded over all ranks as ever. So each element of a model is on one rank of a sharded copy, whichever it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +18,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hrl.models.dtypes import dtype_of
 from hrl.models.loading import Loaded, decoder_layers
 from hrl.models.ops.exchange import SequenceGroup
+from hrl.models.ops.tensor_parallel import TensorGroup
+from hrl.models.packed_model import PackedModel
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 from hrl.workers.engine.casts import keeps_cast_parameters
 
@@ -40,6 +50,43 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     if fsdp_size < 1 or world % fsdp_size:
         raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks of the pool")
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+@dataclass(frozen=True)
+class TensorMesh:
+    """Where the parameters lie that tensor groups cut.
+
+    Attributes:
+        group: Consecutive ranks with the parts of one weight.
+        shards: Mesh of the ranks with the same part, over which FSDP2 shards it; of two dimensions with replicas.
+    """
+
+    group: TensorGroup
+    shards: DeviceMesh
+
+
+def build_tensor_mesh(device: torch.device, fsdp_size: int, degree: int) -> TensorMesh | None:
+    """Return the mesh of the parameters that are cut over `degree` ranks; None where nothing is cut.
+
+    Args:
+        device: Of this rank.
+        fsdp_size: Ranks that share one copy, cut and sharded; see `build_mesh`, which has checked it.
+        degree: Ranks of a tensor group.
+
+    Raises:
+        ValueError: `degree` does not divide the number of ranks that share a copy.
+    """
+    if degree == 1:
+        return None
+    world = dist.get_world_size()
+    copy = world if fsdp_size == -1 else fsdp_size
+    if copy % degree:
+        raise ValueError(
+            f"fsdp_config.tensor_parallel_size={degree} does not divide the {copy} ranks that share a copy of the model"
+        )
+    shape, names = (world // copy, copy // degree, degree), ("replicate", "shard", "tensor")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return TensorMesh(TensorGroup.of(mesh["tensor"]), mesh[("replicate", "shard") if copy < world else "shard"])
 
 
 def build_sequence_group(device: torch.device, degree: int) -> SequenceGroup | None:
@@ -68,14 +115,15 @@ def build_sequence_group(device: torch.device, degree: int) -> SequenceGroup | N
 
 def build_sharded(
     load: Callable[[bool], Loaded],
-    wrap: Callable[[PreTrainedModel], nn.Module],
+    wrap: Callable[[PreTrainedModel], PackedModel],
     fsdp: FsdpConfig | ForwardShardingConfig,
     mesh: DeviceMesh,
     device: torch.device,
     *,
     train: bool,
     adapt: Callable[[PreTrainedModel], None] | None = None,
-) -> tuple[nn.Module, Loaded]:
+    tensor_mesh: TensorMesh | None = None,
+) -> tuple[PackedModel, Loaded]:
     """Load, wrap and shard a model.
 
     With several ranks only rank 0 reads the weights. Every rank builds the structure without storage, shards it and
@@ -89,6 +137,7 @@ def build_sharded(
         device: Of this rank.
         train: Freeze what cannot be trained, see `hrl.models.towers`.
         adapt: Puts an adapter into a model.
+        tensor_mesh: From `build_tensor_mesh`.
 
     Returns:
         The sharded module, and how it was loaded on rank 0 (on other ranks, how its structure was).
@@ -110,7 +159,9 @@ def build_sharded(
         if full is not None:
             adapt(full.model)
     module = wrap(loaded.model)
-    _shard(module, loaded, fsdp, mesh, towers)
+    if tensor_mesh is not None:
+        module.cut(tensor_mesh.group)
+    _shard(module, loaded, fsdp, mesh, towers, tensor_mesh)
     tied = _tied_names(module)
     module.to_empty(device=device)
     _tie(module, tied)
@@ -138,6 +189,7 @@ def _shard(
     fsdp: FsdpConfig | ForwardShardingConfig,
     mesh: DeviceMesh,
     towers: Sequence[nn.Module] = (),
+    tensor_mesh: TensorMesh | None = None,
 ) -> None:
     compute = dtype_of(fsdp.dtype)
     policy = MixedPrecisionPolicy(
@@ -147,20 +199,29 @@ def _shard(
     )
     device = torch.device(mesh.device_type)
     reshard = fsdp.reshard_after_forward and not keeps_cast_parameters(mesh.size(), device, fsdp.reshard_after_forward)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    if tensor_mesh is not None:
+        shard = partial(shard, mesh=tensor_mesh.shards, shard_placement_fn=_placed_on(mesh))
     for layer in decoder_layers(loaded.model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        shard(layer, reshard_after_forward=reshard)
     for end, keeps in _vocabulary_modules(loaded.model):
-        fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and not keeps)
+        shard(end, reshard_after_forward=reshard and not keeps)
     for tower in towers:
         if not isinstance(tower, FSDPModule):  # a unit of its own, since it never runs and is never gathered
-            fully_shard(tower, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            shard(tower, reshard_after_forward=reshard)
+    shard(module, reshard_after_forward=False)
     if mesh.size() > 1:
         # Losses are divided by global counts, so gradients are summed over ranks. Gloo has no scaled sum.
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_gradient_divide_factor(1.0)
+
+
+def _placed_on(mesh: DeviceMesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """Return where FSDP2 shards a parameter: on this mesh what is not cut, on the unit's own mesh what is."""
+    of_all = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+    return lambda parameter: None if isinstance(parameter, DTensor) else ShardPlacementResult(None, of_all)
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, bool]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hrl.workers.engine.checksum import STRIDE, Checksums, WeightsDifferError, first_elements
+from hrl.workers.engine.checksum import STRIDE, Checksums, WeightsDifferError, places_of
 from hrl.workers.engine.nonfinite import NonFiniteStepError, NonFiniteWeightsError
 from tests.models.tiny import make_batch, plan_rows
 from tests.workers.asked import Actor
@@ -35,7 +35,7 @@ def learn(policy: Actor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_every_bit_counts(dtype: torch.dtype) -> None:
     module = torch.nn.Linear(33, 65).to(dtype)
-    begins = first_elements(module)
+    begins = places_of(module)
     before = Checksums.of(module, begins)
     words = module.weight.detach().view(torch.uint8)
     for place in (0, 17, words.shape[1] - 1):  # bytes of a row
@@ -51,7 +51,7 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
 
 def test_tensors_and_rows_that_change_places_are_seen() -> None:
     module = torch.nn.ModuleDict({name: torch.nn.Linear(STRIDE, 3, bias=False) for name in "ab"})
-    begins = first_elements(module)
+    begins = places_of(module)
     before = Checksums.of(module, begins).combined()
     a, b = module["a"].weight.detach(), module["b"].weight.detach()
     a[:] = a.roll(1, 0)
