@@ -181,7 +181,7 @@ def _is_below(each: MicroBatches, tokens: int) -> bool:
 
 
 def _tokens_of(each: MicroBatches, budget: int) -> str:
-    return f"{budget} tokens" + (f" on each of {each.processes} processes" if each.processes > 1 else "")
+    return f"{budget} tokens" + (f" on each of {each.slices} processes" if each.slices > 1 else "")
 
 
 def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -249,16 +249,16 @@ def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
         "rm": ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config),
     }
     # The reference follows the actor: what is wrong with both is said once, unless they have pools of their own.
-    said: set[tuple[int, int]] = set()
+    said: set[tuple[int, int, int]] = set()
     for role, (owner, sharding) in sharded.items():
         if role not in placement.roles:
             continue
         processes, whose = placement.processes(role), f" of {role}"
         yield from _uneven_copies(owner, sharding, processes, whose, involves)
-        degree = sharding.ulysses_sequence_parallel_size
-        if role != "ref" or (degree, processes) not in said:
+        sizes = sharding.ulysses_sequence_parallel_size, sharding.tensor_parallel_size, processes
+        if role != "ref" or sizes not in said:
             yield from _uneven_groups(owner, sharding, processes, whose, involves)
-        said.add((degree, processes))
+        said.add(sizes)
 
 
 def _uneven_copies(
@@ -274,13 +274,26 @@ def _uneven_copies(
 def _uneven_groups(
     owner: str, sharding: ShardingConfig, processes: int, whose: str, involves: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Report a size of sequence groups that does not divide the number of processes."""
+    """Report sizes of sequence or tensor groups that don't divide the processes, or don't go with the rest."""
     degree = sharding.ulysses_sequence_parallel_size
     if processes % degree:
         what = f"is {degree}, which does not divide the {processes} processes{whose}."
         divisors = _nearest_divisors(processes, degree)
         hint = f"Nearest that do: {divisors}; or start a multiple of {degree} processes (trainer.n_gpus_per_node)."
         yield Problem(f"{owner}.fsdp_config.ulysses_sequence_parallel_size", what, hint, involves)
+    copy = processes if sharding.fsdp_size in (-1, 0) else min(sharding.fsdp_size, processes)
+    degree, key = sharding.tensor_parallel_size, f"{owner}.fsdp_config.tensor_parallel_size"
+    if copy % degree:
+        what = f"is {degree}, which does not divide the {copy} processes{whose} that share a copy of the model."
+        hint = f"Nearest that do: {_nearest_divisors(copy, degree)}; or start a multiple of {degree} processes."
+        yield Problem(key, what, hint, (*involves, f"{owner}.fsdp_config.fsdp_size"))
+    if degree > 1 and sharding.ulysses_sequence_parallel_size > 1:
+        other = f"{owner}.fsdp_config.ulysses_sequence_parallel_size"
+        what = f"is {degree}, and {other} is {sharding.ulysses_sequence_parallel_size}: a row has one kind of group."
+        yield Problem(key, what, "Set one of the two to 1.", (other,))
+    if degree > 1 and isinstance(sharding, FsdpConfig) and sharding.model_dtype == "bf16":
+        what = f"is {degree}, and masters in bf16 are rounded by whole rows, which tensor groups cut."
+        yield Problem(key, what, f"Set {owner}.fsdp_config.model_dtype=fp32.", (f"{owner}.fsdp_config.model_dtype",))
 
 
 def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -680,6 +693,20 @@ def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[
         yield Problem(f"{MODEL}.{key}", what, hint, ("trainer.role_pools",))
 
 
+def tensor_groups_train_whole_models(config: RunConfiguration) -> Iterator[Problem]:
+    """Adapters are beside weights that are whole."""
+    sharded = {key.removesuffix(".fsdp_config"): shards for key, shards in _trained_shards(config).items()}
+    of_learner = {ACTOR: MODEL} if isinstance(config, PPOTrainerConfig) else {}
+    learners = _learners(config)
+    for owner, sharding in sharded.items():
+        section = of_learner.get(owner, owner)
+        if sharding.tensor_parallel_size > 1 and learners[section].trains_adapter:
+            key = f"{owner}.fsdp_config.tensor_parallel_size"
+            what = f"is {sharding.tensor_parallel_size}, and an adapter is trained beside weights that are not cut."
+            rank = f"{section}.lora_rank"
+            yield Problem(key, what, "Set it to 1: frozen weights are sharded by FSDP2 in any case.", (rank,))
+
+
 def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Problem]:
     """vLLM takes an adapter alone up to a rank."""
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
@@ -691,7 +718,7 @@ def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Pr
 
 
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
-    """The sizes of a sharded copy and of a sequence group divide the number of processes."""
+    """The sizes of a sharded copy, of a sequence group and of a tensor group divide the number of processes."""
     involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
     sharding, processes = config.model.fsdp_config, config.num_processes
     yield from _uneven_copies("model", sharding, processes, "", involves)
@@ -728,6 +755,7 @@ PPO_RULES: tuple[Rule, ...] = (
     engine_holds_whole_sequences,
     engines_are_told_what_is_theirs,
     gradients_have_their_range,
+    tensor_groups_train_whole_models,
     roles_have_pools,
     something_scores,
     custom_class_is_complete,
@@ -755,6 +783,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     one_console_writes,
     one_offline_row_fits_the_token_budget,
     gradients_have_their_range,
+    tensor_groups_train_whole_models,
     shards_divide_the_processes,
     validation_has_rows,
     resume_names_its_folder,

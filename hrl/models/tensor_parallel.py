@@ -1,7 +1,7 @@
 """Cut a transformers model over the ranks of a tensor group, by the plan that its family has in transformers.
 
-The plan (`base_model_tp_plan`, `_tp_plan`) says of each projection which side of it is cut. Here its words become cuts of
-weights (DTensors over the group's mesh, which FSDP2 shards further) and a forward that computes on this rank's part.
+The plan (`base_model_tp_plan`) says of each projection which side of it is cut. Here its words become cuts of weights
+(DTensors over the group's mesh, which FSDP2 shards further) and a forward that computes on this rank's part.
 transformers' own forwards are not used: they wrap activations in DTensors, sum gradients elsewhere than hrl (see
 `hrl.models.ops.tensor_parallel`) and gather the logits.
 
@@ -45,35 +45,49 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class TensorParallelError(ValueError):
-    """A model can't be cut over so many ranks."""
+    """A model can't be cut over so many ranks.
+
+    Attributes:
+        hint: What to do, as a sentence.
+    """
+
+    def __init__(self, what: str, hint: str = "Set it to 1: FSDP2 shards every model.") -> None:
+        super().__init__(what)
+        self.hint = hint
 
 
 def require_cuttable(config: PretrainedConfig, degree: int) -> None:
-    """Check what a model's config says about cutting it over `degree` ranks.
+    """Check what a model's config says about cutting it over `degree` ranks; one rank cuts nothing.
 
     Raises:
         TensorParallelError: Its family has no plan in transformers or one with unknown words, or its heads, key heads
             or experts don't divide by the degree.
     """
+    if degree == 1:
+        return
     text = config.get_text_config()
-    plan = getattr(text, "base_model_tp_plan", None)
-    if not plan:
+    plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    if not any(style in _OF_LINEAR for style in plan.values()):
         raise TensorParallelError(f"{text.model_type} has no tensor-parallel plan in transformers")
     known = _OF_LINEAR.keys() | _OF_EMBEDDING | _WITHOUT_CUT | _OF_EXPERTS | _OF_EXPERT_WEIGHTS
     unknown = sorted(set(plan.values()) - known)
     if unknown:
         raise TensorParallelError(
-            f"{text.model_type} has a tensor-parallel plan with {', '.join(unknown)}, which hrl does not compute"
+            f"the tensor-parallel plan of {text.model_type} has {', '.join(unknown)}, which hrl does not compute"
         )
-    for names, what in (
-        (("num_attention_heads",), "attention heads"),
-        (("num_key_value_heads",), "key heads"),
-        (_EXPERTS, "experts"),
-    ):
-        found = (getattr(text, name, None) for name in names)
-        count = next((number for number in found if isinstance(number, int)), None)
-        if count is not None and count % degree:
-            raise TensorParallelError(f"{count} {what} can't be shared by {degree} ranks")
+    counts = _counts(text)
+    for what, count in counts.items():
+        if count % degree:
+            fitting = [size for size in range(1, count + 1) if not any(n % size for n in counts.values())]
+            hint = f"Set it to one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else "Set it to 1."
+            raise TensorParallelError(f"its {count} {what} can't be shared by {degree} processes", hint)
+
+
+def _counts(text: PretrainedConfig) -> dict[str, int]:
+    """Return what of a model the ranks of a group share out whole → how many it has."""
+    names = {"attention heads": ("num_attention_heads",), "key heads": ("num_key_value_heads",), "experts": _EXPERTS}
+    found = {what: next((n for key in keys if (n := getattr(text, key, None))), None) for what, keys in names.items()}
+    return {what: count for what, count in found.items() if isinstance(count, int)}
 
 
 def cut(model: PreTrainedModel, group: TensorGroup) -> None:
@@ -180,7 +194,7 @@ def _cut_experts(module: nn.Module, parts: _Parts) -> None:
     group, mine = parts.group, parts.group.part(module.num_experts)
     if any(len(p) != module.num_experts for p in module.parameters(recurse=False)):
         raise TensorParallelError(f"hrl does not cut {type(module).__name__}: not all its weights are of experts")
-    _cut_parameters(module, {name: 0 for name in module._parameters}, parts)
+    _cut_parameters(module, dict.fromkeys(module._parameters, 0), parts)
     module.num_experts = mine.stop - mine.start
     compute: Callable[..., Tensor] = module.forward
 

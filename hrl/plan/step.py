@@ -255,6 +255,7 @@ class CostModel:
             param_offload=sharding.param_offload and not self.hardware.is_cpu,
             optimizer_offload=sharding.optimizer_offload and not self.hardware.is_cpu,
             degree=each.processes,
+            tensor=sharding.tensor_parallel_size,
         )
 
     def ranks(self, role: str) -> int:

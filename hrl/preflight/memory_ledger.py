@@ -120,6 +120,7 @@ class ResidentModel:
         has_head: Whether it computes log-probs; a value or reward model has a head of one row.
         chunk: Number of logits held at once.
         is_reference: Whether its log-probs before its first step are the reference's.
+        cut: Processes of a tensor group, each with parts of the large weights and of what is computed with them.
     """
 
     name: str
@@ -136,6 +137,7 @@ class ResidentModel:
     has_head: bool
     chunk: int
     is_reference: bool = False
+    cut: int = 1
 
     @property
     def weights(self) -> float:
@@ -166,19 +168,26 @@ class ResidentModel:
     def gathered(self) -> float:
         """Bytes of weights in the compute dtype: all, or those of embedding, head, the running layer and the next."""
         if self.keeps_cast:
-            return self.compute_bytes * self.size.parameters
+            return self.compute_bytes * self.size.parameters / self.cut
         size = self.size
-        return self.compute_bytes * (size.embedding + size.head + 2 * size.largest_layer)
+        return self.compute_bytes * (size.embedding + size.head + 2 * size.largest_layer) / self.cut
 
     @property
     def logits(self) -> float:
         """Bytes of the tiles of logits."""
-        return _LOGIT_TILES * _REDUCE_BYTES * min(self.chunk, self.tokens * self.size.vocab_size) * self.has_head
+        logits = self.tokens * self.size.vocab_size / self.cut
+        return _LOGIT_TILES * _REDUCE_BYTES * min(self.chunk, logits) * self.has_head
 
     @property
     def layer(self) -> float:
         """Bytes that one layer's activations take while it runs."""
-        return self.compute_bytes / 2 * self.size.kept_bytes_per_token * self.tokens
+        return self.compute_bytes / 2 * self.kept_per_token * self.tokens
+
+    @property
+    def kept_per_token(self) -> float:
+        """Bytes that a layer keeps of each token, of which every process of a tensor group has the residual stream."""
+        size = self.size
+        return size.stream_bytes_per_token + (size.kept_bytes_per_token - size.stream_bytes_per_token) / self.cut
 
     def idle(self) -> Iterator[Entry]:
         """Yield what stays on the device while other models work."""
@@ -214,12 +223,12 @@ class ResidentModel:
         """
         size = self.size
         gradients = self.trained_weights
-        per_token = size.stream_bytes_per_token if self.recompute else size.kept_bytes_per_token
+        per_token = size.stream_bytes_per_token if self.recompute else self.kept_per_token
         kept = self.compute_bytes / 2 * per_token * self.tokens * size.num_layers
         # Of frozen weights there is no gradient.
-        gradient = size.adapter // size.num_layers if self.has_adapter else size.largest_layer
+        gradient = size.adapter // size.num_layers if self.has_adapter else size.largest_layer / self.cut
         in_layer = _BACKWARD_OVER_KEPT * self.layer + gradient * (self.compute_bytes + _REDUCE_BYTES)
-        head = 0 if self.has_adapter else max(size.head, size.embedding) * self.has_head
+        head = 0 if self.has_adapter else max(size.head, size.embedding) / self.cut * self.has_head
         in_head = self.logits + head * (self.compute_bytes + _REDUCE_BYTES)
         left = max(0.0, kept - gradients) if self.recompute else kept
         return [
@@ -329,6 +338,7 @@ def _resident(
         has_head=head,
         chunk=default_chunk(torch.device(device)),
         is_reference=is_reference,
+        cut=fsdp.tensor_parallel_size,
     )
 
 
@@ -342,7 +352,7 @@ def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, rank
     there = sequences * data.max_response_length + -(-sequences // samples) * data.max_prompt_length
     longest = data.max_prompt_length + data.max_response_length
     largest = each.largest(longest)
-    return -(-(largest if config.environment.is_used else min(there, largest)) // each.processes)
+    return -(-(largest if config.environment.is_used else min(there, largest)) // each.slices)
 
 
 def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str) -> list[_Pool]:
@@ -394,7 +404,7 @@ def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
         size,
         config.model.fsdp_config,
         config.num_processes,
-        -(-each.largest(rows * config.data.max_length) // each.processes),
+        -(-each.largest(rows * config.data.max_length) // each.slices),
         device,
         recompute=config.model.enable_gradient_checkpointing,
         head=not isinstance(config, RMTrainerConfig),

@@ -20,10 +20,10 @@ def test_a_pass_has_a_token_budget_or_a_number_of_rows_and_names_its_keys() -> N
         ]
     ).micro_batches()
     of_rows = (f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.use_dynamic_bsz")
-    assert passes["actor"] == MicroBatches(None, 4, f"{actor}.ppo_max_token_len_per_gpu", *of_rows, 1)
+    assert passes["actor"] == MicroBatches(None, 4, f"{actor}.ppo_max_token_len_per_gpu", *of_rows, 1, 1)
     of_rows = (f"{critic}.ppo_micro_batch_size_per_gpu", f"{critic}.use_dynamic_bsz")
-    assert passes["critic"] == MicroBatches(900, None, f"{critic}.ppo_max_token_len_per_gpu", *of_rows, 1)
-    assert passes["values"] == MicroBatches(1800, None, f"{critic}.forward_max_token_len_per_gpu", *of_rows, 1)
+    assert passes["critic"] == MicroBatches(900, None, f"{critic}.ppo_max_token_len_per_gpu", *of_rows, 1, 1)
+    assert passes["values"] == MicroBatches(1800, None, f"{critic}.forward_max_token_len_per_gpu", *of_rows, 1, 1)
     assert (passes["actor"].largest(100), passes["values"].largest(100)) == (400, 1800)
 
 

@@ -1,8 +1,9 @@
 """Exchanges of tensor parallelism, in which the ranks of a group compute parts of every matrix product of one row.
 
 The ranks of a *tensor group* run the same packed row. Each holds a part of every large weight: columns of its product
-(`colwise`: a share of the heads, of the MLP's width, of the vocabulary) or rows of it (`rowwise`, whose partial products
-are added up over the group). What is not cut (norms, routers, the residual stream) every rank computes for itself.
+(`colwise`: a share of the heads, of the MLP's width, of the vocabulary) or rows of it (`rowwise`, whose partial
+products are added up over the group). What is not cut (norms, routers, the residual stream) every rank computes for
+itself.
 
 **Gradients.** All ranks of a group compute the same loss. Taken together they differentiate `1 / n` times the sum of
 their n losses, each through its own part of the computation: the adjoint of a sum over the group is a sum over the
@@ -83,7 +84,7 @@ def gathered(part: Tensor, total: int, group: TensorGroup) -> Tensor:
 
 
 def shared(result: Tensor, group: TensorGroup) -> Tensor:
-    """Return the same, with the gradient's share of this rank: for what every rank computes alone and the loss reads."""
+    """Return the same, with this rank's share of the gradient: for what every rank computes and the loss reads."""
     return _Share.apply(result, group.size)
 
 

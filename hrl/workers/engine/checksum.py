@@ -170,7 +170,7 @@ def _parts(name: str, parameter: nn.Parameter, place: Place) -> Tensor:
 
 
 def _chosen_of_block(mine: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-    """Return the places in the whole matrix that go in, of those in a block `(r, c)`, and where they are in the block."""
+    """Return the places in the whole matrix that go in, and where in the block `(r, c)` of it they are, `(n,)` each."""
     begins = torch.arange(len(mine), device=mine.device) * place.width + place.first
     steps = torch.arange(-(-place.columns // STRIDE), device=mine.device) * STRIDE
     columns = (-begins % STRIDE)[:, None] + steps
