@@ -191,8 +191,8 @@ class ShardingConfig(Section):
     heads. Token budgets (`…max_token_len_per_gpu`) stay those of one process."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that hold parts of every large weight and compute their parts of each product together, for layers
-    that are too large for one. Divides the number of processes that share a copy, of attention and key heads and of
-    experts. Every process has all tokens of a micro-batch."""
+    that are too large for one. Divides the number of processes that share a copy, of attention heads and of experts,
+    and that of key heads or is a multiple of it. Every process has all tokens of a micro-batch."""
     dtype: DType = "auto"
     """Dtype of matrix products; gradients are reduced in fp32. `auto` is bfloat16, or float32 on a CPU without matrix
     instructions for bfloat16, where it is faster."""

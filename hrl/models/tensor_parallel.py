@@ -6,7 +6,8 @@ transformers' own forwards are not used: they wrap activations in DTensors, sum 
 `hrl.models.ops.tensor_parallel`) and gather the logits.
 
 Beside what the plan names, embedding and head are cut by the vocabulary, and a mixture's experts by their number: each
-rank has whole experts.
+rank has whole experts. Key heads that are fewer than the ranks are not cut: a rank computes the one that its queries
+read.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _WITHOUT_CUT = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj"})
 #: Of a module with all experts of a layer, and of its parameters.
 _OF_EXPERTS = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
 _OF_EXPERT_WEIGHTS = frozenset({"packed_colwise", "rowwise", "grouped_gemm"})
+_KEY_HEADS = "key heads"
+_OF_KEYS = ("k_proj", "v_proj")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -77,15 +80,21 @@ def require_cuttable(config: PretrainedConfig, degree: int) -> None:
         )
     counts = _counts(text)
     for what, count in counts.items():
-        if count % degree:
-            fitting = [size for size in range(1, count + 1) if not any(n % size for n in counts.values())]
+        if not _shares(what, count, degree):
+            fitting = [
+                n for n in range(1, max(counts.values()) + 1) if all(_shares(*each, n) for each in counts.items())
+            ]
             hint = f"Set it to one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else "Set it to 1."
             raise TensorParallelError(f"its {count} {what} can't be shared by {degree} processes", hint)
 
 
+def _shares(what: str, count: int, degree: int) -> bool:
+    return count % degree == 0 or (what == _KEY_HEADS and degree % count == 0)
+
+
 def _counts(text: PretrainedConfig) -> dict[str, int]:
     """Return what of a model the ranks of a group share out whole → how many it has."""
-    names = {"attention heads": ("num_attention_heads",), "key heads": ("num_key_value_heads",), "experts": _EXPERTS}
+    names = {"attention heads": ("num_attention_heads",), _KEY_HEADS: ("num_key_value_heads",), "experts": _EXPERTS}
     found = {what: next((n for key in keys if (n := getattr(text, key, None))), None) for what, keys in names.items()}
     return {what: count for what, count in found.items() if isinstance(count, int)}
 
@@ -103,11 +112,15 @@ def cut(model: PreTrainedModel, group: TensorGroup) -> None:
     require_cuttable(model.config, group.size)
     parts = _Parts(group)
     decoder = model.get_decoder()
-    plan = model.config.get_text_config().base_model_tp_plan
+    text = model.config.get_text_config()
+    plan, key_heads = text.base_model_tp_plan, _counts(text).get(_KEY_HEADS, group.size)
     for name, module in decoder.named_modules():
         style = plan.get(_pattern(name))
         if isinstance(module, nn.Linear) and style in _OF_LINEAR:
-            _cut_linear(module, style, parts)
+            if style == "colwise" and key_heads < group.size and name.endswith(_OF_KEYS):
+                _pick_key_head(module, key_heads, group)
+            else:
+                _cut_linear(module, style, parts)
         elif _holds_experts(module):
             _cut_experts(module, parts)
         elif style is not None and style not in _WITHOUT_CUT | _OF_EMBEDDING:
@@ -164,6 +177,17 @@ def _cut_linear(module: nn.Linear, style: str, parts: _Parts) -> None:
         return out if module.bias is None else out + module.bias
 
     module.forward = rowwise if dim else colwise
+
+
+def _pick_key_head(module: nn.Linear, heads: int, group: TensorGroup) -> None:
+    """Let a projection, which stays whole, compute the one key head that this rank's queries read."""
+    width, head = module.out_features // heads, group.place * heads // group.size
+    rows = slice(head * width, (head + 1) * width)
+
+    def forward(states: Tensor) -> Tensor:
+        return functional.linear(states, module.weight[rows], None if module.bias is None else module.bias[rows])
+
+    module.forward = forward
 
 
 def _cut_embedding(module: nn.Embedding, parts: _Parts) -> None:

@@ -30,7 +30,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 FAMILIES = {
     "llama": ("LlamaConfig", {"intermediate_size": 47, "mlp_bias": True, "attention_bias": True}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", {}),
+    "qwen2, one key head": ("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
     "mistral": ("MistralConfig", {"sliding_window": 4}),
     "gemma": ("GemmaConfig", {"head_dim": 8}),
@@ -165,8 +165,13 @@ def test_the_vocabulary_lies_on_several_ranks(found):
 @pytest.mark.parametrize(
     ("config", "degree", "what", "hint"),
     [
-        (("LlamaConfig", {}), 4, "its 2 key heads can't be shared by 4 processes", "Set it to one of 1, 2."),
-        (("LlamaConfig", {}), 3, "its 4 attention heads can't be shared by 3 processes", "Set it to one of 1, 2."),
+        (("LlamaConfig", {}), 3, "its 4 attention heads can't be shared by 3 processes", "Set it to one of 1, 2, 4."),
+        (
+            ("LlamaConfig", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+            2,
+            "its 3 key heads can't be shared by 2 processes",
+            "Set it to one of 1, 3, 6.",
+        ),
         (("MixtralConfig", {"num_local_experts": 3}), 2, "its 3 experts can't be shared by 2", "Set it to 1."),
         (("GPT2Config", {}), 2, "gpt2 has no tensor-parallel plan", "Set it to 1: FSDP2 shards every model."),
     ],
