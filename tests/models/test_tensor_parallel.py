@@ -167,7 +167,7 @@ def test_the_vocabulary_lies_on_several_ranks(found):
     [
         (("LlamaConfig", {}), 3, "its 4 attention heads can't be shared by 3 processes", "Set it to one of 1, 2, 4."),
         (
-            ("LlamaConfig", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+            ("LlamaConfig", {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}),
             2,
             "its 3 key heads can't be shared by 2 processes",
             "Set it to one of 1, 3, 6.",
