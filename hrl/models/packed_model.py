@@ -33,8 +33,8 @@ from hrl.models.head import head_form, last_hidden_states
 from hrl.models.ops.exchange import SequenceGroup, SlicedLayout, join_results
 from hrl.models.ops.layout import AttentionLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
-from hrl.models.ops.tensor_parallel import TensorGroup, shared
-from hrl.models.tensor_parallel import cut, own
+from hrl.models.ops.tensor_parallel import WeightGroup, shared
+from hrl.models.tensor_parallel import cut, own, share_out_experts
 
 if TYPE_CHECKING:
     from hrl.protocol import DataProto
@@ -351,16 +351,20 @@ class PackedModel(nn.Module):
         group: Ranks over which it is cut, each with a part of every large weight; None where it is whole.
     """
 
-    group: TensorGroup | None = None
+    group: WeightGroup | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
-    def cut(self, group: TensorGroup) -> None:
+    def cut(self, group: WeightGroup) -> None:
         """Cut it over the ranks of a tensor group, see `hrl.models.tensor_parallel.cut`."""
         cut(self.model, group)
         self.group = group
+
+    def share_out_experts(self, group: WeightGroup) -> None:
+        """Share out its experts to the ranks of a group, see `hrl.models.tensor_parallel.share_out_experts`."""
+        share_out_experts(self.model, group)
 
     def hidden_states(self, packed: PackedMicroBatch) -> Tensor:
         """Return the last hidden states at the wanted tokens, `(N, H)`."""
@@ -402,7 +406,7 @@ class PackedCausalLM(PackedModel):
 
 
 def _head_forward(
-    head: nn.Linear, hidden: Tensor, labels: Tensor | None = None, group: TensorGroup | None = None, **options: Any
+    head: nn.Linear, hidden: Tensor, labels: Tensor | None = None, group: WeightGroup | None = None, **options: Any
 ) -> Any:
     """Return logits as the head's own forward does, or with labels `(N,)` statistics of the tokens after `(N, H)`."""
     if labels is None:

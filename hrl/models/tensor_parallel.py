@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hrl.models.ops.tensor_parallel import TensorGroup, gathered, summed
+from hrl.models.ops.expert_parallel import exchanged_experts
+from hrl.models.ops.tensor_parallel import WeightGroup, gathered, summed
 
 #: What a plan may say of a projection: which dimension of its weight is cut, and whether its bias is cut with it.
 _OF_LINEAR = {
@@ -48,7 +49,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class TensorParallelError(ValueError):
-    """A model can't be cut over so many ranks.
+    """A model, or its experts, can't be cut over so many ranks.
 
     Attributes:
         hint: What to do, as a sentence.
@@ -99,7 +100,7 @@ def _counts(text: PretrainedConfig) -> dict[str, int]:
     return {what: count for what, count in found.items() if isinstance(count, int)}
 
 
-def cut(model: PreTrainedModel, group: TensorGroup) -> None:
+def cut(model: PreTrainedModel, group: WeightGroup) -> None:
     """Cut a model's weights over the group, and let its modules compute with this rank's parts.
 
     Args:
@@ -131,6 +132,44 @@ def cut(model: PreTrainedModel, group: TensorGroup) -> None:
         _cut_parameters(head, {"weight": 0, "bias": 0}, parts)
 
 
+def require_experts(config: PretrainedConfig, degree: int) -> None:
+    """Check what a model's config says about sharing out its experts to `degree` ranks; one rank has all.
+
+    Raises:
+        TensorParallelError: It has no experts, or they don't divide by the degree.
+    """
+    if degree == 1:
+        return
+    text = config.get_text_config()
+    count = _counts(text).get("experts")
+    if count is None:
+        raise TensorParallelError(f"{text.model_type} has no experts")
+    if count % degree:
+        fitting = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+        raise TensorParallelError(
+            f"its {count} experts can't be shared by {degree} processes", f"Set it to one of {fitting}."
+        )
+
+
+def share_out_experts(model: PreTrainedModel, group: WeightGroup) -> None:
+    """Give each rank of a group whole experts of every layer, to which the tokens of all its ranks travel.
+
+    Args:
+        model: Whole, usually without storage.
+        group: The ranks, each with rows of its own.
+
+    Raises:
+        TensorParallelError: See `require_experts`; or the experts are modules that hrl does not know how to share out.
+    """
+    require_experts(model.config, group.size)
+    parts = _Parts(group)
+    layers = [module for module in model.get_decoder().modules() if _holds_experts(module)]
+    if not layers:
+        raise TensorParallelError(f"{type(model).__name__} has its experts in a form that hrl does not share out")
+    for module in layers:
+        _cut_experts(module, parts, exchange=True)
+
+
 def own(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter, differentiably; the parameter itself where it is not cut."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -139,7 +178,7 @@ def own(parameter: Tensor) -> Tensor:
 class _Parts:
     """Cuts parameters, of which several modules may have the same."""
 
-    def __init__(self, group: TensorGroup) -> None:
+    def __init__(self, group: WeightGroup) -> None:
         self.group = group
         self._of: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -179,7 +218,7 @@ def _cut_linear(module: nn.Linear, style: str, parts: _Parts) -> None:
     module.forward = rowwise if dim else colwise
 
 
-def _pick_key_head(module: nn.Linear, heads: int, group: TensorGroup) -> None:
+def _pick_key_head(module: nn.Linear, heads: int, group: WeightGroup) -> None:
     """Let a projection, which stays whole, compute the one key head that this rank's queries read."""
     width, head = module.out_features // heads, group.place * heads // group.size
     rows = slice(head * width, (head + 1) * width)
@@ -213,27 +252,33 @@ def _holds_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "num_experts", None), int) and any(p.ndim == 3 for p in own_parameters)
 
 
-def _cut_experts(module: nn.Module, parts: _Parts) -> None:
-    """Give each rank whole experts, and let it compute the choices of tokens that fall on these."""
-    group, mine = parts.group, parts.group.part(module.num_experts)
+def _cut_experts(module: nn.Module, parts: _Parts, *, exchange: bool = False) -> None:
+    """Give each rank whole experts, and let it compute the choices that fall on these: of its tokens, or of all."""
+    group, count = parts.group, module.num_experts
+    mine = group.part(count)
     if any(len(p) != module.num_experts for p in module.parameters(recurse=False)):
         raise TensorParallelError(f"hrl does not cut {type(module).__name__}: not all its weights are of experts")
     _cut_parameters(module, dict.fromkeys(module._parameters, 0), parts)
     module.num_experts = mine.stop - mine.start
     compute: Callable[..., Tensor] = module.forward
 
-    def forward(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def with_own(*rows: Tensor) -> Tensor:
+        with _LocalParameters(module):
+            return compute(*rows)
+
+    def with_tokens_of_all(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return exchanged_experts(with_own, states, chosen, weights, num_experts=count, group=group)
+
+    def with_own_tokens(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         # (T, H), (T, k) and (T, k): a row for each choice of an expert of this rank.
         tokens, slots = torch.nonzero((chosen >= mine.start) & (chosen < mine.stop), as_tuple=True)
         rows = states[tokens], chosen[tokens, slots, None] - mine.start, weights[tokens, slots, None]
         if not len(tokens):  # something has to run, so that every rank joins in summing the gradients of its copies
             tokens = tokens.new_zeros(1)
             rows = states[:1], chosen.new_zeros(1, 1), weights.new_zeros(1, 1)
-        with _LocalParameters(module):
-            out = compute(*rows)
-        return summed(torch.zeros_like(states).index_add(0, tokens, out.to(states.dtype)), group)
+        return summed(torch.zeros_like(states).index_add(0, tokens, with_own(*rows).to(states.dtype)), group)
 
-    module.forward = forward
+    module.forward = with_tokens_of_all if exchange else with_own_tokens
 
 
 class _LocalParameters:

@@ -67,7 +67,7 @@ _SECTIONS: dict[str, Callable[[Any], Any]] = {
     "old_log_probs": OldLogProbs,
 }
 _NUMBER = TypeAdapter(float)
-_ALONE = {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1, "tensor_parallel_size": 1}
+_ALONE = {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1, "tensor_parallel_size": 1, "expert_parallel_size": 1}
 #: Columns of response tokens; where every response has one token, their length does not tell.
 _PER_TOKEN = {
     "responses",

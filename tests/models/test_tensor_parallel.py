@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.log_prob import LogitForm, token_statistics
-from hrl.models.ops.tensor_parallel import TensorGroup
+from hrl.models.ops.tensor_parallel import WeightGroup
 from hrl.models.packed_model import PackedCausalLM, TokenRows, pack_micro_batch
 from hrl.models.tensor_parallel import TensorParallelError, require_cuttable
 from tests.models.test_packed_model import CPU, LATENT, SMALL
@@ -64,7 +64,7 @@ def build(family: str) -> nn.Module:
     return model
 
 
-def results_and_gradients(model: nn.Module, group: TensorGroup | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+def results_and_gradients(model: nn.Module, group: WeightGroup | None) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Log-probs, entropies and sums of squares of a tree of rows, and gradients of a loss of the first two."""
     module = PackedCausalLM(model)
     if group is not None:
@@ -78,7 +78,7 @@ def results_and_gradients(model: nn.Module, group: TensorGroup | None) -> tuple[
     return [column.detach() for column in results], {n: gradient_of(p, group) for n, p in model.named_parameters()}
 
 
-def gradient_of(parameter: Tensor, group: TensorGroup | None) -> Tensor:
+def gradient_of(parameter: Tensor, group: WeightGroup | None) -> Tensor:
     """The whole gradient: parts put side by side, or shares added up."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     if isinstance(gradient, DTensor):
@@ -94,7 +94,7 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
 
 
-def family_case(family: str, group: TensorGroup) -> dict[str, float]:
+def family_case(family: str, group: WeightGroup) -> dict[str, float]:
     """How far results and gradients are off, and the share of all weights that a rank has."""
     model = build(family)
     wanted, gradients = results_and_gradients(copy.deepcopy(model), None)
@@ -106,14 +106,14 @@ def family_case(family: str, group: TensorGroup) -> dict[str, float]:
     return {"results": max(map(apart, got, wanted)), "gradients": off / largest, "share": share}
 
 
-def head_case(group: TensorGroup, chunk: int, size: int) -> dict[str, float]:
+def head_case(group: WeightGroup, chunk: int, size: int) -> dict[str, float]:
     """A head whose tiles end anywhere, of `size` words, one label outside of them: statistics and gradients."""
     torch.manual_seed(2)
     hidden, weight, bias = (torch.randn(n, dtype=torch.float64) for n in ((9, 6), (size, 6), (size,)))
     labels = torch.cat([torch.arange(8) % size, torch.tensor([size])])
     form, mine = LogitForm(1.5, 2.0), group.part(size)
 
-    def of(part: slice, of_group: TensorGroup | None) -> list[Tensor]:
+    def of(part: slice, of_group: WeightGroup | None) -> list[Tensor]:
         leaves = [t.clone().requires_grad_() for t in (hidden, weight[part], bias[part])]
         found = token_statistics(
             leaves[0], leaves[1], labels, 0.7, chunk=chunk, with_entropy=True, with_sum_pi_squared=True,
@@ -132,7 +132,7 @@ def head_case(group: TensorGroup, chunk: int, size: int) -> dict[str, float]:
 
 def on_rank(rank: int) -> dict[str, dict[str, dict[str, float]]]:
     """All cases of two ranks."""
-    group = TensorGroup.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))["tensor"])
+    group = WeightGroup.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))["tensor"])
     heads = {f"{size} words, {chunk} at once": head_case(group, chunk, size) for size, chunk in HEADS}
     return {"heads": heads, "models": {family: family_case(family, group) for family in FAMILIES}}
 

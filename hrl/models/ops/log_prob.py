@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hrl.models.ops.cpu_product import BLOCK, PackedWeight, can_multiply
 from hrl.models.ops.layout import accumulation_dtype, has_triton
-from hrl.models.ops.tensor_parallel import TensorGroup
+from hrl.models.ops.tensor_parallel import WeightGroup
 
 #: Logits held at once. On a CPU a few megabytes, which the last-level cache holds.
 CPU_CHUNK = 1 << 22
@@ -91,7 +91,7 @@ def token_statistics(
     bias: Tensor | None = None,
     form: LogitForm = PLAIN,
     first: int = 0,
-    group: TensorGroup | None = None,
+    group: WeightGroup | None = None,
 ) -> TokenStatistics:
     """Return log-probs of `labels`, and more if asked, under `softmax(form(hidden @ weight.T + bias) / temperature)`.
 
@@ -215,7 +215,7 @@ class _LogProb(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         with_sum_pi_squared: bool,
-        group: TensorGroup | None,
+        group: WeightGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = accumulation_dtype(hidden.dtype)
@@ -327,7 +327,7 @@ class _LogProb(torch.autograd.Function):
 
 
 def _fold_of_group(
-    top: Tensor, mass: Tensor, first_moment: Tensor, squared_mass: Tensor, label_logit: Tensor, group: TensorGroup
+    top: Tensor, mass: Tensor, first_moment: Tensor, squared_mass: Tensor, label_logit: Tensor, group: WeightGroup
 ) -> tuple[Tensor, ...]:
     """Put together what the ranks have folded of their parts of the vocabulary, `(t,)` each. Two small collectives."""
     largest = top.clone()

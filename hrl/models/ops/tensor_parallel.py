@@ -36,8 +36,8 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class TensorGroup:
-    """Ranks that compute parts of the same products.
+class WeightGroup:
+    """Ranks over which weights are cut: a tensor group, or one that shares out experts (`expert_parallel`).
 
     Attributes:
         mesh: Of one dimension, over which weights are cut.
@@ -50,7 +50,7 @@ class TensorGroup:
     place: int
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> TensorGroup:
+    def of(cls, mesh: DeviceMesh) -> WeightGroup:
         """Return the group of this rank in a mesh of one dimension."""
         return cls(mesh, mesh.size(), mesh.get_local_rank())
 
@@ -66,7 +66,7 @@ class TensorGroup:
         return slice(min(total, self.place * each), min(total, (self.place + 1) * each))
 
 
-def summed(partial: Tensor, group: TensorGroup) -> Tensor:
+def summed(partial: Tensor, group: WeightGroup) -> Tensor:
     """Return the sum over the group, on every rank, and let the gradients add up likewise. One collective each.
 
     Args:
@@ -76,21 +76,21 @@ def summed(partial: Tensor, group: TensorGroup) -> Tensor:
     return _Sum.apply(partial.contiguous(), group)
 
 
-def gathered(part: Tensor, total: int, group: TensorGroup) -> Tensor:
+def gathered(part: Tensor, total: int, group: WeightGroup) -> Tensor:
     """Return all columns `(..., total)` of which each rank has its part `(..., part)`."""
     mine = group.part(total)
     # Each column is zero on all ranks but one, so a sum puts them together without rounding.
     return summed(functional.pad(part, (mine.start, total - mine.stop)), group)
 
 
-def shared(result: Tensor, group: TensorGroup) -> Tensor:
+def shared(result: Tensor, group: WeightGroup) -> Tensor:
     """Return the same, with this rank's share of the gradient: for what every rank computes and the loss reads."""
     return _Share.apply(result, group.size)
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, group: WeightGroup) -> Tensor:
         ctx.group = group
         total = partial.clone()
         dist.all_reduce(total, group=group.processes)

@@ -42,7 +42,7 @@ from hrl.workers.engine.checksum import Checksums, WeightsDifferError, places_of
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
-from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded, build_tensor_mesh
+from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded, build_weight_mesh
 from hrl.workers.engine.snapshot import Snapshot
 from hrl.workers.engine.weights import (
     PREFIX,
@@ -190,7 +190,9 @@ class Engine:
         self.share_prefix = source.share_prefix
         self.mesh = build_mesh(device, fsdp.fsdp_size)
         self.sequence_group = build_sequence_group(device, fsdp.ulysses_sequence_parallel_size)
-        self.tensor_mesh = build_tensor_mesh(device, fsdp.fsdp_size, fsdp.tensor_parallel_size)
+        self.weight_mesh = build_weight_mesh(
+            device, fsdp.fsdp_size, fsdp.tensor_parallel_size, fsdp.expert_parallel_size
+        )
         self.degree = fsdp.ulysses_sequence_parallel_size * fsdp.tensor_parallel_size
         adapter = source.adapter
         masters = dtype_of(fsdp.model_dtype)
@@ -204,7 +206,7 @@ class Engine:
             device,
             train=training is not None,
             adapt=None if adapter is None else lambda model: add_adapter(model, adapter, masters),
-            tensor_mesh=self.tensor_mesh,
+            weight_mesh=self.weight_mesh,
         )
         self.has_adapter = adapter is not None
         self.source_config = loaded.source_config

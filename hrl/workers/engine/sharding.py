@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from hrl.models.dtypes import dtype_of
 from hrl.models.loading import Loaded, decoder_layers
 from hrl.models.ops.exchange import SequenceGroup
-from hrl.models.ops.tensor_parallel import TensorGroup
+from hrl.models.ops.tensor_parallel import WeightGroup
 from hrl.models.packed_model import PackedModel
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 from hrl.workers.engine.casts import keeps_cast_parameters
@@ -53,40 +53,45 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 @dataclass(frozen=True)
-class TensorMesh:
-    """Where the parameters lie that tensor groups cut.
+class WeightMesh:
+    """Where the parameters lie that are cut: by tensor groups, or experts that are shared out.
 
     Attributes:
         group: Consecutive ranks with the parts of one weight.
         shards: Mesh of the ranks with the same part, over which FSDP2 shards it; of two dimensions with replicas.
+        of_experts: Whether experts alone are cut, and ranks have rows of their own.
     """
 
-    group: TensorGroup
+    group: WeightGroup
     shards: DeviceMesh
+    of_experts: bool
 
 
-def build_tensor_mesh(device: torch.device, fsdp_size: int, degree: int) -> TensorMesh | None:
-    """Return the mesh of the parameters that are cut over `degree` ranks; None where nothing is cut.
+def build_weight_mesh(device: torch.device, fsdp_size: int, tensor: int, experts: int) -> WeightMesh | None:
+    """Return the mesh of the parameters that are cut over several ranks; None where nothing is cut.
 
     Args:
         device: Of this rank.
         fsdp_size: Ranks that share one copy, cut and sharded; see `build_mesh`, which has checked it.
-        degree: Ranks of a tensor group.
+        tensor: Ranks of a tensor group.
+        experts: Ranks to which experts are shared out; at most one of the two is above 1.
 
     Raises:
-        ValueError: `degree` does not divide the number of ranks that share a copy.
+        ValueError: It does not divide the number of ranks that share a copy, or both are above 1.
     """
-    if degree == 1:
+    if tensor == experts == 1:
         return None
+    if tensor > 1 and experts > 1:
+        raise ValueError("fsdp_config.tensor_parallel_size and expert_parallel_size are both above 1")
+    degree, key = max(tensor, experts), "tensor_parallel_size" if tensor > 1 else "expert_parallel_size"
     world = dist.get_world_size()
     copy = world if fsdp_size == -1 else fsdp_size
     if copy % degree:
-        raise ValueError(
-            f"fsdp_config.tensor_parallel_size={degree} does not divide the {copy} ranks that share a copy of the model"
-        )
-    shape, names = (world // copy, copy // degree, degree), ("replicate", "shard", "tensor")
+        raise ValueError(f"fsdp_config.{key}={degree} does not divide the {copy} ranks that share a copy of the model")
+    shape, names = (world // copy, copy // degree, degree), ("replicate", "shard", "cut")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    return TensorMesh(TensorGroup.of(mesh["tensor"]), mesh[("replicate", "shard") if copy < world else "shard"])
+    shards = mesh[("replicate", "shard") if copy < world else "shard"]
+    return WeightMesh(WeightGroup.of(mesh["cut"]), shards, experts > 1)
 
 
 def build_sequence_group(device: torch.device, degree: int) -> SequenceGroup | None:
@@ -122,7 +127,7 @@ def build_sharded(
     *,
     train: bool,
     adapt: Callable[[PreTrainedModel], None] | None = None,
-    tensor_mesh: TensorMesh | None = None,
+    weight_mesh: WeightMesh | None = None,
 ) -> tuple[PackedModel, Loaded]:
     """Load, wrap and shard a model.
 
@@ -137,7 +142,7 @@ def build_sharded(
         device: Of this rank.
         train: Freeze what cannot be trained, see `hrl.models.towers`.
         adapt: Puts an adapter into a model.
-        tensor_mesh: From `build_tensor_mesh`.
+        weight_mesh: From `build_weight_mesh`.
 
     Returns:
         The sharded module, and how it was loaded on rank 0 (on other ranks, how its structure was).
@@ -159,9 +164,10 @@ def build_sharded(
         if full is not None:
             adapt(full.model)
     module = wrap(loaded.model)
-    if tensor_mesh is not None:
-        module.cut(tensor_mesh.group)
-    _shard(module, loaded, fsdp, mesh, towers, tensor_mesh)
+    if weight_mesh is not None:
+        share = module.share_out_experts if weight_mesh.of_experts else module.cut
+        share(weight_mesh.group)
+    _shard(module, loaded, fsdp, mesh, towers, weight_mesh)
     tied = _tied_names(module)
     module.to_empty(device=device)
     _tie(module, tied)
@@ -189,7 +195,7 @@ def _shard(
     fsdp: FsdpConfig | ForwardShardingConfig,
     mesh: DeviceMesh,
     towers: Sequence[nn.Module] = (),
-    tensor_mesh: TensorMesh | None = None,
+    weight_mesh: WeightMesh | None = None,
 ) -> None:
     compute = dtype_of(fsdp.dtype)
     policy = MixedPrecisionPolicy(
@@ -200,8 +206,8 @@ def _shard(
     device = torch.device(mesh.device_type)
     reshard = fsdp.reshard_after_forward and not keeps_cast_parameters(mesh.size(), device, fsdp.reshard_after_forward)
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
-    if tensor_mesh is not None:
-        shard = partial(shard, mesh=tensor_mesh.shards, shard_placement_fn=_placed_on(mesh))
+    if weight_mesh is not None:
+        shard = partial(shard, mesh=weight_mesh.shards, shard_placement_fn=_placed_on(mesh))
     for layer in decoder_layers(loaded.model):
         shard(layer, reshard_after_forward=reshard)
     for end, keeps in _vocabulary_modules(loaded.model):
