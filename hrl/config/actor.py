@@ -104,6 +104,8 @@ class RefShardingConfig(ForwardShardingConfig):
     """Processes that run each micro-batch of the reference together. Default: the actor's."""
     tensor_parallel_size: PositiveInt = follows(f"{ACTOR}.fsdp_config.tensor_parallel_size")
     """Processes that hold parts of the reference's weights. Default: the actor's."""
+    expert_parallel_size: PositiveInt = follows(f"{ACTOR}.fsdp_config.expert_parallel_size")
+    """Processes that share out the reference's experts. Default: the actor's."""
 
 
 class RefConfig(LogProbConfig):

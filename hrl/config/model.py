@@ -193,6 +193,9 @@ class ShardingConfig(Section):
     """Processes that hold parts of every large weight and compute their parts of each product together, for layers
     that are too large for one. Divides the number of processes that share a copy, of attention heads and of experts,
     and that of key heads or is a multiple of it. Every process has all tokens of a micro-batch."""
+    expert_parallel_size: PositiveInt = 1
+    """Processes that share out a mixture's experts: each holds whole ones, to which the tokens of all of them travel,
+    instead of gathering all experts of a layer. Divides the number of processes that share a copy, and of experts."""
     dtype: DType = "auto"
     """Dtype of matrix products; gradients are reduced in fp32. `auto` is bfloat16, or float32 on a CPU without matrix
     instructions for bfloat16, where it is faster."""

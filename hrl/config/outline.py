@@ -22,8 +22,8 @@ class NamedModel:
         path: Value of that key, a folder or hub id.
         override_config: Fields of the model's config.json to replace.
         is_scalar: Whether the model gives one number per token, as critics and reward models do.
-        degrees: Keys of `ulysses_sequence_parallel_size` and `tensor_parallel_size` of the roles that train or score
-            with it → their values.
+        degrees: Keys of `ulysses_sequence_parallel_size`, `tensor_parallel_size` and `expert_parallel_size` of the
+            roles that train or score with it → their values.
         learner: Its section, if it learns.
     """
 
@@ -109,8 +109,8 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
 
 
 def _degree(section: str, owner: Any) -> dict[str, int]:
-    """Return the keys of the sizes of a section's sequence and tensor groups → their values."""
-    names = ("ulysses_sequence_parallel_size", "tensor_parallel_size")
+    """Return the keys of the sizes of a section's groups → their values."""
+    names = ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
     return {f"{section}.fsdp_config.{name}": getattr(owner.fsdp_config, name) for name in names}
 
 

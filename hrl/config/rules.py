@@ -249,13 +249,14 @@ def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
         "rm": ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config),
     }
     # The reference follows the actor: what is wrong with both is said once, unless they have pools of their own.
-    said: set[tuple[int, int, int]] = set()
+    said: set[tuple[int, ...]] = set()
     for role, (owner, sharding) in sharded.items():
         if role not in placement.roles:
             continue
         processes, whose = placement.processes(role), f" of {role}"
         yield from _uneven_copies(owner, sharding, processes, whose, involves)
-        sizes = sharding.ulysses_sequence_parallel_size, sharding.tensor_parallel_size, processes
+        groups = sharding.tensor_parallel_size, sharding.expert_parallel_size
+        sizes = sharding.ulysses_sequence_parallel_size, *groups, processes
         if role != "ref" or sizes not in said:
             yield from _uneven_groups(owner, sharding, processes, whose, involves)
         said.add(sizes)
@@ -274,7 +275,7 @@ def _uneven_copies(
 def _uneven_groups(
     owner: str, sharding: ShardingConfig, processes: int, whose: str, involves: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Report sizes of sequence or tensor groups that don't divide the processes, or don't go with the rest."""
+    """Report sizes of groups that don't divide the processes, or don't go with the rest."""
     degree = sharding.ulysses_sequence_parallel_size
     if processes % degree:
         what = f"is {degree}, which does not divide the {processes} processes{whose}."
@@ -282,11 +283,17 @@ def _uneven_groups(
         hint = f"Nearest that do: {divisors}; or start a multiple of {degree} processes (trainer.n_gpus_per_node)."
         yield Problem(f"{owner}.fsdp_config.ulysses_sequence_parallel_size", what, hint, involves)
     copy = processes if sharding.fsdp_size in (-1, 0) else min(sharding.fsdp_size, processes)
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        degree = getattr(sharding, name)
+        if copy % degree:
+            what = f"is {degree}, which does not divide the {copy} processes{whose} that share a copy of the model."
+            hint = f"Nearest that do: {_nearest_divisors(copy, degree)}; or start a multiple of {degree} processes."
+            yield Problem(f"{owner}.fsdp_config.{name}", what, hint, (*involves, f"{owner}.fsdp_config.fsdp_size"))
     degree, key = sharding.tensor_parallel_size, f"{owner}.fsdp_config.tensor_parallel_size"
-    if copy % degree:
-        what = f"is {degree}, which does not divide the {copy} processes{whose} that share a copy of the model."
-        hint = f"Nearest that do: {_nearest_divisors(copy, degree)}; or start a multiple of {degree} processes."
-        yield Problem(key, what, hint, (*involves, f"{owner}.fsdp_config.fsdp_size"))
+    if degree > 1 and sharding.expert_parallel_size > 1:
+        other = f"{owner}.fsdp_config.expert_parallel_size"
+        what = f"is {sharding.expert_parallel_size}, and {key} is {degree}: a tensor group shares out experts itself."
+        yield Problem(other, what, "Set one of the two to 1.", (key,))
     if degree > 1 and sharding.ulysses_sequence_parallel_size > 1:
         other = f"{owner}.fsdp_config.ulysses_sequence_parallel_size"
         what = f"is {degree}, and {other} is {sharding.ulysses_sequence_parallel_size}: a row has one kind of group."
@@ -693,18 +700,18 @@ def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[
         yield Problem(f"{MODEL}.{key}", what, hint, ("trainer.role_pools",))
 
 
-def tensor_groups_train_whole_models(config: RunConfiguration) -> Iterator[Problem]:
-    """Adapters are beside weights that are whole."""
+def adapters_are_beside_whole_weights(config: RunConfiguration) -> Iterator[Problem]:
+    """No group cuts the weights beside an adapter."""
     sharded = {key.removesuffix(".fsdp_config"): shards for key, shards in _trained_shards(config).items()}
     of_learner = {ACTOR: MODEL} if isinstance(config, PPOTrainerConfig) else {}
     learners = _learners(config)
     for owner, sharding in sharded.items():
         section = of_learner.get(owner, owner)
-        if sharding.tensor_parallel_size > 1 and learners[section].trains_adapter:
-            key = f"{owner}.fsdp_config.tensor_parallel_size"
-            what = f"is {sharding.tensor_parallel_size}, and an adapter is trained beside weights that are not cut."
-            rank = f"{section}.lora_rank"
-            yield Problem(key, what, "Set it to 1: frozen weights are sharded by FSDP2 in any case.", (rank,))
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            if getattr(sharding, name) > 1 and learners[section].trains_adapter:
+                what = f"is {getattr(sharding, name)}, and an adapter is trained beside weights that are not cut."
+                hint = "Set it to 1: frozen weights are sharded by FSDP2 in any case."
+                yield Problem(f"{owner}.fsdp_config.{name}", what, hint, (f"{section}.lora_rank",))
 
 
 def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -718,7 +725,7 @@ def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Pr
 
 
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
-    """The sizes of a sharded copy, of a sequence group and of a tensor group divide the number of processes."""
+    """The sizes of a sharded copy and of every kind of group divide the number of processes."""
     involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
     sharding, processes = config.model.fsdp_config, config.num_processes
     yield from _uneven_copies("model", sharding, processes, "", involves)
@@ -755,7 +762,7 @@ PPO_RULES: tuple[Rule, ...] = (
     engine_holds_whole_sequences,
     engines_are_told_what_is_theirs,
     gradients_have_their_range,
-    tensor_groups_train_whole_models,
+    adapters_are_beside_whole_weights,
     roles_have_pools,
     something_scores,
     custom_class_is_complete,
@@ -783,7 +790,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     one_console_writes,
     one_offline_row_fits_the_token_budget,
     gradients_have_their_range,
-    tensor_groups_train_whole_models,
+    adapters_are_beside_whole_weights,
     shards_divide_the_processes,
     validation_has_rows,
     resume_names_its_folder,

@@ -52,6 +52,13 @@ def test_the_budget_of_a_sequence_group_is_that_of_all_its_processes() -> None:
     assert (of_rows.budget, of_rows.largest(100)) == (None, 300)  # rows are the group's
 
 
+def test_the_budget_of_a_tensor_group_is_that_of_each_of_its_processes() -> None:
+    actor = "actor_rollout_ref.actor"
+    line = [f"{actor}.tensor_parallel_size=4", f"{actor}.ppo_max_token_len_per_gpu=1000", "trainer.n_gpus_per_node=4"]
+    each = compose_cli([*line, "algorithm.use_kl_in_reward=true"]).micro_batches()["ref"]  # follows the actor
+    assert (each.processes, each.slices, each.budget, each.budget_for(1001)) == (4, 1, 1000, 1001)
+
+
 def test_only_passes_that_the_run_makes_have_micro_batches() -> None:
     assert list(compose_cli(["algorithm.adv_estimator=grpo"]).micro_batches()) == ["actor", "log_prob"]
     scored = compose_cli(["algorithm.use_kl_in_reward=true", f"{RM}.enable=true", f"{RM}.model_path=some/model"])

@@ -71,12 +71,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: WeightGroup) -> Tensor:
-        ctx.sizes, ctx.group = (received, sent), group
+        ctx.sent, ctx.received, ctx.group = sent, received, group
         return _moved(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _moved(grads[0], *ctx.sizes, ctx.group), None, None, None
+        return _moved(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _moved(rows: Tensor, sent: list[int], received: list[int], group: WeightGroup) -> Tensor:

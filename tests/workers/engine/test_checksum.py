@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hrl.workers.engine.checksum import STRIDE, Checksums, WeightsDifferError, places_of
+from hrl.workers.engine.checksum import STRIDE, Checksums, WeightsDifferError, _parts, places_of
 from hrl.workers.engine.nonfinite import NonFiniteStepError, NonFiniteWeightsError
+from hrl.workers.engine.optim import Place
 from tests.models.tiny import make_batch, plan_rows
 from tests.workers.asked import Actor
 from tests.workers.engine.ranks import flip, policy_of
@@ -47,6 +48,20 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
                 assert after.combined() != before.combined()
                 words[row, place] ^= 1 << bit
     assert Checksums.of(module, begins) == before
+
+
+@pytest.mark.parametrize("rows, columns", [(7, 3001), (5, 40)])
+def test_blocks_of_a_matrix_add_up_to_the_checksum_of_the_matrix(rows: int, columns: int) -> None:
+    """Of some columns, as a tensor group cuts them, and of some rows of these."""
+    whole = torch.nn.Parameter(torch.randn(rows, columns))
+    wanted = _parts("w", whole, Place(0, columns, columns))
+    total = torch.zeros(2, dtype=torch.int64)
+    for of_rows in (slice(0, 4), slice(4, rows)):
+        for of_columns in (slice(0, columns // 2), slice(columns // 2, columns)):
+            part = torch.nn.Parameter(whole.detach()[of_rows, of_columns].clone())
+            first = of_rows.start * columns + of_columns.start
+            total += _parts("w", part, Place(first, part.shape[1], columns))
+    assert torch.equal(total, wanted)
 
 
 def test_tensors_and_rows_that_change_places_are_seen() -> None:

@@ -7,6 +7,7 @@ That no gradient of any loss depends on the groups is in ``tests/workers/test_pa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.models.tiny import (
     optim_config,
     run_ranks,
     save_llama,
+    save_mixture,
     save_qwen2,
     world_of_one,
 )
@@ -54,14 +56,20 @@ class Layout(NamedTuple):
     degree: int = 1
     fsdp_size: int = -1
     tensor: int = 1
+    experts: int = 1
 
     @property
     def together(self) -> int:
         return self.degree * self.tensor
 
     def fsdp(self, dtype: str) -> Any:
-        sizes = {"ulysses_sequence_parallel_size": self.degree, "tensor_parallel_size": self.tensor}
-        return fsdp_config(dtype, fsdp_size=self.fsdp_size, **sizes)
+        return fsdp_config(
+            dtype,
+            fsdp_size=self.fsdp_size,
+            ulysses_sequence_parallel_size=self.degree,
+            tensor_parallel_size=self.tensor,
+            expert_parallel_size=self.experts,
+        )
 
     def plan(self, batch: DataProto, ranks: int, *, update: bool) -> BatchPlan:
         limits, planner = MicroBatchLimits(BUDGET, None, "a.key", self.together), Planner(share_prefix=True)
@@ -80,6 +88,13 @@ STEPS_ALONE = {
 EVERY = LAYOUTS | STEPS_ALONE
 
 
+#: Of a mixture of experts: these lie on the ranks of a group.
+OF_EXPERTS = {
+    "tensor pairs": CUT,
+    "experts on all": Layout(experts=4),
+    "experts in pairs of slices": Layout(2, experts=2),
+    "replicated experts": Layout(fsdp_size=2, experts=2),
+}
 #: What resumes which layout's checkpoint.
 OTHERS = {
     ("all", ALL): "pairs",
@@ -183,7 +198,7 @@ def skipped(path: Path, layout: Layout, folder: Path) -> None:
     learner(path, layout, "float32", folder).learn(*mine_of(plan, batch))
 
 
-def on_rank(rank: int, llama: Path, qwen2: Path, single: Path, root: Path) -> dict[str, Any]:
+def on_rank(rank: int, llama: Path, qwen2: Path, mixture: Path, single: Path, root: Path) -> dict[str, Any]:
     """All that the tests want to know of four ranks."""
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
@@ -193,6 +208,8 @@ def on_rank(rank: int, llama: Path, qwen2: Path, single: Path, root: Path) -> di
     found["adapted"] = {name: adapted(llama, layout) for name, layout in OF_TOKENS.items()}
     for name, layout in STEPS_ALONE.items():
         found[name] = {"trained": trained(llama, layout, root / name / "state")}
+    for name, layout in OF_EXPERTS.items():
+        found[f"{name} of a mixture"] = trained(mixture, layout, root / f"{name} of a mixture" / "state")
     skipped(llama, PAIRS, root / "skipped")
     for (name, layout), folder in OTHERS.items():
         found[f"{name} resumed"] = resumed(llama, layout, root / folder / "state")
@@ -203,12 +220,20 @@ def on_rank(rank: int, llama: Path, qwen2: Path, single: Path, root: Path) -> di
     return found
 
 
+def one_by_one(folder: Path) -> Path:
+    """A mixture whose experts multiply one after the other: torch's grouped product has no float64."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "eager"}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("groups")
     return {
         "llama": save_llama(root / "llama"),
         "qwen2": save_qwen2(root / "qwen2", window=4),
+        "mixture": one_by_one(save_mixture(root / "mixture", "qwen3_moe")),
         "single": root / "single",
         "root": root,
     }
@@ -223,13 +248,14 @@ def one(folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
             "qwen2": results(folders["qwen2"], Layout(), "float32"),
             "trained": trained(folders["llama"], Layout(), folders["single"]),
             "adapted": adapted(folders["llama"], Layout()),
+            "mixture": trained(folders["mixture"], Layout(), folders["root"] / "mixture alone"),
         }
 
 
 @pytest.fixture(scope="module")
 def four(folders: dict[str, Path], one: dict[str, Any]) -> list[dict[str, Any]]:
     """What each of four ranks computes."""
-    arguments = (folders[name] for name in ("llama", "qwen2", "single", "root"))
+    arguments = (folders[name] for name in ("llama", "qwen2", "mixture", "single", "root"))
     return run_ranks(4, folders["root"] / "ranks", on_rank, *arguments)
 
 
@@ -262,6 +288,15 @@ def test_steps_are_clipped_and_taken_as_on_one_rank(one, four, layout):
     for rank in four:
         assert distance(rank[layout]["trained"]["parameters"], one["trained"]["parameters"]) <= 1e-9
         assert distance(rank[layout]["trained"]["sent"], one["trained"]["sent"]) <= 1e-6
+
+
+@pytest.mark.parametrize("layout", OF_EXPERTS)
+def test_a_mixtures_experts_learn_on_several_ranks_what_they_learn_on_one(one, four, layout):
+    """Routers compute in float32, so gradients round differently from about the eighth digit on."""
+    for rank in four:
+        mine = rank[f"{layout} of a mixture"]
+        assert distance(mine["parameters"], one["mixture"]["parameters"]) <= 1e-7
+        assert distance(mine["sent"], one["mixture"]["sent"]) <= 1e-6
 
 
 @pytest.mark.parametrize("layout", EVERY)
