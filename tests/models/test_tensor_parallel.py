@@ -1,4 +1,7 @@
-"""Models cut over two ranks: what these compute together is what one computes alone, in every family with a plan."""
+"""Models cut over two ranks: what these compute together is what one computes alone, in every family with a plan.
+
+Experts that are shared out to ranks with rows of their own are here too.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hrl.models.ops.attention import ATTENTION_NAME
+from hrl.models.ops.expert_parallel import exchanged_experts
 from hrl.models.ops.log_prob import LogitForm, token_statistics
 from hrl.models.ops.tensor_parallel import WeightGroup
 from hrl.models.packed_model import PackedCausalLM, TokenRows, pack_micro_batch
@@ -130,13 +134,68 @@ def head_case(group: WeightGroup, chunk: int, size: int) -> dict[str, float]:
     return {str(index): apart(*pair) for index, pair in enumerate(zip(got, wanted, strict=True)) if pair[1].numel()}
 
 
+def experts_case(family: str, group: WeightGroup) -> dict[str, float]:
+    """How far results and gradients are off where each rank has rows of its own and half of the experts."""
+    model, wanted = build(family), []
+    whole, seeds = PackedCausalLM(copy.deepcopy(model)), (3, 4)
+    whole.model.zero_grad()
+    for seed in seeds:
+        wanted.append(learnt(whole, seed))
+    mine = PackedCausalLM(model)
+    mine.share_out_experts(group)
+    results = learnt(mine, seeds[group.place])
+    gradients = {n: p.grad for n, p in whole.model.named_parameters()}
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    got = {n: gradient_of(p, group) for n, p in model.named_parameters()}
+    off = max(float((got[name] - gradients[name]).abs().max()) for name in gradients)
+    held = [p.to_local().numel() / p.numel() for p in model.parameters() if isinstance(p, DTensor)]
+    return {"results": apart(results, wanted[group.place]), "gradients": off / largest, "share": max(held)}
+
+
+def crowded_case(group: WeightGroup) -> dict[str, float]:
+    """Four experts, of which e multiplies by e + 1: tokens of both ranks that all choose the first two, by hand."""
+    torch.manual_seed(group.place)
+    states, weights = (torch.randn(3, n, dtype=torch.float64, requires_grad=True) for n in (5, 2))
+    factors, calls = torch.arange(1.0, 5.0, dtype=torch.float64)[group.part(4)].requires_grad_(), []
+
+    def compute(tokens: Tensor, experts: Tensor, ones: Tensor) -> Tensor:
+        calls.append(len(tokens))
+        return tokens * factors[experts] * ones
+
+    chosen = torch.tensor([[0, 1], [1, 0], [0, 1]])
+    out = exchanged_experts(compute, states, chosen, weights, num_experts=4, group=group)
+    out.sum().backward()
+    assert calls == [12 if group.place == 0 else 1], "the second rank has nothing but one token of its own to run"
+    wanted = (weights * (chosen + 1)).sum(1, keepdim=True).detach()
+    sums = torch.stack([(weights * states.sum(1, keepdim=True) * (chosen == e)).sum() for e in (0, 1)]).detach()
+    dist.all_reduce(sums, group=group.processes)
+    sums = sums if group.place == 0 else torch.zeros(2, dtype=torch.float64)
+    pairs = (out.detach(), wanted * states.detach()), (states.grad, wanted.expand(3, 5)), (factors.grad, sums)
+    return {"results": apart(*pairs[0]), "gradients": max(apart(*pair) for pair in pairs[1:]), "share": 0.5}
+
+
+def learnt(module: PackedCausalLM, seed: int) -> Tensor:
+    """Log-probs of some rows, whose sum is differentiated."""
+    rows = TokenRows.of(tree_batch(seed=seed, num_rows=5, longest=10))
+    packed = pack_micro_batch(rows, tuple(range(5)), share_prefix=True, is_tree=True, wanted="next", device=CPU)
+    found = module(packed, 0.7, False).log_prob
+    (found**2).sum().backward()
+    return found.detach()
+
+
 def on_rank(rank: int) -> dict[str, dict[str, dict[str, float]]]:
     """All cases of two ranks."""
     group = WeightGroup.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))["tensor"])
     heads = {f"{size} words, {chunk} at once": head_case(group, chunk, size) for size, chunk in HEADS}
-    return {"heads": heads, "models": {family: family_case(family, group) for family in FAMILIES}}
+    shared = {family: experts_case(family, group) for family in MIXTURES} | {"crowded": crowded_case(group)}
+    return {
+        "heads": heads,
+        "models": {family: family_case(family, group) for family in FAMILIES},
+        "experts": shared,
+    }
 
 
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
 #: Words, of which a rank may have none, and logits at once.
 HEADS = ((13, 1), (13, 20), (12, 1000), (1, 4))
 
@@ -153,6 +212,14 @@ def test_a_cut_model_computes_what_the_whole_one_computes(found, family):
         case = rank["models"][family]
         assert case["results"] <= TOLERANCE and case["gradients"] <= TOLERANCE, case
         assert case["share"] < 0.65, "most weights have to be cut"
+
+
+def test_tokens_travel_to_experts_of_another_rank_and_back(found):
+    for rank in found:
+        assert len(rank["experts"]) == len(MIXTURES) + 1
+        for name, case in rank["experts"].items():
+            assert case["results"] <= TOLERANCE and case["gradients"] <= TOLERANCE, (name, case)
+            assert case["share"] == 0.5
 
 
 def test_the_vocabulary_lies_on_several_ranks(found):
