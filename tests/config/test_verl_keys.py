@@ -490,7 +490,8 @@ def test_what_megatron_alone_does_is_told_and_one_is_none(name, hint):
 
 def test_a_supervised_run_has_the_key_at_its_root_and_in_the_engine():
     for kind in ("ulysses_sequence", "tensor", "expert"):
-        for key in (f"{kind}_parallel_size", f"engine.{kind}_parallel_size"):
+        of_megatron = () if "_" in kind else (f"engine.{kind}_model_parallel_size",)
+        for key in (f"{kind}_parallel_size", f"engine.{kind}_parallel_size", *of_megatron):
             config = compose_kind(SFT, ["data.train_files=rows.parquet", f"{key}=2", "trainer.n_gpus_per_node=4"])
             assert getattr(config.model.fsdp_config, f"{kind}_parallel_size") == 2
 
