@@ -61,7 +61,8 @@ def test_blocks_of_a_matrix_add_up_to_the_checksum_of_the_matrix(rows: int, colu
             part = torch.nn.Parameter(whole.detach()[of_rows, of_columns].clone())
             first = of_rows.start * columns + of_columns.start
             total += _parts("w", part, Place(first, part.shape[1], columns))
-    assert torch.equal(total, wanted)
+    apart = total - wanted
+    assert apart[0] % 2**32 == 0 and apart[1] == 0
 
 
 def test_tensors_and_rows_that_change_places_are_seen() -> None:
