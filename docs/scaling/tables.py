@@ -14,10 +14,11 @@ from typing import Any
 import vl_convert
 
 from hrl.config.arithmetic import count
+from hrl.config.variant import BUDGET
 from hrl.plan import assumptions
 from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine, PlanError
-from hrl.plan.layout import BUDGET, ENGINE_SHARE, OPTIMIZER_OFFLOAD, PARAM_OFFLOAD, RECOMPUTE, REQUESTS, SHARDS, SLEEPS
+from hrl.plan.layout import ENGINE_SHARE, OPTIMIZER_OFFLOAD, PARAM_OFFLOAD, RECOMPUTE, REQUESTS, SHARDS, SLEEPS
 from hrl.plan.layout import TENSOR_PARALLEL as ENGINE
 from hrl.plan.lengths import Lengths
 from hrl.plan.plan import Plan, plan

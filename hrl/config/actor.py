@@ -1,6 +1,6 @@
 """`actor_rollout_ref.{model,actor,ref}`: the policy that learns and the reference it is compared with."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -34,6 +34,14 @@ class PolicyLossConfig(Section):
     """`kl_cov`: weight of the penalty."""
     dro_beta: PositiveFloat | None = None
     """`dro`: weight of the squared log-ratio; required by that loss."""
+
+
+class RouterReplayConfig(Section):
+    """`actor.router_replay`: which experts the tokens of a mixture of experts go to in the trainer."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """Of a mixture of experts: each pass of the policy chooses experts by itself (disabled), the update takes those of
+    the pass that computes old log-probs (R2), or that pass and the update take the sampler's (R3)."""
 
 
 _ONE_OPTIMIZER_STEP = 256
@@ -91,6 +99,9 @@ class ActorConfig(Section):
     """Weight of that KL term."""
     kl_loss_type: Annotated[str, NameOf(KL_NAMES, "+")] = "low_var_kl"
     """Estimator of that KL term; low_var_kl is k3, mse is k2. With `+` its gradient is that of k2."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Of a mixture of experts: weight of the loss that balances the load of experts over a mini-batch; 0 is off."""
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FsdpConfig = section(FsdpConfig)

@@ -25,6 +25,9 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTER_RATE = 5e-4
 """A learning rate at which the adapter of a small model learns; whole models take a tenth and less."""
 
+LEAST_RELATIVE_RATE = 1e-5
+"""A smaller rate is none for Adafactor: where weights are about 0.02, an AdamW rate of 1e-6 moves them as 5e-5 does."""
+
 DType = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(_LONG_NAMES)]
 """`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
 Content = Literal["model", "optimizer", "extra", "hf_model"]
@@ -121,6 +124,12 @@ class BackboneConfig(Section):
     """Fields of the model's config.json to replace, e.g. `{max_position_embeddings: 32768}`."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more computation, far less memory."""
+    recompute_num_layers: NonNegativeInt | None = None
+    """With `enable_gradient_checkpointing`, how many layers recompute, the first ones; the others keep their
+    activations, which is faster where there is memory for it. Null is all."""
+    enable_activation_offload: bool = False
+    """Keep what the backward pass needs of a layer in pinned host memory until then; it comes back before the layer is
+    due. With `enable_gradient_checkpointing` that is each layer's input. No effect on a CPU."""
 
 
 class LearnerConfig(BackboneConfig):
@@ -211,6 +220,7 @@ class ForwardShardingConfig(ShardingConfig):
 
     reshard_after_forward: ClassVar[bool] = True  # no backward pass needs the parameters again
     optimizer_offload: ClassVar[bool] = False  # there is no optimizer
+    offload_policy: ClassVar[bool] = False
 
     @property
     def model_dtype(self) -> str:
@@ -222,7 +232,7 @@ class FsdpConfig(ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
     model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"
-    """Dtype of the master weights, or of an adapter's. With bf16, AdamW rounds stochastically, so even an update of
+    """Dtype of the master weights, or of an adapter's. With bf16, optimizers round stochastically, so even an update of
     1e-6 of a weight takes effect on average; moments stay in fp32, and gradients of micro-batches are summed in
     bf16."""
     reshard_after_forward: bool = True
@@ -231,11 +241,20 @@ class FsdpConfig(ShardingConfig):
     optimizer_offload: bool = False
     """Keep AdamW's moments in pinned host memory; an optimizer step copies them to the GPU and back 256 MiB at a time.
     No effect on a CPU."""
+    offload_policy: bool = False
+    """Keep weights, gradients and the optimizer's state in pinned host memory during the update too, and take the
+    optimizer's step on the CPU (FSDP2's `CPUOffloadPolicy`): the GPU has the layers at work and activations, and every
+    micro-batch copies all weights to it twice. Takes the place of `param_offload` and `optimizer_offload`. No effect
+    on a CPU."""
 
 
 class OptimConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "adafactor", "muon", "adamw8bit"] = "adamw"
+    """The optimizer. `adamw8bit` keeps AdamW's moments in 2 bytes a weight instead of 8 and needs the package torchao;
+    `adafactor` keeps hardly any, and its `lr` is relative to a parameter's size; `muon` keeps 4 bytes for matrices of
+    layers, whose momentum it makes orthogonal, and takes AdamW for the rest, at the same `lr`."""
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
@@ -243,7 +262,7 @@ class OptimConfig(Section):
     betas: Annotated[list[UnitInterval], Field(min_length=2, max_length=2)] = Field(
         default_factory=lambda: [0.9, 0.999]
     )
-    """AdamW's two decay rates."""
+    """AdamW's two decay rates; `adafactor` has none."""
     lr_warmup_steps: Annotated[MinusOneOrMore, Unit("optimizer steps")] = -1
     """Optimizer steps of linear warm-up; -1 derives them from `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: UnitInterval = 0.0
@@ -263,8 +282,8 @@ class CheckpointConfig(Section):
     """What a checkpoint of the policy holds."""
 
     save_contents: list[Content] = Field(default=["model", "optimizer", "extra", "hf_model"], min_length=1)
-    """Parts to write: `model` and `optimizer` (sharded weights and AdamW's state), `extra` (position in the schedule
-    and random states), `hf_model` (a folder `hf` that transformers and vLLM can load). With `[hf_model]` alone a
-    checkpoint is small and no run continues from it."""
+    """Parts to write: `model` and `optimizer` (sharded weights and the optimizer's state), `extra` (position in the
+    schedule and random states), `hf_model` (a folder `hf` that transformers and vLLM can load). With `[hf_model]` alone
+    a checkpoint is small and no run continues from it."""
     load_contents: Annotated[list[Content], Field(min_length=1)] = follows(_load_contents)
     """Parts to read on resume. Default: `save_contents` without `hf_model`."""

@@ -66,7 +66,7 @@ class OfflineModelConfig(ModelConfig):
 
 
 class OfflineOptimConfig(OptimConfig):
-    """`optim.*`: AdamW and its learning-rate schedule."""
+    """`optim.*`: the optimizer and its learning-rate schedule."""
 
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
@@ -115,6 +115,8 @@ class DPOAlgorithmConfig(Section):
     """`simpo`: gamma, the margin by which the preferred answer should win."""
     reference_free: bool = False
     """Use no reference model; all answers count as equally likely under it."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Of a mixture of experts: weight of the loss that balances the load of experts over a batch; 0 is off."""
 
 
 class DPOTrainerConfig(OfflineConfig):
@@ -136,6 +138,8 @@ class SFTAlgorithmConfig(Section):
     loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = "token-mean"
     """How token losses are averaged into one number: each token has the same weight (token-mean), or each answer (the
     seq-mean modes; -norm also divides by `data.max_length`). Divisors count the whole batch on all processes."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Of a mixture of experts: weight of the loss that balances the load of experts over a batch; 0 is off."""
 
 
 class SFTTrainerConfig(OfflineConfig):

@@ -25,6 +25,8 @@ class NamedModel:
         degrees: Keys of `ulysses_sequence_parallel_size`, `tensor_parallel_size` and `expert_parallel_size` of the
             roles that train or score with it → their values.
         learner: Its section, if it learns.
+        replays: Key and value that have its choices of experts replayed; empty where nothing does.
+        balances: Key and value that have the load of its experts balanced; empty likewise.
     """
 
     key: str
@@ -33,6 +35,8 @@ class NamedModel:
     is_scalar: bool = False
     degrees: Mapping[str, int] = field(default_factory=dict)
     learner: LearnerConfig | None = None
+    replays: str = ""
+    balances: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,13 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     degrees, of_ref = _degree(ACTOR, policy.actor), _degree(REF, policy.ref)
     if config.needs_reference and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
         degrees |= of_ref
-    models = {"actor": NamedModel(f"{section}.path", model.path, model.override_config, degrees=degrees, learner=model)}
+    mode, balance = policy.actor.router_replay.mode, _balance(ACTOR, policy.actor)
+    replays = "" if mode == "disabled" else f"{ACTOR}.router_replay.mode={mode}"
+    models = {
+        "actor": NamedModel(
+            f"{section}.path", model.path, model.override_config, False, degrees, model, replays, balance
+        )
+    }
     if config.needs_critic:
         critic, degrees = config.critic.model, _degree("critic.model", config.critic.model)
         models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, True, degrees, critic)
@@ -108,6 +118,12 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     return Outline(section, model, models, lengths, resolve_placement(config))
 
 
+def _balance(section: str, owner: Any) -> str:
+    """Return key and value of the weight of a section's loss of the load of experts; nothing where it is off."""
+    weight = getattr(owner, "router_aux_loss_coef", 0.0)
+    return f"{section}.router_aux_loss_coef={weight:g}" if weight else ""
+
+
 def _degree(section: str, owner: Any) -> dict[str, int]:
     """Return the keys of the sizes of a section's groups → their values."""
     names = ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
@@ -118,12 +134,14 @@ def _of_offline(config: OfflineConfig) -> Outline:
     model, longest, trainer = config.model, config.data.max_length, config.trainer
     is_scalar = isinstance(config, RMTrainerConfig)
     role = "rm" if is_scalar else "actor"
+    balance = _balance("algorithm", getattr(config, "algorithm", None))
+    degree = _degree("model", model)
     return Outline(
         section="model",
         model=model,
         models={
             role: NamedModel(
-                "model.path", model.path, model.override_config, is_scalar, _degree("model", model), learner=model
+                "model.path", model.path, model.override_config, is_scalar, degree, learner=model, balances=balance
             )
         },
         lengths=Lengths(longest, ("data.max_length",), longest),

@@ -127,6 +127,8 @@ class RewardBackboneConfig(Section):
     """`reward.reward_model.model`: how the classifier is held in memory."""
 
     enable_gradient_checkpointing: ClassVar[bool] = False  # it has no backward pass
+    recompute_num_layers: ClassVar[int | None] = None
+    enable_activation_offload: ClassVar[bool] = False
     override_config: ClassVar[dict[str, Any]] = {}
 
     fsdp_config: ForwardShardingConfig = section(ForwardShardingConfig)

@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.config.model import DType, LogProbConfig
 from hrl.config.own_members import traits_of_estimator
-from hrl.config.section import Fraction, Get, MinusOneOrMore, Section, Unit, follows, section
+from hrl.config.section import ACTOR, Fraction, Get, MinusOneOrMore, Section, Unit, follows, section
 
 SYNC_MARGIN_S = 60.0
 """Time for the workers to report an aborted weight sync before the driver gives up on them."""
@@ -100,6 +100,8 @@ class RolloutConfig(LogProbConfig):
     free_cache_engine: bool = True
     """Put an engine that shares its GPU with the trainer to sleep while the trainer works. No effect on engines that
     can't sleep, e.g. on a CPU."""
+    enable_rollout_routing_replay: bool = follows(lambda get: get(f"{ACTOR}.router_replay.mode") == "R3")
+    """Have the engine return the experts that each token went to. Default: with `actor.router_replay.mode=R3`."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
     serve: bool = False

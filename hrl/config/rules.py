@@ -15,11 +15,13 @@ from hrl.algos.registry import (
 from hrl.config.alarms import SAMPLER_GAP
 from hrl.config.model import (
     ADAPTER_RATE,
+    LEAST_RELATIVE_RATE,
     LORA_RANKS,
     CheckpointConfig,
     FsdpConfig,
     LearnerConfig,
     MicroBatches,
+    OptimConfig,
     ShardingConfig,
 )
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
@@ -218,6 +220,31 @@ def _trained_shards(config: RunConfiguration) -> dict[str, FsdpConfig]:
         return {"model.fsdp_config": config.model.fsdp_config}
     found = {f"{ACTOR}.fsdp_config": config.actor_rollout_ref.actor.fsdp_config}
     return found | ({"critic.model.fsdp_config": config.critic.model.fsdp_config} if config.needs_critic else {})
+
+
+def trained_parts(config: RunConfiguration) -> dict[str, tuple[OptimConfig, str, FsdpConfig]]:
+    """Return the optimizer of every model that is trained, by its section, with the section of its sharding and it."""
+    if isinstance(config, OfflineConfig):
+        return {"optim": (config.optim, "model.fsdp_config", config.model.fsdp_config)}
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    found = {f"{ACTOR}.optim": (actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)}
+    of_critic = (critic.optim, "critic.model.fsdp_config", critic.model.fsdp_config)
+    return found | ({"critic.optim": of_critic} if config.needs_critic else {})
+
+
+def an_optimizer_steps_where_it_can(config: RunConfiguration) -> Iterator[Problem]:
+    """Only AdamW's moments visit the GPU, and Muon's products of matrices take too long on a CPU."""
+    for section, (optim, key, sharding) in trained_parts(config).items():
+        if sharding.offload_policy and optim.name == "muon":
+            what = f"takes the optimizer's step on the CPU, and {section}.name=muon multiplies matrices, minutes long."
+            hint = f"Set it to false, or {section}.name to another optimizer."
+            yield Problem(f"{key}.offload_policy", what, hint, (f"{section}.name",))
+        if sharding.optimizer_offload and not sharding.offload_policy and optim.name != "adamw":
+            what = (
+                f"moves AdamW's moments, and {section}.name={optim.name} keeps its state, which is smaller, on the GPU."
+            )
+            hint = f"Set it to false, or {section}.name=adamw."
+            yield Problem(f"{key}.optimizer_offload", what, hint, (f"{section}.name",))
 
 
 def gradients_have_their_range(config: RunConfiguration) -> Iterator[Problem]:
@@ -700,8 +727,17 @@ def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[
         yield Problem(f"{MODEL}.{key}", what, hint, ("trainer.role_pools",))
 
 
-def adapters_are_beside_whole_weights(config: RunConfiguration) -> Iterator[Problem]:
-    """No group cuts the weights beside an adapter."""
+def weights_are_cut_where_they_can_be(config: RunConfiguration) -> Iterator[Problem]:
+    """No group cuts the weights beside an adapter, or those of an optimizer that takes shards for rows."""
+    for section, (optim, key, sharding) in trained_parts(config).items():
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            if getattr(sharding, name) > 1 and (optim.name != "adamw" or sharding.offload_policy):
+                other = f"{section}.name" if optim.name != "adamw" else f"{key}.offload_policy"
+                what = (
+                    f"is {getattr(sharding, name)}, and weights that are cut are stepped by adamw on the device alone."
+                )
+                hint = f"Set it to 1, or {other} to {'adamw' if optim.name != 'adamw' else 'false'}."
+                yield Problem(f"{key}.{name}", what, hint, (other,))
     sharded = {key.removesuffix(".fsdp_config"): shards for key, shards in _trained_shards(config).items()}
     of_learner = {ACTOR: MODEL} if isinstance(config, PPOTrainerConfig) else {}
     learners = _learners(config)
@@ -744,6 +780,24 @@ def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
             yield Problem(f"algorithm.{constant}", what, hint, ("algorithm.loss_type",))
 
 
+def replayed_experts_come_from_somewhere(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """What replays experts gets them from the engine, or from a pass over old log-probs."""
+    mode_key, engine_key = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    returned = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    if (mode == "R3") != returned:
+        what = f"is {str(returned).lower()}, but {mode_key} is {mode}: only R3 takes the engine's experts."
+        yield Problem(engine_key, what, "Remove the key: it follows the mode.", (mode_key,))
+    if mode == "R3" and config.environment.is_used:
+        what = "is R3, but the rows of episodes come without the experts that the engine chose."
+        yield Problem(mode_key, what, "Set it to R2, or disabled.", ("environment.path",))
+    if mode == "R2" and (config.algorithm.rollout_correction.bypass_mode or config.algorithm.preference_loss):
+        is_bypassed = config.algorithm.rollout_correction.bypass_mode
+        passed = f"{_CORRECTION}.bypass_mode" if is_bypassed else "algorithm.preference_loss"
+        what = f"is R2, which takes the experts of the pass over old log-probs, and with {passed} there is none."
+        yield Problem(mode_key, what, "Set it to R3, or disabled.", (passed,))
+
+
 PPO_RULES: tuple[Rule, ...] = (
     nothing_is_masked,
     clipped_rewards_have_a_limit,
@@ -762,7 +816,8 @@ PPO_RULES: tuple[Rule, ...] = (
     engine_holds_whole_sequences,
     engines_are_told_what_is_theirs,
     gradients_have_their_range,
-    adapters_are_beside_whole_weights,
+    weights_are_cut_where_they_can_be,
+    an_optimizer_steps_where_it_can,
     roles_have_pools,
     something_scores,
     custom_class_is_complete,
@@ -782,6 +837,7 @@ PPO_RULES: tuple[Rule, ...] = (
     adapters_name_layers,
     an_adapter_is_of_a_policy_that_learns,
     the_engine_has_kernels_for_the_rank,
+    replayed_experts_come_from_somewhere,
 )
 
 
@@ -790,7 +846,8 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     one_console_writes,
     one_offline_row_fits_the_token_budget,
     gradients_have_their_range,
-    adapters_are_beside_whole_weights,
+    weights_are_cut_where_they_can_be,
+    an_optimizer_steps_where_it_can,
     shards_divide_the_processes,
     validation_has_rows,
     resume_names_its_folder,
@@ -817,7 +874,9 @@ def warnings(config: RunConfiguration) -> list[str]:
         found.append(never_best)
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
-    return [*config.remarks, *found, *_low_rates_of_adapters(config), *_keys_of_no_adapter(config)]
+    found += [*_low_rates_of_adapters(config), *_keys_of_no_adapter(config), *_idle_keys_of_memory(config)]
+    found += _rates_of_adamw(config)
+    return [*config.remarks, *found]
 
 
 _OF_ADAPTERS = ("lora_alpha", "target_modules", "exclude_modules", "use_rslora")
@@ -833,6 +892,24 @@ def _keys_of_no_adapter(config: RunConfiguration) -> Iterator[str]:
             yield f"{keys} has no effect: {section}.lora_rank is 0, so the model itself is trained."
         elif given and learner.lora_adapter_path is not None:
             yield f"{keys} has no effect: the adapter in {section}.lora_adapter_path has its own."
+
+
+def _idle_keys_of_memory(config: RunConfiguration) -> Iterator[str]:
+    """Tell keys by which memory would be saved that nothing reads."""
+    for _, key, sharding in trained_parts(config).values():
+        idle = [f"{key}.{name}" for name in ("param_offload", "optimizer_offload") if getattr(sharding, name)]
+        if sharding.offload_policy and idle:
+            yield f"{', '.join(idle)} has no effect: {key}.offload_policy keeps weights and moments in host memory."
+    for section, model in _learners(config).items():
+        if model.recompute_num_layers is not None and not model.enable_gradient_checkpointing:
+            yield f"{section}.recompute_num_layers has no effect: {section}.enable_gradient_checkpointing is false."
+
+
+def _rates_of_adamw(config: RunConfiguration) -> Iterator[str]:
+    """Tell a rate at which a relative step is next to none."""
+    for section, (optim, _, _) in trained_parts(config).items():
+        if optim.name == "adafactor" and 0 < optim.lr < LEAST_RELATIVE_RATE:
+            yield f"{section}.lr={optim.lr:g} is a rate for AdamW; adafactor's is relative to the size of a weight."
 
 
 def _low_rates_of_adapters(config: RunConfiguration) -> Iterator[str]:

@@ -106,6 +106,23 @@ def _offload(sharding: str, *names: str) -> Conversion:
     return _switch({f"{sharding}.{name}": True for name in names})
 
 
+_OPTIMIZERS = {"AdamW": "adamw", "Adafactor": "adafactor", "Muon": "muon", "AdamW8bit": "adamw8bit"}
+"""Classes of torch, torchao and bitsandbytes → `optim.name`."""
+
+
+def _optimizer(section: str) -> Conversion:
+    """Return the conversion of an optimizer's class, which verl imports by name, to `name` of a section."""
+    key = f"{section}.name"
+
+    def convert(value: Any, _: Get) -> Mapping[str, Any] | None:
+        if value is None:
+            return {}
+        name = {spelt.lower(): name for spelt, name in _OPTIMIZERS.items()}.get(str(value).lower())
+        return None if name is None else {key: name}
+
+    return Conversion(convert, f"`{key}`", f"set {key}, to one of {', '.join(_OPTIMIZERS.values())}")
+
+
 def _sampled_at_once() -> Conversion:
     """Return the conversion of `gen_batch_size` to the same number of prompts in batches of `train_batch_size`."""
     enable, train, bound = (
@@ -236,17 +253,16 @@ def _limit_of_answers() -> Conversion:
     )
 
 
-_BOTH = ("param_offload", "optimizer_offload")
 _PPO_CONVERTED: dict[str, Conversion] = {
     f"{ACTOR}.ppo_micro_batch_size": _over_processes(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
     "critic.ppo_micro_batch_size": _over_processes("critic.ppo_micro_batch_size_per_gpu"),
     f"{REF}.log_prob_micro_batch_size": _over_processes(f"{REF}.log_prob_micro_batch_size_per_gpu"),
     f"{ROLLOUT}.log_prob_micro_batch_size": _over_processes(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
     f"{RM}.micro_batch_size": _over_processes(f"{RM}.micro_batch_size_per_gpu"),
-    f"{ACTOR}.fsdp_config.offload_policy": _offload(f"{ACTOR}.fsdp_config", *_BOTH),
-    "critic.model.fsdp_config.offload_policy": _offload("critic.model.fsdp_config", *_BOTH),
     f"{REF}.fsdp_config.offload_policy": _offload(f"{REF}.fsdp_config", "param_offload"),
     f"{RM}.model.fsdp_config.offload_policy": _offload(f"{RM}.model.fsdp_config", "param_offload"),
+    f"{ACTOR}.optim.optimizer": _optimizer(f"{ACTOR}.optim"),
+    "critic.optim.optimizer": _optimizer("critic.optim"),
     "data.gen_batch_size": _sampled_at_once(),
     "reward.function_weight": _one_weighted_function(),
     f"{ROLLOUT}.logprob_diff_alarm": _alarm(SAMPLER_GAP),
@@ -416,7 +432,7 @@ def _of_offline(ppo: Spellings) -> Spellings:
         renamed=_names(table["renamed"]),
         outside=outside | _verdicts(table["outside"]),
         values=_values(table["values"]),
-        converted={"model.fsdp_config.offload_policy": _offload("model.fsdp_config", *_BOTH)},
+        converted={"optim.optimizer": _optimizer("optim")},
         synonyms=_arguments("offline") | _synonyms(_OTHERS["offline"]),
         arguments=_arguments("offline"),
     )

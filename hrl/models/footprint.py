@@ -86,7 +86,7 @@ def footprint(source: ModelSource) -> Footprint:
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
         if source.adapter is not None:
-            add_adapter(loaded, source.adapter, torch.float32)
+            add_adapter(loaded, source.adapter, torch.bfloat16)  # as FSDP2 casts it for its products
         kept, streams = _bytes_of_layers(loaded, decoder_layers(loaded))
     except AdapterError:
         raise

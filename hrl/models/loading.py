@@ -26,6 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hrl.models.adapter import AdapterSource
+from hrl.models.experts import follow_experts, use_grouped_products
 from hrl.models.hf_config import load_config
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.residual import widen_residual
@@ -51,6 +52,8 @@ class ModelSource:
         trust_remote_code: The folder may run code.
         max_model_len: The longest sequence of the run in tokens, which is also what the rollout engine is opened for.
         adapter: What is trained instead of the model's own weights; None trains these.
+        recompute_num_layers: How many layers recompute them, the first ones; None is all.
+        enable_activation_offload: Keep activations in host memory until the backward pass.
     """
 
     path: str
@@ -60,6 +63,8 @@ class ModelSource:
     trust_remote_code: bool
     max_model_len: int
     adapter: AdapterSource | None = None
+    recompute_num_layers: int | None = None
+    enable_activation_offload: bool = False
 
     @classmethod
     def to_look_at(
@@ -228,29 +233,39 @@ def _config(source: ModelSource) -> PretrainedConfig:
     return load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
 
 
-def prepare(model: PreTrainedModel, *, max_model_len: int, recompute: bool) -> None:
+def prepare(
+    model: PreTrainedModel, *, max_model_len: int, recompute: bool, recompute_num_layers: int | None = None
+) -> None:
     """Turn a transformers model into what the engine runs, for training and evaluation alike.
 
     Args:
         model: Loaded with `attn_implementation=ATTENTION_NAME`.
         max_model_len: The longest sequence of the run in tokens.
         recompute: Recompute activations in the backward pass, to save memory.
+        recompute_num_layers: How many layers do, the first ones; None is all.
     """
     fix_rope_frequencies(model, max_model_len)
     use_fused_rms_norms(model)
     widen_residual(model)
+    use_grouped_products(model)
+    follow_experts(model)
     model.config.use_cache = False
     # For the update too: dropout, router noise and layer drop would make its log-probs differ from the sampler's.
     model.eval()
     if recompute:
-        recompute_layers(model)
+        recompute_layers(model, recompute_num_layers)
 
 
 def _prepared(model: PreTrainedModel, source: ModelSource) -> PreTrainedModel:
     chances = _chances(model)
     if chances:
         logger.warning("%s: %s switched off: the sampler has none", source.path, ", ".join(chances))
-    prepare(model, max_model_len=source.max_model_len, recompute=source.enable_gradient_checkpointing)
+    prepare(
+        model,
+        max_model_len=source.max_model_len,
+        recompute=source.enable_gradient_checkpointing,
+        recompute_num_layers=source.recompute_num_layers,
+    )
     return model
 
 
@@ -267,17 +282,39 @@ def _chances(model: PreTrainedModel) -> list[str]:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers, each of which is sharded as a unit of its own; those of towers too."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # FSDP gives a layer that it has sharded a class of its own, below the one that is looked for.
+    return [
+        module for module in model.modules() if not names.isdisjoint(each.__name__ for each in type(module).__mro__)
+    ]
 
 
-def recompute_layers(model: nn.Module) -> int:
-    """Make every decoder layer keep only its inputs and compute its activations again in the backward pass.
+def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the matrices of the layers, `(R, C)`, and stacks of them `(E, R, C)`, such as those of experts.
+
+    Embedding, head and what else lies beside the layers is none, nor is an embedding or a convolution within one.
+    """
+    return [
+        parameter
+        for layer in decoder_layers(model)
+        for module in layer.modules()
+        if not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() in (2, 3)
+    ]
+
+
+def recompute_layers(model: nn.Module, first: int | None = None) -> int:
+    """Make decoder layers keep only their inputs and compute their activations again in the backward pass.
+
+    Args:
+        model: Has the layers.
+        first: How many of them, the first ones; None is all.
 
     Returns:
-        The number of layers.
+        The number of layers that do.
     """
     # transformers' own switch is tied to `module.training`, and models here stay in evaluation mode.
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)][:first]
     for layer in layers:
         # `forward` lies inside FSDP's hooks: a layer is gathered once for its recomputation and its gradient.
         layer.forward = _recomputed(layer.forward)

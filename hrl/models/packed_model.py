@@ -29,12 +29,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hrl.batching.trie import Trie
+from hrl.models.experts import PackedRouting, followed_experts
 from hrl.models.head import head_form, last_hidden_states
 from hrl.models.ops.exchange import SequenceGroup, SlicedLayout, join_results
 from hrl.models.ops.layout import AttentionLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
 from hrl.models.ops.tensor_parallel import WeightGroup, shared
 from hrl.models.tensor_parallel import cut, own, share_out_experts
+from hrl.routing import ROUTED_EXPERTS, is_missing, missing
 
 if TYPE_CHECKING:
     from hrl.protocol import DataProto
@@ -52,21 +54,28 @@ class TokenRows:
         responses: `(B, R)` int64.
         response_lengths: `(B,)` int64 true lengths of the responses, in tokens.
         trained: `(B, R)` bool, tokens to train on or to score.
+        routed: The experts that each token of a row goes to, `(tokens, L, K)` of the layers that have some, prompt and
+            response without padding; as many tokens as are known, the others choose by themselves. None where all do.
     """
 
     prompts: list[np.ndarray]
     responses: np.ndarray
     response_lengths: np.ndarray
     trained: np.ndarray
+    routed: list[np.ndarray] | None = None
 
     @classmethod
-    def of(cls, batch: DataProto) -> TokenRows:
+    def of(cls, batch: DataProto, *, routed: bool = False) -> TokenRows:
         """Read `prompts`, `responses`, `attention_mask` and `response_mask` of a batch.
+
+        Args:
+            batch: Rows of any number.
+            routed: Also read `routed_experts`.
 
         Raises:
             KeyError: A column is missing.
-            ValueError: A prompt is not left-padded or empty, a response is not right-padded, or a trained token lies
-                beyond its response.
+            ValueError: A prompt is not left-padded or empty, a response is not right-padded, a trained token lies
+                beyond its response, or experts are given for more tokens than there are.
         """
         missing = {"prompts", "responses", "attention_mask", "response_mask"} - set(batch.batch.keys())
         if missing:
@@ -82,11 +91,19 @@ class TokenRows:
         _require(prompt_mask.any(1), "its prompt is empty")
         _require(~(trained & ~response_mask).any(1), "response_mask trains on a token beyond the response's length")
         prompt_lengths = prompt_mask.sum(1)
+        experts = None
+        if routed:
+            if ROUTED_EXPERTS not in batch.non_tensor_batch:
+                raise KeyError(f"the batch lacks the column {ROUTED_EXPERTS!r}, which has the experts to replay")
+            experts = list(batch.non_tensor_batch[ROUTED_EXPERTS])
+            fits = np.array([len(row) for row in experts], np.int64) <= prompt_lengths + response_mask.sum(1)
+            _require(fits, f"{ROUTED_EXPERTS} has experts for more tokens than it has")
         return cls(
             [row[width - n :] for row, n in zip(prompts, prompt_lengths.tolist(), strict=True)],
             responses,
             response_mask.sum(1),
             trained,
+            experts,
         )
 
     @cached_property
@@ -120,6 +137,7 @@ class PackedMicroBatch:
         mask: `(b, r)` bool, where the N results belong in the micro-batch's rows, row-major; `r` is the longest.
         mask_index: `(N,)` int64, the same as flat positions, because indexing by a mask on a GPU waits for it.
         is_empty: Nothing is wanted. One token still runs, so that every rank joins every collective.
+        routing: What is known of the tokens' experts, for a model that has some.
     """
 
     input_ids: Tensor
@@ -130,6 +148,7 @@ class PackedMicroBatch:
     mask: Tensor
     mask_index: Tensor
     is_empty: bool
+    routing: PackedRouting | None
 
     def join(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return what the ranks that run the row together have computed, `(N,)` each; here one rank has all of it."""
@@ -177,6 +196,7 @@ def pack_micro_batch(
     wanted: Wanted,
     device: torch.device,
     group: SequenceGroup | None = None,
+    with_routing: bool = False,
 ) -> PackedMicroBatch:
     """Pack the rows `picked` into one row.
 
@@ -188,10 +208,11 @@ def pack_micro_batch(
         wanted: Which hidden states are wanted.
         device: Of the result.
         group: Ranks that run the row together, of which this one gets its slice; None where it is alone.
+        with_routing: The model has experts; a token that several rows have goes to those of the first row that says.
     """
     used = rows.used(picked, wanted)
     if not used:
-        return _empty(len(picked), device, group)
+        return _empty(len(picked), device, group, rows if with_routing else None)
     writer = _Writer()
     write = _write_rows if not share_prefix else _write_tree if is_tree else _write_groups
     segment = write(writer, rows, used)
@@ -213,7 +234,57 @@ def pack_micro_batch(
         labels.append(rows.responses[row, columns])
         places.append(slot * width + columns)
     arrays = [np.concatenate(writer.tokens), layout.position_ids(), *map(np.concatenate, (index, labels, places))]
-    return _on_device(arrays, layout, (len(picked), width), device, group, is_empty=False)
+    routing = None
+    if with_routing:
+        of_rows = {row: paths[segment[row]][: len(rows.prompts[row]) + length] for row, length in used}
+        routing = _Routing.of(rows, [of_rows.get(row) for row in picked], picked, layout.num_tokens)
+    return _on_device(arrays, layout, (len(picked), width), device, group, is_empty=False, routing=routing)
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """`PackedRouting` on the host, of the whole packed row."""
+
+    num_rows: np.ndarray
+    paths: tuple[np.ndarray | None, ...]
+    replayed: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls, rows: TokenRows, paths: Sequence[np.ndarray | None], picked: Sequence[int], num_tokens: int
+    ) -> _Routing:
+        counts = np.zeros(num_tokens, np.float32)
+        for path in paths:
+            if path is not None:
+                counts[path] += 1
+        first = next((routed for routed in rows.routed or () if len(routed)), None)
+        if first is None or rows.routed is None:
+            return cls(counts, tuple(paths), None)
+        none = missing(first.dtype)
+        replayed = np.full((num_tokens, *first.shape[1:]), none, first.dtype)
+        for row, path in zip(picked, paths, strict=True):
+            if path is not None and len(known := rows.routed[row][: len(path)]):
+                at = path[: len(known)]
+                unset = is_missing(replayed[at])
+                replayed[at[unset]] = known[unset]
+        return cls(counts, tuple(paths), replayed)
+
+    def on_device(self, device: torch.device, layout: SlicedLayout | None) -> PackedRouting:
+        """Return it on the device; in a sequence group, of this rank's slice, but for the paths."""
+        num_rows, replayed = self.num_rows, self.replayed
+        if layout is not None:
+            num_rows = _slice_of(num_rows, layout, 0)
+            replayed = None if replayed is None else _slice_of(replayed, layout, missing(replayed.dtype))
+        unknown = np.ones(len(num_rows), bool) if replayed is None else is_missing(replayed)
+        arrays = [num_rows] if replayed is None else [num_rows, replayed]
+        tensors = to_device([*map(torch.from_numpy, arrays)], device)
+        return PackedRouting(
+            tensors[0],
+            self.paths,
+            None if replayed is None else tensors[1],
+            has_missing=bool(unknown.any()),
+            is_known=not (unknown & (num_rows > 0)).any(),
+        )
 
 
 def take_columns(
@@ -288,10 +359,14 @@ def _tokens(rows: TokenRows, row: int, length: int) -> np.ndarray:
     return np.concatenate([rows.prompts[row], rows.responses[row, :length]])
 
 
-def _empty(num_rows: int, device: torch.device, group: SequenceGroup | None) -> PackedMicroBatch:
+def _empty(
+    num_rows: int, device: torch.device, group: SequenceGroup | None, routed: TokenRows | None
+) -> PackedMicroBatch:
     zero = np.zeros(1, np.int64)
     layout = AttentionLayout(np.array([1]), np.array([0]), np.array([0]))
-    return _on_device([zero, zero, zero, zero, zero[:0]], layout, (num_rows, 1), device, group, is_empty=True)
+    routing = None if routed is None else _Routing.of(routed, [None] * num_rows, [0] * num_rows, 1)
+    arrays = [zero, zero, zero, zero, zero[:0]]
+    return _on_device(arrays, layout, (num_rows, 1), device, group, is_empty=True, routing=routing)
 
 
 def _on_device(
@@ -302,6 +377,7 @@ def _on_device(
     group: SequenceGroup | None,
     *,
     is_empty: bool,
+    routing: _Routing | None,
 ) -> PackedMicroBatch:
     """Return a packed row on the device, or this rank's slice of it.
 
@@ -313,6 +389,7 @@ def _on_device(
         device: Where it is wanted.
         group: Ranks that run the row together.
         is_empty: Nothing is wanted.
+        routing: What is known of the tokens' experts.
     """
     sliced = None if group is None else SlicedLayout(layout, group)
     num_results = len(arrays[2])
@@ -322,23 +399,28 @@ def _on_device(
     input_ids, position_ids, hidden_index, labels, at = tensors[:5]
     mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=device).index_fill(0, at, True).view(shape)
     row = input_ids[None], position_ids[None]
+    known = None if routing is None else routing.on_device(device, sliced)
     if sliced is None:
-        return PackedMicroBatch(*row, layout, hidden_index, labels, mask, at, is_empty)
-    return SlicedMicroBatch(*row, sliced, hidden_index, labels, mask, at, is_empty, tensors[5], num_results)
+        return PackedMicroBatch(*row, layout, hidden_index, labels, mask, at, is_empty, known)
+    return SlicedMicroBatch(*row, sliced, hidden_index, labels, mask, at, is_empty, known, tensors[5], num_results)
 
 
 def _of_slice(arrays: list[np.ndarray], layout: SlicedLayout) -> list[np.ndarray]:
     """Cut the arrays of `_on_device` to a slice, and add which results are its own `(M,)`."""
     tokens, positions, index, labels, at = arrays
     size, start = layout.num_tokens, layout.start
-    slices = []
-    for of_row in (tokens, positions):
-        own = of_row[start : start + size]
-        slices.append(np.pad(own, (0, size - len(own))))
+    slices = [_slice_of(of_row, layout, 0) for of_row in (tokens, positions)]
     local = index - start
     (mine,) = np.nonzero((local >= 0) & (local < size))
     computed = (local[mine], labels[mine]) if len(mine) else (np.zeros(1, np.int64), np.zeros(1, np.int64))
     return [*slices, *computed, at, mine]
+
+
+def _slice_of(of_row: np.ndarray, layout: SlicedLayout, filling: int) -> np.ndarray:
+    """Cut what a packed row has for each token, `(T, ...)`, to a slice `(t, ...)`, filled up where the row ends."""
+    own = of_row[layout.start : layout.start + layout.num_tokens]
+    widths = [(0, layout.num_tokens - len(own))] + [(0, 0)] * (own.ndim - 1)
+    return np.pad(own, widths, constant_values=filling)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------
@@ -356,6 +438,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.experts = followed_experts(model)
 
     def cut(self, group: WeightGroup) -> None:
         """Cut it over the ranks of a tensor group, see `hrl.models.tensor_parallel.cut`."""

@@ -53,7 +53,7 @@ _WAY_OUT = (
     "skips this comparison, at your own risk"
 )
 #: Errors of a model's code that is given what it was not written for.
-_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
+FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
 
 _CPU = torch.device("cpu")
 
@@ -152,8 +152,8 @@ def probe_config(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            family = _Family(auto, max_model_len, trust_remote_code)
-            cut, own = _first_that_runs(config, family)
+            family = Family(auto, max_model_len, trust_remote_code)
+            cut, own = first_that_runs(config, family)
             result = _compare(cut, own, family)
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -161,7 +161,7 @@ def probe_config(
 
 
 @dataclass(frozen=True)
-class _Family:
+class Family:
     """How cuts are built.
 
     Attributes:
@@ -192,7 +192,7 @@ class _Family:
 # ---------------------------------------------------------------------------------------------- the two ways to run it
 
 
-def _first_that_runs(config: PretrainedConfig, family: _Family) -> tuple[PretrainedConfig, PreTrainedModel]:
+def first_that_runs(config: PretrainedConfig, family: Family) -> tuple[PretrainedConfig, PreTrainedModel]:
     """Return the smallest cut whose own forward runs, and its model with random weights."""
     failure: Exception = ValueError("its smallest copy is too large, or is not a valid configuration")
     try:
@@ -201,12 +201,12 @@ def _first_that_runs(config: PretrainedConfig, family: _Family) -> tuple[Pretrai
                 model = _excite(family.build(cut))
                 fix_rope_frequencies(model, UNREACHED_TOKENS)
                 with torch.no_grad():
-                    model(input_ids=_sequence(_rows(cut), 0))
-            except _FAILURES as error:
+                    model(input_ids=_sequence(probe_rows(cut), 0))
+            except FAILURES as error:
                 failure = error
                 continue
             return cut, model
-    except _FAILURES as error:
+    except FAILURES as error:
         failure = error
     raise ProbeError(f"no small cut of it runs alone on plain tokens ({_first_line(failure)})") from failure
 
@@ -226,8 +226,8 @@ def _excite(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: _Family) -> ProbeResult:
-    scalar, rows = family.is_scalar, _rows(cut)
+def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: Family) -> ProbeResult:
+    scalar, rows = family.is_scalar, probe_rows(cut)
     plain = _plain(own, rows, scalar)
     try:
         model = family.build(cut, ATTENTION_NAME)
@@ -236,7 +236,7 @@ def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: _Family) -> Pr
         require_long_factors(model)
         module = (PackedScalarModel if scalar else PackedCausalLM)(model)
         first, second = (_packed(module, rows, packing, scalar) for packing in PACKINGS)
-    except _FAILURES as error:
+    except FAILURES as error:
         raise ProbeError(_why_not_packed(error)) from error
     result = ProbeResult(
         family=type(own).__name__,
@@ -266,7 +266,7 @@ def _gradients(model: nn.Module, values: Tensor, weights: Tensor) -> dict[str, T
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _rows(config: PretrainedConfig) -> TokenRows:
+def probe_rows(config: PretrainedConfig) -> TokenRows:
     """Return two prompts with two answers each, without the tokens 0 to 3, which may be special."""
     rng, tokens = np.random.default_rng(0), config.get_text_config().vocab_size
     prompts: list[np.ndarray] = []
@@ -373,12 +373,12 @@ def _same_hidden_states(own: PreTrainedModel, module: Any, rows: TokenRows) -> b
     try:
         alone = own.base_model(input_ids=tokens).last_hidden_state[0, len(rows.prompts[0]) - 1 : -1]
         return bool(torch.allclose(alone, module.hidden_states(packed), rtol=1e-3, atol=1e-3))
-    except _FAILURES:
+    except FAILURES:
         return False
 
 
 @torch.no_grad()
-def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: _Family, rows: TokenRows, values: Tensor) -> float:
+def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: Family, rows: TokenRows, values: Tensor) -> float:
     """Return the largest change of the model's own values when each weight moves by one rounding of float32."""
     moved = family.build(cut)
     moved.load_state_dict(own.state_dict())

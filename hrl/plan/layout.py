@@ -8,8 +8,8 @@ from itertools import product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.section import ACTOR, Section
+from hrl.config.section import ACTOR
+from hrl.config.variant import BUDGET, with_values
 from hrl.plan.step import CostModel, StepCost
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -21,14 +21,6 @@ SLEEPS = f"{_ROLLOUT}.free_cache_engine"
 PARAM_OFFLOAD, OPTIMIZER_OFFLOAD = (f"{ACTOR}.fsdp_config.{name}_offload" for name in ("param", "optimizer"))
 RECOMPUTE = f"{_MODEL}.enable_gradient_checkpointing"
 _CRITIC = "critic.model"
-BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
-_OTHER_BUDGETS = (
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    "critic.ppo_max_token_len_per_gpu",
-    "critic.forward_max_token_len_per_gpu",
-)
-"""Budgets that follow the actor's unless they are set."""
 
 _LIKE_THE_ACTOR = {
     SHARDS: (f"{_CRITIC}.fsdp_config.fsdp_size",),
@@ -99,24 +91,7 @@ def _engine_fits(model: CostModel, changes: Changes) -> bool:
 
 def with_changes(model: CostModel, changes: Changes) -> CostModel:
     """Return the model of a configuration with other values; budgets that followed the actor's still do."""
-    config, values = model.config, dict(changes)
-    if BUDGET in values:
-        old = attrgetter(BUDGET)(config)
-        values |= {key: values[BUDGET] for key in _OTHER_BUDGETS if attrgetter(key)(config) == old}
-    return replace(model, config=_replaced(config, values))
-
-
-def _replaced(config: PPOTrainerConfig, values: Mapping[str, Any]) -> PPOTrainerConfig:
-    for key, value in values.items():
-        config = _with(config, key.split("."), value)
-    return config
-
-
-def _with(section: Any, path: Sequence[str], value: Any) -> Any:
-    """Return a section with another value at a path below it."""
-    name, *rest = path
-    inner: Section = getattr(section, name)
-    return section.model_copy(update={name: _with(inner, rest, value) if rest else value})
+    return replace(model, config=with_values(model.config, dict(changes)))
 
 
 class _Candidate(NamedTuple):

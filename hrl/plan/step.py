@@ -124,7 +124,8 @@ class CostModel:
     def ledgers(self) -> list[Ledger]:
         """Return the memory of each pool's device, or of the machine."""
         device = "cpu" if self.hardware.is_cpu else "cuda"
-        return ledgers_of(self.config, sizes_of(self.shapes), device, self.hardware.memory)
+        ledgers = ledgers_of(self.config, sizes_of(self.shapes), device, self.hardware.memory)
+        return [ledger for ledger in ledgers if not ledger.is_host]
 
     def misfit(self, *, leaving: float = 0.0) -> str | None:
         """Return why the run does not fit its devices; None if it does.

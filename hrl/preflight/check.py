@@ -26,6 +26,7 @@ from hrl.config.section import Section, WholeConfig, leaves
 from hrl.errors import ConfigError
 from hrl.masking import masked, masked_text
 from hrl.preflight.findings import Findings
+from hrl.preflight.memory_table import shown
 from hrl.report.environment import facts_table
 
 _TELLING = (
@@ -125,7 +126,7 @@ def report(config: RunConfiguration, findings: Findings | None, train_rows: int 
         "placement": dict(placement_facts(config)),
         "arithmetic": dict(batch_arithmetic(config, train_rows=train_rows)),
         "units": dict(units_in_words(config)),
-        "memory": {} if findings is None else dict(findings.memory),
+        "memory": [] if findings is None else findings.memory,
         "changed": {} if findings is None or not findings.changes else {findings.changed: findings.changes},
         "warnings": warnings(config),
         "notes": [] if findings is None else findings.notes,
@@ -225,6 +226,8 @@ def _show_report(config: WholeConfig, said: dict[str, Any], *, full: bool, confi
     if full:
         _show_everything(console, config, said)
     _show(console, "Summary", facts_table(summary(config, said)))
+    for table in said["memory"]:
+        _show(console, f"Memory of {table['where']} at the worst moment of each phase", shown(table))
     unchecked = [] if config_only else said["unchecked"]
     changed = [(f"{heading[:1].upper()}{heading[1:]}", lines) for heading, lines in said["changed"].items()]
     second_look = ("Worth a second look", [*said["warnings"], *said["notes"]])
@@ -258,7 +261,6 @@ def _show_everything(console: Console, config: WholeConfig, said: dict[str, Any]
         ("Found", said["found"]),
         ("Placement", said["placement"]),
         ("Arithmetic", said["arithmetic"]),
-        ("Memory at the worst moment of each phase", said["memory"] or {"skipped": "the model was not looked at"}),
     ):
         if lines:
             _show(console, title, facts_table(lines))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -27,7 +28,7 @@ class Findings:
         notes: Things that are allowed but probably not meant, a sentence each.
         unchecked: Things that could not be checked here, a sentence each.
         facts: Facts for the summary of `hrl check`.
-        memory: Peak memory of every phase, a line each; empty if the model was not checked.
+        memory: What every phase takes, a table for each memory; empty if the model was not looked at.
         changes: What is different from the run that is continued, `key: old → new`; `changed` is their heading.
     """
 
@@ -35,7 +36,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
-    memory: list[Fact] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     changed: str = ""
 

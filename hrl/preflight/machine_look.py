@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from hrl.cluster.machine import LEAST_OBJECT_STORE_BYTES, MOST_RANKS_PER_CORE, available_cores, crowding
 from hrl.config.arithmetic import Fact, count
+from hrl.config.outline import RunConfiguration
 from hrl.config.rollout import RolloutConfig
+from hrl.config.rules import trained_parts
 from hrl.config.trainer import RunConfig
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings
@@ -26,6 +29,14 @@ def look_at_trackers(findings: Findings, names: Sequence[str]) -> None:
         except ValueError as error:
             key, _, what = str(error).partition(": ")
             findings.problem(key, f"can't be used: {what}.")
+
+
+def look_at_optimizers(findings: Findings, config: RunConfiguration) -> None:
+    """Check that the package of every optimizer is installed."""
+    for section, (optim, _, _) in trained_parts(config).items():
+        if optim.name == "adamw8bit" and find_spec("torchao") is None:
+            hint = "In hrl's checkout, uv pip install -e '.[torchao]'; or take another optimizer."
+            findings.problem(f"{section}.name", "is adamw8bit, which needs the package torchao; it is not here.", hint)
 
 
 def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:

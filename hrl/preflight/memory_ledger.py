@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 import torch
 
-from hrl.config.arithmetic import Fact
-from hrl.config.model import ForwardShardingConfig, FsdpConfig
+from hrl.config.model import BackboneConfig, ForwardShardingConfig, FsdpConfig, OptimConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig, RMTrainerConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
@@ -25,15 +25,19 @@ from hrl.models.ops.log_prob import default_chunk
 from hrl.workers.engine.casts import keeps_cast_parameters
 
 GIB = 1 << 30
-#: AdamW's two moments of one weight, both float32.
-_MOMENT_BYTES = 8
+#: What optimizers keep of one weight: AdamW's two moments, both float32 or in 8 bits; Adafactor's means of rows and
+#: columns are hardly anything. Muon keeps a momentum of layers' matrices, and AdamW's moments of the rest.
+_MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "adafactor": 0.0}
+_MOMENTUM_BYTES = 4.0
 #: Gradients are reduced, and the head's gradient summed up, in float32.
 _REDUCE_BYTES = 4
-#: Ratio of a layer's activations and their gradients in the backward pass to the activations alone; torch's memory
-#: tracker shows 1.3 to 1.6.
-_BACKWARD_OVER_KEPT = 1.6
-#: Number of float32 tiles of logits that are held at once in the log-prob's backward pass.
-_LOGIT_TILES = 3
+#: Ratio of a layer's activations and their gradients in the backward pass to the activations that it keeps, as torch's
+#: memory tracker shows it.
+_BACKWARD_OVER_KEPT = 1.45
+#: The same of a layer that runs without gradients, where less is kept; and of one with an adapter.
+_FORWARD_OVER_KEPT, _ADAPTED_OVER_KEPT = 0.7, 0.85
+#: Number of float32 tiles of logits that the log-prob holds at once: alone, with the entropy, in its backward pass.
+_TILES_ALONE, _TILES, _TILES_BACKWARD = 1.5, 3.0, 1.5
 #: CUDA's context, NCCL's buffers, and memory that the allocator can't release.
 _CUDA_OVERHEAD_BYTES = int(1.5 * GIB)
 #: Memory that a sleeping engine keeps: context and CUDA graphs.
@@ -41,7 +45,18 @@ _ASLEEP_BYTES = int(1.5 * GIB)
 #: Memory of a running engine besides weights and cache: the activations of one iteration.
 _ENGINE_WORK_BYTES = 1 * GIB
 #: Libraries and interpreter of processes on a CPU: a rank, an engine's two processes, the driver with those of Ray.
-_RANK_BYTES, _ENGINE_BYTES, _DRIVER_BYTES = int(0.9 * GIB), int(1.9 * GIB), int(2.0 * GIB)
+_RANK_BYTES, _ENGINE_BYTES, _DRIVER_BYTES = int(1.0 * GIB), int(1.1 * GIB), int(0.9 * GIB)
+
+
+class Column(StrEnum):
+    """The columns of the table, in its order."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    MOMENTS = "moments"
+    ACTIVATIONS = "activations"
+    ENGINE = "engine"
+    OTHER = "other"
 
 
 class Entry(NamedTuple):
@@ -50,12 +65,14 @@ class Entry(NamedTuple):
     Attributes:
         label: Name of the item.
         num_bytes: Size in bytes.
+        column: Where the table has it.
         certain: Whether it follows from the configuration; otherwise it is an upper estimate, e.g. the activations of
             the largest micro-batch that the configuration allows.
     """
 
     label: str
     num_bytes: float
+    column: Column = Column.OTHER
     certain: bool = True
 
 
@@ -76,6 +93,15 @@ class MemoryPhase:
         """The sum of the entries that are certain."""
         return sum(entry.num_bytes for entry in self.entries if entry.certain)
 
+    @property
+    def largest(self) -> Entry:
+        """The item that takes most."""
+        return max(self.entries, key=lambda entry: entry.num_bytes)
+
+    def in_column(self, column: Column) -> float:
+        """Return the bytes of the items of a column."""
+        return sum(entry.num_bytes for entry in self.entries if entry.column is column)
+
     def in_words(self) -> str:
         """Return the sum and its parts, the largest first."""
         parts = sorted(self.entries, key=lambda entry: entry.num_bytes, reverse=True)
@@ -88,12 +114,14 @@ class Ledger:
     """The phases of all processes that share one memory.
 
     Attributes:
-        where: Name of the memory: a GPU of a pool, or the machine.
-        phases: Phases in the order of a step.
+        where: Name of the memory: a GPU of a pool, the host memory of a node, or the machine.
+        phases: Phases in the order of a run.
+        is_host: Whether it is the memory beside GPUs.
     """
 
     where: str
     phases: tuple[MemoryPhase, ...]
+    is_host: bool = False
 
     @property
     def peak(self) -> MemoryPhase:
@@ -113,14 +141,18 @@ class ResidentModel:
         compute_bytes: Bytes of a weight in a matrix product.
         shards: Number of processes that share one copy.
         tokens: Tokens of its largest micro-batch on one process.
-        recompute: Whether activations are recomputed in the backward pass.
+        accumulates: Whether a mini-batch may have several micro-batches, whose gradients add up.
+        recomputed: Number of layers that recompute their activations in the backward pass, the first ones.
+        optimizer: Its name.
         keeps_cast: Whether all weights in the compute dtype are there at once: a rank that is alone keeps them, see
             `keeps_cast_parameters`, and several gather them for a whole pass if they don't reshard after the forward.
         param_offload, optimizer_offload: Whether these are in host memory while not in use.
+        all_offload: Whether weights, gradients and moments are in host memory all the time (`offload_policy`).
+        activation_offload: Whether what layers keep is there.
         has_head: Whether it computes log-probs; a value or reward model has a head of one row.
         chunk: Number of logits held at once.
-        is_reference: Whether its log-probs before its first step are the reference's.
-        cut: Processes of a tensor group, each with parts of the large weights and of what is computed with them.
+        forwards: Names of the phases in which it runs without gradients.
+        scores_beside_engine: Whether it runs while an engine on its device is awake, for further samples of the step.
     """
 
     name: str
@@ -130,14 +162,20 @@ class ResidentModel:
     compute_bytes: int
     shards: int
     tokens: int
-    recompute: bool
+    accumulates: bool
+    recomputed: int
+    optimizer: str
     keeps_cast: bool
     param_offload: bool
     optimizer_offload: bool
+    all_offload: bool
+    activation_offload: bool
     has_head: bool
     chunk: int
-    is_reference: bool = False
-    cut: int = 1
+    forwards: tuple[str, ...]
+    scores_beside_engine: bool = False
+
+    # ------------------------------------------------------------------ what it holds
 
     @property
     def weights(self) -> float:
@@ -161,82 +199,230 @@ class ResidentModel:
 
     @property
     def moments(self) -> float:
-        """Bytes of this process's share of AdamW's moments."""
-        return _MOMENT_BYTES * self.size.trained / self.shards if self.trained else 0.0
+        """Bytes of this process's share of what the optimizer keeps."""
+        if not self.trained:
+            return 0.0
+        if self.optimizer in _MOMENT_BYTES:
+            return _MOMENT_BYTES[self.optimizer] * self.size.trained / self.shards
+        others = 0 if self.has_adapter else self.size.embedding + self.size.head
+        layers = self.size.trained - others
+        return (_MOMENTUM_BYTES * layers + _MOMENT_BYTES["adamw"] * others) / self.shards
 
     @property
-    def gathered(self) -> float:
-        """Bytes of weights in the compute dtype: all, or those of embedding, head, the running layer and the next."""
-        if self.keeps_cast:
-            return self.compute_bytes * self.size.parameters / self.cut
-        size = self.size
-        return self.compute_bytes * (size.embedding + size.head + 2 * size.largest_layer) / self.cut
+    def largest_tensor(self) -> float:
+        """Bytes of the largest weight as it is stored, unsharded."""
+        per_weight = self.compute_bytes if self.has_adapter else self.master_bytes
+        return per_weight * max(self.size.embedding, self.size.head)
 
     @property
-    def logits(self) -> float:
-        """Bytes of the tiles of logits."""
-        logits = self.tokens * self.size.vocab_size / self.cut
-        return _LOGIT_TILES * _REDUCE_BYTES * min(self.chunk, logits) * self.has_head
-
-    @property
-    def layer(self) -> float:
-        """Bytes that one layer's activations take while it runs."""
-        return self.compute_bytes / 2 * self.kept_per_token * self.tokens
-
-    @property
-    def kept_per_token(self) -> float:
-        """Bytes that a layer keeps of each token, of which every process of a tensor group has the residual stream."""
-        size = self.size
-        return size.stream_bytes_per_token + (size.kept_bytes_per_token - size.stream_bytes_per_token) / self.cut
+    def largest_gathered(self) -> float:
+        """Bytes of the largest weight, or of all experts' of a layer, as it is gathered for an engine or a file."""
+        return self.compute_bytes * max(self.size.embedding, self.size.largest_layer)
 
     def idle(self) -> Iterator[Entry]:
         """Yield what stays on the device while other models work."""
-        if not self.param_offload:
-            yield Entry(f"{self.name} weights", self.weights)
-        if not self.optimizer_offload:
-            yield Entry(f"{self.name} moments", self.moments)
+        if not (self.param_offload or self.all_offload):
+            yield self._entry(Column.WEIGHTS, self.weights)
+        if not self._moments_are_off:
+            yield self._entry(Column.MOMENTS, self.moments)
+
+    def offloaded(self) -> Iterator[Entry]:
+        """Yield what is in host memory instead."""
+        if self.param_offload or self.all_offload:
+            yield self._entry(Column.WEIGHTS, self.weights)
+        if self._moments_are_off:
+            yield self._entry(Column.MOMENTS, self.moments)
+        if self.all_offload and self.trained:
+            yield self._entry(Column.GRADIENTS, self.trained_weights)
+        if self.activation_offload:
+            yield self._entry(Column.ACTIVATIONS, self._kept, certain=False)
+
+    @property
+    def _moments_are_off(self) -> bool:
+        return self.optimizer_offload or self.all_offload
+
+    def _entry(self, column: Column, num_bytes: float, what: str = "", *, certain: bool = True) -> Entry:
+        return Entry(f"{self.name} {what or column}", num_bytes, column, certain)
+
+    # ------------------------------------------------------------------ its phases
 
     def phases(self) -> Iterator[tuple[str, list[Entry]]]:
-        """Yield each phase in which the model works: its name, and what the model then holds."""
-        if self.is_reference:
-            yield "reference", self.forward()
-        yield (f"{self.name} update", self.update()) if self.trained else (f"{self.name} scores", self.forward())
+        """Yield each phase in which the model works: its name, and what it then holds at its worst moment."""
+        for name in self.forwards:
+            yield name, _worst(self._forward(learns=False))
+        if self.trained:
+            yield f"{self.name} forward", _worst(self._forward(learns=True))
+            yield f"{self.name} backward", _worst(self._backward())
+            yield f"{self.name} optimizer", self._moment(gradients=self.trained_weights)
 
-    def _at_work(self) -> list[Entry]:
-        """Return what every pass needs; offloaded parameters are on the device while it runs."""
-        moments = [] if self.optimizer_offload else [Entry(f"{self.name} moments", self.moments)]
-        gathered = Entry(f"{self.name} gathered weights", self.gathered)
-        return [Entry(f"{self.name} weights", self.weights), *moments, gathered]
+    def _moment(
+        self,
+        *,
+        gathered: float = 0.0,
+        gradients: float = 0.0,
+        reduced: float = 0.0,
+        activations: float = 0.0,
+        logits: float = 0.0,
+    ) -> list[Entry]:
+        """Return what is there at a moment; offloaded parameters are on the device in every phase of the model.
 
-    def forward(self) -> list[Entry]:
-        """Return the entries of a forward pass without gradients."""
-        return [
-            *self._at_work(),
-            Entry(f"{self.name} activations", self.layer, certain=False),
-            Entry(f"{self.name} logits", self.logits, certain=False),
-        ]
-
-    def update(self) -> list[Entry]:
-        """Return the entries at the worst moment of forward and backward; the optimizer's step afterwards needs less.
-
-        Gradients grow while the kept activations shrink, so the larger of the two counts.
+        Args:
+            gathered: Bytes of unsharded weights, and of the buffers through which they come.
+            gradients: Bytes of this process's share of the gradients.
+            reduced: Bytes of unsharded gradients, and of the buffers through which they are summed.
+            activations: Bytes of what the layers keep and work with.
+            logits: Bytes of tiles of logits.
         """
-        size = self.size
-        gradients = self.trained_weights
-        per_token = size.stream_bytes_per_token if self.recompute else self.kept_per_token
-        kept = self.compute_bytes / 2 * per_token * self.tokens * size.num_layers
-        # Of frozen weights there is no gradient.
-        gradient = size.adapter // size.num_layers if self.has_adapter else size.largest_layer / self.cut
-        in_layer = _BACKWARD_OVER_KEPT * self.layer + gradient * (self.compute_bytes + _REDUCE_BYTES)
-        head = 0 if self.has_adapter else max(size.head, size.embedding) / self.cut * self.has_head
-        in_head = self.logits + head * (self.compute_bytes + _REDUCE_BYTES)
-        left = max(0.0, kept - gradients) if self.recompute else kept
-        return [
-            *self._at_work(),
-            Entry(f"{self.name} gradients", gradients),
-            Entry(f"{self.name} kept activations", left, certain=False),
-            Entry(f"{self.name} layer at work", max(in_layer, in_head), certain=False),
+        stays = 0.0 if self.all_offload else 1.0
+        found = [
+            self._entry(Column.WEIGHTS, stays * self.weights),
+            self._entry(Column.MOMENTS, 0.0 if self._moments_are_off else self.moments),
+            self._entry(Column.WEIGHTS, gathered, "gathered weights"),
+            self._entry(Column.GRADIENTS, stays * gradients),
+            self._entry(Column.GRADIENTS, reduced, "gradients being summed", certain=False),
+            self._entry(Column.ACTIVATIONS, activations, certain=False),
+            self._entry(Column.ACTIVATIONS, logits, "logits", certain=False),
         ]
+        return [entry for entry in found if entry.num_bytes > 0]
+
+    @property
+    def _layer(self) -> float:
+        """Bytes that one layer's activations take."""
+        return self.compute_bytes / 2 * self.size.kept_bytes_per_token * self.tokens
+
+    @property
+    def _stream(self) -> float:
+        """Bytes of the residual stream at one place."""
+        return self.compute_bytes / 2 * self.size.stream_bytes_per_token * self.tokens
+
+    @property
+    def _kept(self) -> float:
+        """Bytes that all layers keep for their backward, wherever that is."""
+        return self._stream * self.recomputed + self._layer * (self.size.num_layers - self.recomputed)
+
+    @property
+    def _last_stores(self) -> bool:
+        """Whether the last layer keeps its activations."""
+        return self.recomputed < self.size.num_layers
+
+    @property
+    def _kept_here(self) -> float:
+        """Bytes that all layers keep on the device; of those that leave it, two layers' are still there."""
+        largest = self._layer if self._last_stores else self._stream
+        return min(self._kept, 2 * largest) if self.activation_offload else self._kept
+
+    @property
+    def _tile(self) -> float:
+        """Bytes of a tile of logits."""
+        return _REDUCE_BYTES * min(self.chunk, self.tokens * self.size.vocab_size) * self.has_head
+
+    @property
+    def _head(self) -> int:
+        """Weights of a head that is a unit of its own."""
+        return self.size.head if self.has_head else 0
+
+    @property
+    def _shared(self) -> float:
+        """Bytes of the matrix that embedding and head share, which is gathered from the first layer to the last."""
+        return float(self.compute_bytes * self.size.embedding) if self.has_head and self.size.head == 0 else 0.0
+
+    def _gathered(self, *units: float, freed: float = 0.0) -> float:
+        """Return the bytes of unsharded weights.
+
+        Args:
+            units: Weights of the unit that runs, and of those whose buffers are there; a rank alone has only the first.
+            freed: Where weights are kept for the whole pass, those of units that are done with.
+        """
+        if self.keeps_cast:
+            buffers = units[1:2] if self.shards > 1 else ()
+            return self.compute_bytes * (self.size.parameters - freed + sum(buffers))
+        return self.compute_bytes * sum(units if self.shards > 1 else units[:1]) + self._shared
+
+    def _forward(self, *, learns: bool) -> Iterator[list[Entry]]:
+        """Yield the moments of a forward pass that may be its worst.
+
+        FSDP2 keeps the buffer through which a unit was gathered until the next one's has come.
+        """
+        size, layer, head = self.size, self.size.largest_layer, self._head
+        kept = self._kept_here if learns else 0.0
+        gradients = self.trained_weights if learns and self.accumulates else 0.0
+        stores = learns and self._last_stores
+        alone = _ADAPTED_OVER_KEPT if self.has_adapter else _FORWARD_OVER_KEPT
+        at_work = (1.0 if stores else alone) * self._layer
+        before_last = kept - self._layer if stores else kept
+        first = 0 if self._shared else size.embedding
+        yield self._moment(
+            gathered=self._gathered(first, size.embedding), gradients=gradients, activations=self._stream
+        )
+        # The first layer, with the embedding's buffer, and the last, with the head's.
+        yield self._moment(
+            gathered=self._gathered(layer, size.embedding), gradients=gradients, activations=at_work + self._stream
+        )
+        yield self._moment(
+            gathered=self._gathered(layer, max(layer, head)), gradients=gradients, activations=before_last + at_work
+        )
+        yield self._moment(gathered=self._gathered(2 * head), gradients=gradients, activations=kept + self._stream)
+        yield self._moment(
+            gathered=self._gathered(head, head or layer),
+            gradients=gradients,
+            activations=kept + 2 * self._stream,
+            logits=(_TILES if learns else _TILES_ALONE) * self._tile,
+        )
+
+    def _backward(self) -> Iterator[list[Entry]]:
+        """Yield the moments of a backward pass that may be its worst.
+
+        From the last layer to the first, gradients grow while kept activations shrink, unless an earlier micro-batch
+        has left gradients already. A unit's unsharded gradient goes through a float32 buffer, which is there until the
+        next unit's comes.
+        """
+        size, layer, whole = self.size, self.size.largest_layer, self.trained_weights
+        # Of frozen weights there is no gradient.
+        head, embedding, of_layer = (0, 0, 0) if self.has_adapter else (self._head, size.embedding, layer)
+        shared = size.embedding if self._shared and not self.has_adapter else 0
+        per_layer = size.adapter // size.num_layers if self.has_adapter else layer
+
+        def gradients(missing: float) -> float:
+            return whole if self.accumulates else whole - self.master_bytes * missing / self.shards
+
+        tail = self._kept_here + 2 * self._stream
+        at_work = _BACKWARD_OVER_KEPT * self._layer
+        stored = self._layer if self._last_stores else 0.0
+        # The log-prob's own gradient of the head is float32, and becomes one of the compute dtype.
+        yield self._moment(
+            gathered=self._gathered(self._head, layer),
+            gradients=gradients(size.trained),
+            reduced=_REDUCE_BYTES * (head or shared),
+            activations=tail,
+            logits=_TILES_BACKWARD * self._tile,
+        )
+        yield self._moment(
+            gathered=self._gathered(0, layer, freed=head),
+            gradients=gradients(size.trained),
+            reduced=self._reduced(head) + self.compute_bytes * shared,
+            activations=tail,
+        )
+        yield self._moment(
+            gathered=self._gathered(layer, 0 if self.keeps_cast else layer, freed=head),
+            gradients=gradients(size.trained - head),
+            reduced=_REDUCE_BYTES * (head or of_layer) + self.compute_bytes * shared,
+            activations=self._kept_here - stored + at_work,
+        )
+        yield self._moment(
+            gathered=self._gathered(layer, 0 if self.keeps_cast else size.embedding, freed=size.parameters - layer),
+            gradients=gradients(embedding + per_layer),
+            reduced=_REDUCE_BYTES * of_layer + self.compute_bytes * shared,
+            activations=(self._stream if self.recomputed else 0.0) + at_work,
+        )
+        yield self._moment(gradients=gradients(embedding), reduced=self._reduced(embedding), activations=self._stream)
+
+    def _reduced(self, weights: int) -> float:
+        """Return the bytes of a unit's gradient while it is summed: as computed, as sent and what comes back."""
+        return weights * (self.compute_bytes + _REDUCE_BYTES + _REDUCE_BYTES / self.shards)
+
+
+def _worst(moments: Iterable[list[Entry]]) -> list[Entry]:
+    return max(moments, key=lambda entries: sum(entry.num_bytes for entry in entries))
 
 
 @dataclass(frozen=True)
@@ -267,6 +453,18 @@ class EngineMemory:
     sleeps: bool
     shares: bool
     is_synced: bool
+
+
+class _LargestMicroBatch(NamedTuple):
+    """One process's share of a micro-batch that is as large as the configuration allows.
+
+    Attributes:
+        tokens: Of the process.
+        is_one_of_several: Whether a mini-batch may have several.
+    """
+
+    tokens: int
+    is_one_of_several: bool
 
 
 class _Pool(NamedTuple):
@@ -302,9 +500,11 @@ def ledgers_of(
         pools = _pools(config, sizes, device)
     else:
         pools = [_offline_pool(config, next(iter(sizes.values())), device)]
+    saves = config.trainer.save_freq > 0
     if device == "cpu":
-        return [_machine(pools, saves=config.trainer.save_freq > 0)]
-    return [Ledger(pool.where, tuple(_card(pool, capacity_bytes))) for pool in pools]
+        return [_machine(pools, saves=saves)]
+    cards = [Ledger(pool.where, tuple(_card(pool, capacity_bytes, saves=saves))) for pool in pools]
+    return [*cards, _host(pools, saves=saves)]
 
 
 # ---------------------------------------------------------------------------------------------- models and engines
@@ -315,13 +515,20 @@ def _resident(
     size: Footprint,
     fsdp: FsdpConfig | ForwardShardingConfig,
     ranks: int,
-    tokens: int,
+    batch: _LargestMicroBatch,
     device: str,
     *,
-    recompute: bool,
+    backbone: BackboneConfig | None,
+    optim: OptimConfig | None,
+    forwards: tuple[str, ...],
     head: bool = True,
-    is_reference: bool = False,
+    scores_beside_engine: bool = False,
 ) -> ResidentModel:
+    off = device != "cpu"
+    recomputed = 0
+    if backbone is not None and backbone.enable_gradient_checkpointing:
+        wanted = backbone.recompute_num_layers
+        recomputed = size.num_layers if wanted is None else min(wanted, size.num_layers)
     return ResidentModel(
         name=name,
         size=size,
@@ -329,21 +536,25 @@ def _resident(
         master_bytes=dtype_of(fsdp.model_dtype).itemsize,
         compute_bytes=dtype_of(fsdp.dtype).itemsize,
         shards=ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
-        tokens=tokens,
-        recompute=recompute,
+        tokens=batch.tokens,
+        accumulates=batch.is_one_of_several,
+        recomputed=recomputed,
+        optimizer="adamw" if optim is None else optim.name,
         keeps_cast=(ranks > 1 and not fsdp.reshard_after_forward)
         or keeps_cast_parameters(ranks, torch.device(device), fsdp.reshard_after_forward),
-        param_offload=fsdp.param_offload and device != "cpu",
-        optimizer_offload=fsdp.optimizer_offload and device != "cpu",
+        param_offload=fsdp.param_offload and off,
+        optimizer_offload=fsdp.optimizer_offload and off,
+        all_offload=fsdp.offload_policy and off,
+        activation_offload=off and backbone is not None and backbone.enable_activation_offload,
         has_head=head,
         chunk=default_chunk(torch.device(device)),
-        is_reference=is_reference,
-        cut=fsdp.tensor_parallel_size,
+        forwards=forwards,
+        scores_beside_engine=scores_beside_engine,
     )
 
 
-def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, ranks: int) -> int:
-    """Return a rank's tokens of a role's largest micro-batch, at most its part of the samples of `prompts`.
+def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, ranks: int) -> _LargestMicroBatch:
+    """Return a rank's share of a role's largest micro-batch, at most its part of the samples of `prompts`.
 
     Episodes have no such bound: how many rows they give, and how much of them is shared, is known when they are over.
     """
@@ -352,7 +563,8 @@ def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, rank
     there = sequences * data.max_response_length + -(-sequences // samples) * data.max_prompt_length
     longest = data.max_prompt_length + data.max_response_length
     largest = each.largest(longest)
-    return -(-(largest if config.environment.is_used else min(there, largest)) // each.slices)
+    several = config.environment.is_used or there > largest
+    return _LargestMicroBatch(-(-(largest if several else there) // each.slices), several)
 
 
 def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str) -> list[_Pool]:
@@ -376,11 +588,15 @@ def _model_of(
     """Return the model of a role."""
     policy, critic, ranks = config.actor_rollout_ref, config.critic, placement.processes(role)
     name = "actor" if role == "actor_rollout" else role
+    forwards = {"actor": ("log-probs",), "critic": ("values",), "ref": ("reference",)}.get(name, (f"{name} scores",))
     sharding: FsdpConfig | ForwardShardingConfig
+    backbone: BackboneConfig | None = None
+    optim: OptimConfig | None = None
     if name in ("actor", "critic"):
         learner = policy.actor if name == "actor" else critic
         sharding = policy.actor.fsdp_config if name == "actor" else critic.model.fsdp_config
-        prompts = learner.ppo_mini_batch_size
+        prompts, optim = learner.ppo_mini_batch_size, learner.optim
+        backbone = policy.model if name == "actor" else critic.model
     else:
         sharding = policy.ref.fsdp_config if name == "ref" else config.reward.reward_model.model.fsdp_config
         prompts = config.data.train_batch_size
@@ -391,24 +607,31 @@ def _model_of(
         ranks,
         _largest_micro_batch(config, name, prompts, ranks),
         device,
-        recompute=(critic.model if name == "critic" else policy.model).enable_gradient_checkpointing,
+        backbone=backbone,
+        optim=optim,
+        forwards=forwards,
         head=name in ("actor", "ref"),
+        # Groups without spread are replaced before the engine goes to sleep.
+        scores_beside_engine=name == "rm" and config.algorithm.filter_groups.enable,
     )
 
 
 def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
     """Return the one pool of a run that learns from a data set."""
     rows, each = 2 if isinstance(config.data, PairDataConfig) else 1, config.micro_batches()["model"]
+    largest = each.largest(rows * config.data.max_length)
+    refers = isinstance(config, DPOTrainerConfig) and config.needs_reference
     model = _resident(
         "model",
         size,
         config.model.fsdp_config,
         config.num_processes,
-        -(-each.largest(rows * config.data.max_length) // each.slices),
+        _LargestMicroBatch(-(-largest // each.slices), is_one_of_several=True),
         device,
-        recompute=config.model.enable_gradient_checkpointing,
+        backbone=config.model,
+        optim=config.optim,
+        forwards=("reference",) if refers else (),
         head=not isinstance(config, RMTrainerConfig),
-        is_reference=isinstance(config, DPOTrainerConfig) and config.needs_reference,
     )
     return _Pool("each GPU", config.trainer.n_gpus_per_node, [model])
 
@@ -441,17 +664,26 @@ def _overhead() -> Iterator[Entry]:
 
 
 def _asleep() -> Entry:
-    return Entry("engine asleep", _ASLEEP_BYTES, certain=False)
+    return Entry("engine asleep", _ASLEEP_BYTES, Column.ENGINE, certain=False)
 
 
-def _card(pool: _Pool, capacity_bytes: float | None) -> Iterator[MemoryPhase]:
-    """Yield the phases of a GPU: engine start and generation, then every model in turn, then the sync."""
+def _card(pool: _Pool, capacity_bytes: float | None, *, saves: bool) -> Iterator[MemoryPhase]:
+    """Yield the phases of a GPU: start, engine start and generation, then every model in turn, sync and checkpoint."""
     models, engine = pool.models, pool.engine
     idle = [entry for model in models for entry in model.idle()]
+    for index, model in enumerate(models):
+        # Models are loaded one after the other, each from shards that rank 0 sends tensor by tensor.
+        there = [entry for earlier in models[:index] for entry in earlier.idle()]
+        loading = [Entry(f"{model.name} weights", model.weights, Column.WEIGHTS)]
+        if model.shards > 1:
+            loading.append(Entry("a whole tensor", model.largest_tensor, Column.WEIGHTS, certain=False))
+        yield MemoryPhase(f"{model.name} loads", (*there, *loading, *_overhead()))
     asleep: list[Entry] = []
     if engine is not None:
         share = engine.utilization * capacity_bytes if capacity_bytes is not None else _least(engine)
-        awake = Entry("engine", share)
+        awake = Entry("engine", share, Column.ENGINE)
+        # vLLM starts only where its whole share is free.
+        yield MemoryPhase("engine start", (*idle, awake, *_overhead()))
         yield MemoryPhase("generation", (*idle, awake, *_overhead()))
         asleep = [_asleep() if engine.sleeps else awake] if engine.shares else []
         if not models:
@@ -460,14 +692,44 @@ def _card(pool: _Pool, capacity_bytes: float | None) -> Iterator[MemoryPhase]:
             return
     for model in models:
         others = [entry for other in models if other is not model for entry in other.idle()]
+        beside = [awake] if engine is not None and engine.shares and model.scores_beside_engine else asleep
         for name, work in model.phases():
-            yield MemoryPhase(name, (*work, *others, *asleep, *_overhead()))
+            yield MemoryPhase(name, (*work, *others, *beside, *_overhead()))
+    actor = next((model for model in models if model.trained), None)
+    whole = [] if actor is None else [Entry("a whole tensor", actor.largest_gathered, Column.WEIGHTS, certain=False)]
     if engine is not None and engine.shares:
-        actor = next(model for model in models if model.name == "actor")
-        whole = Entry("a gathered tensor", actor.compute_bytes * max(actor.size.embedding, actor.size.largest_layer))
-        half_awake = [Entry("engine weights", engine.weights), _asleep()] if engine.sleeps else [awake]
+        weights = Entry("engine weights", engine.weights, Column.ENGINE)
+        half_awake = [weights, _asleep()] if engine.sleeps else [awake]
         # Offloaded shards stay in host memory; each one comes to the device in turn.
-        yield MemoryPhase("weight sync", (*idle, *half_awake, *_reload(engine), whole, *_overhead()))
+        yield MemoryPhase("weight sync", (*idle, *half_awake, *_reload(engine), *whole, *_overhead()))
+    if saves and whole:
+        # State is written from where it lies; the tensors of the folder `hf` are gathered one by one.
+        now = [awake] if engine is not None and engine.shares else []
+        yield MemoryPhase("checkpoint", (*idle, *now, *whole, *_overhead()))
+
+
+def _host(pools: list[_Pool], *, saves: bool) -> Ledger:
+    """Return the ledger of the memory beside the GPUs of a node."""
+    always = [Entry("driver and Ray", _DRIVER_BYTES, certain=False)]
+    copies, loading = [], []
+    for pool in pools:
+        always.append(Entry("ranks' libraries", pool.processes * _RANK_BYTES, certain=False))
+        for model in pool.models:
+            always += [Entry(e.label, pool.processes * e.num_bytes, e.column) for e in model.offloaded()]
+            whole = model.weights * model.shards
+            loading.append(Entry(f"{model.name} as rank 0 loads it", whole, Column.WEIGHTS, certain=False))
+            if saves and model.trained:
+                written = pool.processes * (model.trained_weights + model.moments)
+                copies.append(Entry(f"{model.name} checkpoint being written", written, certain=False))
+        if (engine := pool.engine) is not None:
+            always.append(Entry("engine's libraries", pool.engines * _ENGINE_BYTES, certain=False))
+            if engine.sleeps and engine.sent < engine.weights:  # those that no sync would bring again
+                always.append(Entry("engine weights asleep", pool.processes * engine.weights, Column.ENGINE))
+    phases = [MemoryPhase("model loads", (*always, max(loading, key=lambda entry: entry.num_bytes)))] if loading else []
+    phases.append(MemoryPhase("training", tuple(always)))
+    if copies:
+        phases.append(MemoryPhase("checkpoint", (*always, *copies)))
+    return Ledger("host memory of a node", tuple(phases), is_host=True)
 
 
 def _reload(engine: EngineMemory) -> Iterator[Entry]:
@@ -475,8 +737,8 @@ def _reload(engine: EngineMemory) -> Iterator[Entry]:
 
     A tensor larger than a bucket is assembled whole, and the layer that loads it is created a second time.
     """
-    yield Entry("buffers", engine.buckets)
-    yield Entry("a tensor and its layer as they load", 2 * engine.largest_tensor, certain=False)
+    yield Entry("buffers", engine.buckets, Column.OTHER)
+    yield Entry("a tensor and its layer as they load", 2 * engine.largest_tensor, Column.OTHER, certain=False)
 
 
 def _least(engine: EngineMemory) -> float:
@@ -502,28 +764,30 @@ def _machine(pools: list[_Pool], *, saves: bool) -> Ledger:
         pools: Of the run.
         saves: Whether it writes checkpoints: what is not written when the next update comes is copied.
     """
-    base = [Entry("driver and Ray", _DRIVER_BYTES, certain=False)]
+    base, engines = [Entry("driver and Ray", _DRIVER_BYTES, certain=False)], []
     for pool in pools:
         base.append(Entry("ranks' libraries", pool.processes * _RANK_BYTES, certain=False))
+        base += [Entry(e.label, pool.processes * e.num_bytes, e.column) for model in pool.models for e in model.idle()]
         if pool.engine is not None:
             base.append(Entry("engine's libraries", pool.engines * _ENGINE_BYTES, certain=False))
-            base.append(Entry("engine weights", pool.engines * pool.engine.weights))
-            base.append(Entry("KV cache", pool.engines * pool.engine.cache))
-            if pool.engine.is_synced:
-                base.append(Entry("weights on their way", pool.engine.sent))
-        base += [Entry(e.label, pool.processes * e.num_bytes) for model in pool.models for e in model.idle()]
-    phases = []
+            engines.append(Entry("engine weights", pool.engines * pool.engine.weights, Column.ENGINE))
+            engines.append(Entry("KV cache", pool.engines * pool.engine.cache, Column.ENGINE))
+            if pool.engine.is_synced:  # through memory that is kept
+                engines.append(Entry("weights on their way", pool.engine.sent))
+    base += engines
+    phases = [MemoryPhase("generation", tuple(base))] if engines else []
     for pool in pools:
         for model in pool.models:
             resident = {entry.label for entry in model.idle()}
+            copies = model.trained_weights + model.moments
             for name, work in model.phases():
                 added = [entry for entry in work if entry.label not in resident]
-                if saves and name == f"{model.name} update":
-                    copies = model.trained_weights + model.moments
-                    added.append(Entry(f"{model.name} checkpoint being written", copies, certain=False))
-                scaled = [Entry(e.label, pool.processes * e.num_bytes, e.certain) for e in added]
+                if saves and name == f"{model.name} backward":
+                    label = f"{model.name} checkpoint being written"
+                    added.append(Entry(label, copies, certain=False))
+                scaled = [entry._replace(num_bytes=pool.processes * entry.num_bytes) for entry in added]
                 phases.append(MemoryPhase(name, (*base, *scaled)))
-    return Ledger("this machine", tuple(phases) or (MemoryPhase("generation", tuple(base)),))
+    return Ledger("this machine", tuple(phases))
 
 
 # ---------------------------------------------------------------------------------------------- verdicts
@@ -550,8 +814,3 @@ def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
 def gib(num_bytes: float) -> str:
     """Format bytes in GiB, with one decimal below 100."""
     return f"{num_bytes / GIB:.1f}" if num_bytes < 100 * GIB else f"{num_bytes / GIB:,.0f}"
-
-
-def in_words(ledgers: Iterable[Ledger]) -> list[Fact]:
-    """Return a line for each phase."""
-    return [Fact(f"{phase.name}, {ledger.where}", phase.in_words()) for ledger in ledgers for phase in ledger.phases]

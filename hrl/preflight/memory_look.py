@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from hrl.cluster.precision import with_dtypes
-from hrl.config.actor import ActorConfig
 from hrl.config.arithmetic import Fact
-from hrl.config.model import FsdpConfig
 from hrl.config.outline import Outline, RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import RunConfig
@@ -22,14 +20,16 @@ from hrl.models.loading import ModelSource
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.machine_look import gpus_here, joins_a_cluster
 from hrl.preflight.memory_ledger import (
+    Column,
     Ledger,
     engine_too_small,
     gib,
-    in_words,
     ledgers_of,
     perhaps_too_large,
     too_large,
 )
+from hrl.preflight.memory_savings import savings
+from hrl.preflight.memory_table import Saving
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
@@ -70,22 +70,40 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
         if sizes[role].adapter:
             findings.facts.append(Fact(f"adapter of {role}", _share(sizes[role])))
     learner = next(iter(sizes.values()))
-    fewer: Iterable[str] = ["lower data.max_token_len_per_gpu"]
     section = "model"
     if isinstance(config, PPOTrainerConfig):
-        fewer, section = _fewer(config, device), "actor_rollout_ref.actor"
-        if device != "cpu" and capacity is not None:
-            share = config.actor_rollout_ref.rollout.gpu_memory_utilization * capacity
-            small = engine_too_small(share, config, learner)
-            if small is not None:
-                hint = "Raise it, or spread the engine: tensor_model_parallel_size."
-                findings.problem(_UTILIZATION, f"{small}.", hint)
-    sharding = f"{section}.fsdp_config"
-    levers = [*_levers(sharding, attrgetter(sharding)(config), outline, device), *fewer]
+        section = "actor_rollout_ref.actor"
+        small = _engine_too_small(config, learner, device, capacity)
+        if small is not None:
+            hint = "Raise it, or spread the engine: tensor_model_parallel_size."
+            findings.problem(_UTILIZATION, f"{small}.", hint)
+
+    def ledgers_with(changed: RunConfiguration) -> list[Ledger]:
+        if isinstance(changed, PPOTrainerConfig) and _engine_too_small(changed, learner, device, capacity) is not None:
+            return []
+        return ledgers_of(changed, sizes, device, capacity)
+
     ledgers = ledgers_of(config, sizes, device, capacity)
-    _note(findings, ledgers, learner, capacity, sharding, levers)
+    # The memory beside GPUs is known where they are on this machine.
+    host = None if device == "cpu" or joins_a_cluster(config.trainer) or capacity is None else memory_here()
+    peaks = []
+    for ledger in ledgers:
+        there = host if ledger.is_host else capacity
+        found = savings(config, ledger, ledgers_with, device)
+        findings.memory.append(table_of(ledger, there, found))
+        peaks.append(_peak(ledger, there))
+        if there is not None:
+            _compare(findings, ledger, there, f"{section}.fsdp_config", found)
+    findings.facts.append(Fact("memory", f"{_in_millions(learner.parameters)} parameters; {'; '.join(peaks)}"))
     if device == "cpu" and capacity is not None:
         _note_what_others_hold(findings, ledgers, capacity)
+
+
+def _engine_too_small(config: PPOTrainerConfig, size: Footprint, device: str, capacity: float | None) -> str | None:
+    """Return why a card's share for the engine holds none; None if it does, or if nothing is known of the card."""
+    if device == "cpu" or capacity is None:
+        return None
+    return engine_too_small(config.actor_rollout_ref.rollout.gpu_memory_utilization * capacity, config, size)
 
 
 def device_and_capacity(trainer: RunConfig) -> tuple[str, float | None]:
@@ -118,48 +136,47 @@ def memory_here() -> float:
     return total
 
 
-def _levers(section: str, fsdp: FsdpConfig, outline: Outline, device: str) -> Iterator[str]:
-    """Yield the keys that move more of a trained model off a GPU, or recompute it."""
-    if device != "cpu" and not fsdp.optimizer_offload:
-        yield f"{section}.optimizer_offload=true"
-    if device != "cpu" and not fsdp.param_offload:
-        yield f"{section}.param_offload=true"
-    if not outline.model.enable_gradient_checkpointing:
-        yield f"{outline.section}.enable_gradient_checkpointing=true"
+def table_of(ledger: Ledger, capacity_bytes: float | None, savings: Sequence[Saving]) -> dict[str, Any]:
+    """Return a ledger as plain data, in bytes.
+
+    Args:
+        ledger: Phases of a memory.
+        capacity_bytes: Of it, if known.
+        savings: Keys that would lower its peak.
+    """
+    return {
+        "where": ledger.where,
+        "capacity": capacity_bytes,
+        "peak": ledger.peak.name,
+        "dominates": ledger.peak.largest.label,
+        "phases": [
+            {
+                "phase": phase.name,
+                "bytes": phase.num_bytes,
+                "certain": phase.certain_bytes,
+                "columns": {str(column): phase.in_column(column) for column in Column},
+                "entries": {entry.label: entry.num_bytes for entry in phase.entries},
+            }
+            for phase in ledger.phases
+        ],
+        "savings": [saving._asdict() for saving in savings],
+    }
 
 
-def _fewer(config: PPOTrainerConfig, device: str) -> Iterator[str]:
-    actor: ActorConfig = config.actor_rollout_ref.actor
-    if actor.ppo_max_token_len_per_gpu > config.data.max_prompt_length + config.data.max_response_length:
-        yield "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    if device != "cpu":
-        yield "more processes (trainer.n_gpus_per_node)"
-        return
-    yield "lower actor_rollout_ref.rollout.kv_cache_gib"
-    if config.trainer.n_gpus_per_node > 1:  # each has libraries of its own, and each engine its cache
-        yield "fewer processes (trainer.n_gpus_per_node)"
+def _peak(ledger: Ledger, there: float | None) -> str:
+    """Return a ledger's peak in words."""
+    of = "" if there is None else f" of {gib(there)}"
+    return f"{ledger.where}: at most {gib(ledger.peak.num_bytes)}{of} GiB ({ledger.peak.name})"
 
 
-def _note(
-    findings: Findings,
-    ledgers: list[Ledger],
-    size: Footprint,
-    capacity: float | None,
-    key: str,
-    levers: list[str],
-) -> None:
-    ways = ", ".join(levers)
-    findings.memory += [Fact("parameters", _in_millions(size.parameters)), *in_words(ledgers)]
-    there = "" if capacity is None else f" of {gib(capacity)}"
-    peaks = "; ".join(f"{one.where}: at most {gib(one.peak.num_bytes)}{there} GiB ({one.peak.name})" for one in ledgers)
-    findings.facts.append(Fact("memory", f"{_in_millions(size.parameters)} parameters; {peaks}"))
-    if capacity is None:
-        return
-    for ledger in ledgers:
-        if (wrong := too_large(ledger, capacity)) is not None:
-            findings.problem(key, f"does not fit: {wrong}.", f"What helps: {ways}.")
-        elif (doubt := perhaps_too_large(ledger, capacity)) is not None:
-            findings.notes.append(f"{doubt}. If it runs out, what helps is: {ways}")
+def _compare(findings: Findings, ledger: Ledger, there: float, key: str, found: list[Saving]) -> None:
+    """Report what does not fit, or may not."""
+    more = "more memory" if ledger.is_host or ledger.where == "this machine" else "more GPUs (trainer.n_gpus_per_node)"
+    ways = ", ".join([*map(str, found), more])
+    if (wrong := too_large(ledger, there)) is not None:
+        findings.problem(key, f"does not fit: {wrong}.", f"What helps: {ways}.")
+    elif (doubt := perhaps_too_large(ledger, there)) is not None:
+        findings.notes.append(f"{doubt}. If it runs out, what helps is: {ways}")
 
 
 def _share(size: Footprint) -> str:

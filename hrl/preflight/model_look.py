@@ -25,6 +25,8 @@ from hrl.preflight.findings import Findings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hrl.models.loading import ModelSource
+
 
 def look_at_models(
     findings: Findings, outline: Outline, *, download: bool
@@ -100,6 +102,24 @@ def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str,
         )
         with findings.about(model.key):
             require_right(source, scalar=model.is_scalar)
+        if model.replays or model.balances:
+            _look_at_experts(findings, model, source)
+
+
+def _look_at_experts(findings: Findings, model: NamedModel, source: ModelSource) -> None:
+    """Check that a run can do with the model's experts what it is asked to."""
+    from hrl.models.expert_probe import probe_experts
+
+    with findings.about(model.key):
+        config = load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
+        found = probe_experts(config, source.max_model_len, trust_remote_code=source.trust_remote_code)
+        why = {model.replays: found.why_no_replay, model.balances: found.why_no_balance}
+        for setting, reason in why.items():
+            if setting and reason:
+                key, _, value = setting.rpartition("=")
+                what = f"is {value}, but {config.model_type} does not allow that: {reason}."
+                off = "disabled" if setting == model.replays else "0"
+                findings.problem(key, what, f"Set it to {off}; docs/experts.md says what families allow.")
 
 
 def _look_at_model(findings: Findings, model: NamedModel, *, download: bool, trust_remote_code: bool) -> Path | None:

@@ -22,7 +22,13 @@ from hrl.preflight.environment_look import look_at_environment
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import has_checkpoints, look_at_run_folder, look_at_store
 from hrl.preflight.given import Given
-from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_shared_memory, look_at_trackers
+from hrl.preflight.machine_look import (
+    look_at_devices,
+    look_at_engine,
+    look_at_optimizers,
+    look_at_shared_memory,
+    look_at_trackers,
+)
 from hrl.preflight.memory_look import look_at_memory
 from hrl.preflight.model_look import look_at_families, look_at_ids, look_at_models, padding_of_classifier
 from hrl.preflight.resume_look import look_at_changes
@@ -100,6 +106,7 @@ def inspect_run(
     """
     findings, given, outline = Findings(), given or Given(), outline_of(config)
     look_at_trackers(findings, config.trainer.logger)
+    look_at_optimizers(findings, config)
     if isinstance(config, PPOTrainerConfig):
         look_at_engine(findings, config.actor_rollout_ref.rollout)
     with stage("looking at the model and its tokenizer"):

@@ -11,7 +11,9 @@ from typing import Any
 
 from hrl.cluster.precision import with_dtypes
 from hrl.config.changes import Change, changes
+from hrl.config.offline import OfflineConfig
 from hrl.config.outline import Outline, RunConfiguration, outline_of
+from hrl.config.rules import trained_parts
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import FolderPlan
 from hrl.preflight.machine_look import gpus_here, joins_a_cluster
@@ -75,7 +77,8 @@ def look_at_changes(
 
 
 def _of_keys(findings: Findings, config: RunConfiguration, plan: FolderPlan) -> Iterator[Change]:
-    """Yield the keys with another value; a run that continues is refused another seed, and another adapter."""
+    """Yield the keys with another value; refuse another optimizer, and a run that continues another seed or adapter."""
+    loaded = _optimizers_loaded(config)
     learners = {model.key.rpartition(".")[0]: model.learner for model in outline_of(config).models.values()}
     for each in changes(plan.state["config"], _resolved(config)):
         section, _, name = each.key.rpartition(".")
@@ -83,8 +86,21 @@ def _of_keys(findings: Findings, config: RunConfiguration, plan: FolderPlan) -> 
         is_of_adapter = name in _OF_ADAPTERS and learner is not None and learner.trains_adapter
         if plan.continues and (each.key == _SEED or is_of_adapter):
             _refuse(findings, plan, each.key, f"is {each.new}, and was {each.old}", f"Set {each.key}={each.old}")
+        elif each.key in loaded:
+            findings.problem(
+                each.key,
+                f"is {each.new}, and {plan.checkpoint} holds the state of {each.old}.",
+                f"Set {each.key}={each.old}, or begin another run with the model in its hf folder.",
+            )
         elif each.new != "auto":
             yield each
+
+
+def _optimizers_loaded(config: RunConfiguration) -> set[str]:
+    """Return the keys that name the optimizers whose state is read from the checkpoint."""
+    policy = config if isinstance(config, OfflineConfig) else config.actor_rollout_ref.actor
+    reads = "optimizer" in policy.checkpoint.load_contents  # a critic is read completely
+    return {f"{section}.name" for section in trained_parts(config) if reads or section.startswith("critic.")}
 
 
 def _of_models(findings: Findings, outline: Outline, plan: FolderPlan, inputs: Mapping[str, Any]) -> Iterator[Change]:

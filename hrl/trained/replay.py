@@ -31,6 +31,7 @@ from hrl.algos.preference import PairOptions
 from hrl.algos.registry import IN_FILE
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.cluster.checkpoints import SUPERSEDED, CheckpointStore, require_undamaged
+from hrl.columns import object_column
 from hrl.config.actor import ActorConfig
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.config.critic import CriticConfig
@@ -41,8 +42,9 @@ from hrl.models.loading import ModelSource
 from hrl.processes.plain_data import first_misfit
 from hrl.protocol import DataProto
 from hrl.report.run_folder import RunFolder
+from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.engine.engine import Engine
-from hrl.workers.engine.nonfinite import FOLDER, NonFiniteStepError
+from hrl.workers.engine.nonfinite import FOLDER, ROUTED_LENGTHS, NonFiniteStepError
 from hrl.workers.engine.optim import StepReport
 from hrl.workers.policy import Policy
 from hrl.workers.requests import (
@@ -68,6 +70,8 @@ _SECTIONS: dict[str, Callable[[Any], Any]] = {
 }
 _NUMBER = TypeAdapter(float)
 _ALONE = {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1, "tensor_parallel_size": 1, "expert_parallel_size": 1}
+#: Columns of a dump that say how the others lie, or that lie in a way of their own.
+_OF_DUMPS = ("prompt_lengths", "response_lengths", "micro_batch", ROUTED_LENGTHS, ROUTED_EXPERTS)
 #: Columns of response tokens; where every response has one token, their length does not tell.
 _PER_TOKEN = {
     "responses",
@@ -196,15 +200,22 @@ class Dump:
         )
         masks = _padded(of_prompts, prompt_width, left=True), _padded(of_responses, width)
         for name, column in self.columns.items():
+            if name in _OF_DUMPS:
+                continue
             if name == "prompts":
                 tensors[name] = _padded(column.split(prompts), prompt_width, left=True)
             elif len(column) == sum(responses) and (sum(responses) != self.rows or name in _PER_TOKEN):
                 tensors[name] = _padded(column.split(responses), width)
-            elif name not in ("prompt_lengths", "response_lengths", "micro_batch"):
+            else:
                 tensors[name] = column
         tensors["attention_mask"] = torch.cat(masks, 1)
         uids = [uid for part in self.record["micro_batches"] for uid in part["uids"]]
-        return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(uids, dtype=object)})
+        others = {"uid": np.array(uids, dtype=object)}
+        if ROUTED_LENGTHS in self.columns:
+            routed = self.columns.get(ROUTED_EXPERTS, torch.zeros(0, 0, 0, dtype=torch.uint8))
+            rows = routed.split(self.columns[ROUTED_LENGTHS].tolist())
+            others[ROUTED_EXPERTS] = object_column([row.numpy() for row in rows])
+        return DataProto.from_dict(tensors=tensors, non_tensors=others)
 
     def micro_batches(self, first: int) -> tuple[tuple[int, ...], ...]:
         """Return the places of the rows of each micro-batch, where `first` rows come before."""

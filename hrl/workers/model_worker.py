@@ -81,6 +81,8 @@ class ModelWorker(Worker):
             self.runtime.trust_remote_code,
             self.runtime.max_model_len,
             None if learner is None else adapter_of(learner, self.runtime.seed),
+            self.model.recompute_num_layers,
+            self.model.enable_activation_offload,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

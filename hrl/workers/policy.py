@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +22,13 @@ from hrl.algos.kl import kl_penalty
 from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.preference import mean_over_pairs, pair_margins, preference_loss, sequence_log_prob, sft_loss
+from hrl.columns import object_column
 from hrl.metrics import Metric
 from hrl.models.adapter import adapter_off
 from hrl.models.loading import load_causal_lm
 from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
 from hrl.protocol import DataProto
+from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
 from hrl.workers.mismatch import measure_difference, measure_mismatch
 from hrl.workers.requests import (
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from hrl.workers.requests import AnyPolicyUpdate
 
 NAMES = UpdateNames(
-    "actor", "actor/grad_norm", "actor/lr", "actor/skipped_steps", "actor/weights_checksum", "perf/mfu/actor"
+    "actor", "actor/grad_norm", "actor/lr", "actor/skipped_steps", "actor/weights_checksum", "perf/mfu/actor", True
 )
 
 
@@ -77,14 +80,22 @@ class Policy:
 
         Returns:
             `old_log_probs (B, R)` and, where asked, `entropys (B, R)` and `sum_pi_squared (B, R)`, float32, zero
-            outside `response_mask`.
+            outside `response_mask`; where asked, `routed_experts (B,)`.
+
+        Raises:
+            RoutingError: The model has no experts that could be recorded or replayed.
         """
         asked = {"old_log_probs": True, "entropys": request.with_entropy, "sum_pi_squared": request.with_sum_pi_squared}
         names = [name for name, is_asked in asked.items() if is_asked]
         run = self._run(request.temperature, request.with_entropy, request.with_sum_pi_squared)
+        rows = TokenRows.of(batch, routed=request.replays_experts)
+        routed: list[np.ndarray] | None = [] if request.records_experts else None
+        if request.replays_experts or request.records_experts:
+            self.engine.experts.require_some()
         with adapter_off(self.engine.module) if request.without_adapter else nullcontext():
-            columns = self.engine.forward(TokenRows.of(batch), request.plan, run, num_outputs=len(names))
-        return DataProto.from_dict(tensors=dict(zip(names, columns, strict=True)))
+            columns = self.engine.forward(rows, request.plan, run, num_outputs=len(names), routed=routed)
+        others = {} if routed is None else {ROUTED_EXPERTS: object_column(routed)}
+        return DataProto.from_dict(tensors=dict(zip(names, columns, strict=True)), non_tensors=others)
 
     def update(self, batch: DataProto, request: AnyPolicyUpdate) -> dict[str, Metric]:
         """Take every optimizer step of the plan, on the loss that the request is for.
@@ -102,6 +113,8 @@ class Policy:
             ValueError: A pair is torn apart, or the loss or a constant of it is unknown.
             NonFiniteStepError: Several steps in a row were not finite.
         """
+        if request.replays_experts:
+            self.engine.experts.require_some()
         loss_of, names = _LOSSES[type(request)]
         run = self._run(request.temperature, isinstance(request, PolicyUpdate))
         return self.engine.learn(batch, request, run, partial(loss_of, request), names, with_head=True)

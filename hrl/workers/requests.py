@@ -13,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from hrl.routing import ROUTED_EXPERTS
+
 if TYPE_CHECKING:
     from hrl.algos.preference import PairOptions
     from hrl.batching.plan import BatchPlan, RankPlan
@@ -87,6 +89,7 @@ class SampleRequest(Request[P]):
         step: Of the run.
         with_greedy: Rows marked `greedy` take the most likely tokens.
         reward_round: The number under which finished samples are sent to the rewards; None sends them nowhere.
+        with_experts: Also return `routed_experts`.
     """
 
     sampling: SamplingParams
@@ -94,6 +97,7 @@ class SampleRequest(Request[P]):
     step: int
     with_greedy: bool
     reward_round: int | None
+    with_experts: bool = False
 
     @property
     def columns(self) -> frozenset[str]:
@@ -116,12 +120,21 @@ class LogProbRequest(Request[P]):
         with_entropy: Also the entropy of each token's distribution.
         with_sum_pi_squared: Also the sum of its squared probabilities.
         without_adapter: Those of the model without its adapter, which is the reference of one that trains an adapter.
+        replays_experts: Tokens go to the experts of the column `routed_experts`.
+        records_experts: Also return that column, of the experts that tokens went to.
     """
 
     temperature: float
     with_entropy: bool = False
     with_sum_pi_squared: bool = False
     without_adapter: bool = False
+    replays_experts: bool = False
+    records_experts: bool = False
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of the columns that the ranks read."""
+        return super().columns | {ROUTED_EXPERTS} if self.replays_experts else super().columns
 
 
 def temperature_of(meta_info: Mapping[str, Any]) -> float:
@@ -167,15 +180,20 @@ class Update(Request[P]):
         step: Of the run, for messages and for the names of batches that are kept.
         has_branches: Episodes of the batch have several rows, and `episode_tokens (B,)` has the trained tokens of each
             row's episode, by which a loss takes the mean of sequences.
+        router_aux_loss_coef: Weight of the loss that balances the load of experts; 0 leaves it out.
+        replays_experts: Tokens go to the experts of the column `routed_experts`.
     """
 
     step: int
     has_branches: bool = False
+    router_aux_loss_coef: float = 0.0
+    replays_experts: bool = False
 
     @property
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
-        return ROW_COLUMNS | {"episode_tokens"} if self.has_branches else ROW_COLUMNS
+        read = {"episode_tokens": self.has_branches, ROUTED_EXPERTS: self.replays_experts}
+        return ROW_COLUMNS | {name for name, is_read in read.items() if is_read}
 
 
 class OldLogProbs(StrEnum):
@@ -282,7 +300,7 @@ class PreferenceUpdate(Update[P]):
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
         is_read = {"ref_sequence_log_prob": self.has_reference, "rollout_log_probs": self.measures_mismatch}
-        return ROW_COLUMNS | {"is_chosen"} | {name for name, read in is_read.items() if read}
+        return super().columns | {"is_chosen"} | {name for name, read in is_read.items() if read}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +333,7 @@ class RewardModelUpdate(Update[P]):
     @property
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
-        return ROW_COLUMNS | {"is_chosen", "margin"}
+        return super().columns | {"is_chosen", "margin"}
 
 
 if TYPE_CHECKING:

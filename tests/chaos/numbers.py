@@ -94,7 +94,7 @@ def _flip(owner: Policy) -> None:
 
 
 def _break_moment(owner: Policy) -> None:
-    state = next(iter(owner.engine.optimizer.adamw.state.values()))  # type: ignore[union-attr]
+    state = next(iter(owner.engine.optimizer.rule.state.values()))  # type: ignore[union-attr]
     state["exp_avg_sq"].to_local().view(-1)[0] = math.inf
 
 

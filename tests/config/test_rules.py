@@ -57,6 +57,24 @@ CASES = [
         {"algorithm.preference_loss": "sigmoid", "environment.path": "my_env.py:Env"},
         "algorithm.preference_loss compares pairs of responses",
     ),
+    (
+        {f"{ACTOR}.router_replay.mode": "R3", f"{ROLLOUT}.enable_rollout_routing_replay": False},
+        f"{ROLLOUT}.enable_rollout_routing_replay is false, but {ACTOR}.router_replay.mode is R3: only R3 takes the "
+        "engine's experts. Remove the key: it follows the mode.",
+    ),
+    (
+        {f"{ROLLOUT}.enable_rollout_routing_replay": True},
+        f"{ROLLOUT}.enable_rollout_routing_replay is true, but {ACTOR}.router_replay.mode is disabled",
+    ),
+    (
+        {f"{ACTOR}.router_replay.mode": "R3", "environment.path": "my_env.py:Env"},
+        f"{ACTOR}.router_replay.mode is R3, but the rows of episodes come without the experts",
+    ),
+    (
+        {f"{ACTOR}.router_replay.mode": "R2", "algorithm.preference_loss": "sigmoid"},
+        f"{ACTOR}.router_replay.mode is R2, which takes the experts of the pass over old log-probs, and with "
+        "algorithm.preference_loss there is none. Set it to R3, or disabled.",
+    ),
     ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "kl"}, f"{ACTOR}.kl_loss_type is kl"),
     ({f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p is 0.9"),
     ({f"{ROLLOUT}.top_k": 50}, f"{ROLLOUT}.top_k is 50"),
@@ -244,6 +262,15 @@ CASES = [
         {f"{MODEL}.lora_rank": 600},
         f"{MODEL}.lora_rank is 600, and vLLM takes adapters up to rank 512. Lower",
     ),
+    (
+        {f"{ACTOR}.optim.name": "muon", f"{ACTOR}.fsdp_config.offload_policy": True},
+        f"{ACTOR}.fsdp_config.offload_policy takes the optimizer's step on the CPU, and {ACTOR}.optim.name=muon",
+    ),
+    (
+        {f"{ACTOR}.optim.name": "adamw8bit", f"{ACTOR}.fsdp_config.optimizer_offload": True},
+        f"{ACTOR}.fsdp_config.optimizer_offload moves AdamW's moments, and {ACTOR}.optim.name=adamw8bit",
+    ),
+    ({f"{ACTOR}.optim.name": "sgd"}, f"{ACTOR}.optim.name"),
     ({f"{MODEL}.target_modules": "*_proj"}, f"{MODEL}.target_modules is '*_proj', which is no regular expression"),
     ({"critic.model.exclude_modules": []}, "critic.model.exclude_modules is an empty list."),
     (
@@ -338,6 +365,25 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
 def test_a_rate_of_whole_models_is_a_warning_beside_an_adapter(given, named):
     found = [warning for warning in warnings(validate_kind(PPO, given)) if "adapters need larger ones" in warning]
     assert [warning.split(" is ")[0] for warning in found] == named
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {f"{ACTOR}.fsdp_config.offload_policy": True, f"{ACTOR}.fsdp_config.param_offload": True},
+            f"{ACTOR}.fsdp_config.param_offload has no effect: {ACTOR}.fsdp_config.offload_policy",
+        ),
+        (
+            {f"{MODEL}.recompute_num_layers": 2, f"{MODEL}.enable_gradient_checkpointing": False},
+            f"{MODEL}.recompute_num_layers has no effect: {MODEL}.enable_gradient_checkpointing is false.",
+        ),
+        ({f"{ACTOR}.optim.name": "adafactor"}, f"{ACTOR}.optim.lr=1e-06 is a rate for AdamW"),
+    ],
+)
+def test_a_key_of_memory_that_nothing_reads_and_a_rate_of_another_optimizer_are_warnings(given, sentence):
+    assert [warning for warning in warnings(validate_kind(PPO, given)) if warning.startswith(sentence)]
+    assert not [warning for warning in warnings(validate_kind(PPO, {})) if warning.startswith(sentence)]
 
 
 def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():

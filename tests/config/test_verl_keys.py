@@ -66,7 +66,8 @@ HOW_NOT_WHAT = {
     f"{MODEL}.use_shm": [True, False],
     f"{MODEL}.use_fused_kernels": [True, False],
     f"{MODEL}.fused_kernel_options.impl_backend": ["torch", "triton"],
-    f"{MODEL}.enable_activation_offload": [True, False],
+    "reward_model.model.enable_activation_offload": [True, False],
+    f"{ACTOR}.optim.optimizer_impl": ["torch.optim", "torchao.optim", "bitsandbytes.optim"],
     f"{MODEL}.use_liger": [True],
     f"{ACTOR}.use_torch_compile": [True, False],
     f"{ACTOR}.entropy_checkpointing": [True, False],
@@ -148,10 +149,10 @@ WHAT_IS_LEARNT = {
     f"{ROLLOUT}.quantization": "fp8",
     f"{ACTOR}.optim.num_cycles": 2,
     f"{ACTOR}.optim.zero_indexed_step": False,
-    f"{ACTOR}.optim.optimizer": "Muon",
+    f"{ACTOR}.optim.optimizer": "SGD",
     f"{ACTOR}.optim.override_optimizer_config": {"eps": 1e-6},
     f"{ACTOR}.optim.total_training_steps": 100,
-    f"{ACTOR}.router_replay.mode": "R2",
+    f"{REF}.router_replay.mode": "R2",
     f"{ACTOR}.qat.enable": True,
     f"{MODEL}.lora_dropout": 0.05,
     f"{MODEL}.lora.target_modules": ["linear_qkv"],
@@ -291,12 +292,18 @@ def test_a_micro_batch_that_is_no_number_is_refused_with_the_key_to_set():
     assert problem.hint == f"Set {ACTOR}.ppo_micro_batch_size_per_gpu, of one process."
 
 
-def test_the_offload_of_fsdp2_becomes_that_of_parameters_and_optimizer():
+def test_the_offload_of_fsdp2_is_that_of_a_model_that_trains_and_of_parameters_elsewhere():
     config = validate({f"{ACTOR}.fsdp_config.offload_policy": True, f"{REF}.fsdp_config.offload_policy": True})
     actor, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
-    assert (actor.param_offload, actor.optimizer_offload, ref.param_offload) == (True, True, True)
-    off = validate({f"{ACTOR}.fsdp_config.offload_policy": False, f"{ACTOR}.fsdp_config.param_offload": True})
-    assert off.actor_rollout_ref.actor.fsdp_config.param_offload is True
+    assert (actor.offload_policy, actor.param_offload, ref.param_offload) == (True, False, True)
+
+
+def test_the_class_of_an_optimizer_becomes_its_name():
+    for spelt, name in {"AdamW": "adamw", "adamw": "adamw", "Muon": "muon", "AdamW8bit": "adamw8bit"}.items():
+        config = validate({f"{ACTOR}.optim.optimizer": spelt, f"{ACTOR}.optim.optimizer_impl": "torch.optim"})
+        assert config.actor_rollout_ref.actor.optim.name == name
+    assert validate({"critic.optim.optimizer": "Adafactor"}).critic.optim.name == "adafactor"
+    assert validate({f"{ACTOR}.optim.optimizer": None}).actor_rollout_ref.actor.optim.name == "adamw"
 
 
 def test_validation_alone_is_a_run_without_steps():

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 #: What a metric's name begins with. A literal of another beginning is no metric (`bundled/addition` is a task).
 FAMILIES = (
-    "actor|critic|data|env|episode|health|logps|perf|pf_ppo|prompt_length|response|response_length|reward|rewards|rollout|rollout_corr|"
+    "actor|critic|data|env|episode|health|logps|moe|perf|pf_ppo|prompt_length|response|response_length|reward|rewards|rollout|rollout_corr|"
     "timing_per_token_ms|timing_s|tracking|train|val|weight_sync"
 )
 NAME = re.compile(rf"(?:{FAMILIES})/[\w/@*]+")

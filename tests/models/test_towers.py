@@ -154,8 +154,8 @@ def test_each_parameter_resumes_with_its_own_step_count(tmp_path) -> None:
 
     def late(policy: Policy) -> None:
         first = policy.engine.optimizer.parameters[0]
-        policy.engine.optimizer.adamw.steps[first] = 0
-        for moment in policy.engine.optimizer.adamw.state[first].values():
+        policy.engine.optimizer.rule.steps[first] = 0
+        for moment in policy.engine.optimizer.rule.state[first].values():
             moment.zero_()
 
     straight = policy_of(folder)

@@ -97,6 +97,8 @@ def model_config(path: Path, **changes: Any) -> SimpleNamespace:
         "path": str(path),
         "share_prefix": True,
         "enable_gradient_checkpointing": False,
+        "recompute_num_layers": None,
+        "enable_activation_offload": False,
         "override_config": {},
         "trust_remote_code": False,
         "max_model_len": 128,
@@ -117,6 +119,7 @@ def fsdp_config(dtype: str = "float64", **changes: Any) -> SimpleNamespace:
         "expert_parallel_size": 1,
         "param_offload": False,
         "optimizer_offload": False,
+        "offload_policy": False,
     }
     return SimpleNamespace(**(base | changes))
 
@@ -124,6 +127,7 @@ def fsdp_config(dtype: str = "float64", **changes: Any) -> SimpleNamespace:
 def optim_config(**changes: Any) -> SimpleNamespace:
     """An `optim` with a constant rate."""
     base = {
+        "name": "adamw",
         "lr": 1e-3,
         "betas": [0.9, 0.999],
         "weight_decay": 0.01,

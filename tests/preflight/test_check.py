@@ -180,7 +180,7 @@ def test_the_summary_is_short_and_says_where_values_come_from(line, capsys, monk
     assert cli.main(["check", *relative, "recipe=rloo", "trainer.save_freq=5"]) == 0
     shown = capsys.readouterr().out.replace(str(tmp_path), "FOLDER")
     lines = [text.rstrip() for text in shown.splitlines()]
-    assert len(lines) <= 30
+    assert lines.index("Memory of this machine at the worst moment of each phase") <= 25 and len(lines) <= 42
     snapshot = Path(__file__).parents[1] / "report" / "snapshots" / "check_120.txt"
     assert lines == snapshot.read_text().splitlines()
 

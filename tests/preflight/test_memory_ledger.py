@@ -19,51 +19,54 @@ from hrl.preflight.memory_ledger import (
     perhaps_too_large,
     too_large,
 )
+from hrl.preflight.memory_savings import savings
+from tests.plan.models import SEVEN as SEVEN_CONFIG
 from tests.processes.warm import warm_context
 
-SMALL = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
+# Real widths, on which it depends what dominates, and few layers, of which each adds the same.
+FEW = {"num_hidden_layers": 2}
+CASES = {
+    "activations and weights kept": (SEVEN_CONFIG | FEW, 8, 8192, False, False),
+    "head and embedding shared": (SEVEN_CONFIG | FEW | {"tie_word_embeddings": True}, 2, 4096),
+    "adapter": (SEVEN_CONFIG | FEW, 1, 8192, True, True, 32),
 }
-# By shape: activations of a layer, logits and the head's gradient, what the layers keep.
-CASES = [
-    [world, tokens, {**SMALL, "vocab_size": vocab, "num_hidden_layers": layers}]
-    for world, tokens, vocab, layers in ((1, 8192, 500, 2), (1, 1024, 32000, 1), (8, 1024, 32000, 1), (8, 8192, 500, 6))
-]
 # Qwen2.5-7B at 16-bit products: the counts of its config, its activations as `footprint` finds them.
 SEVEN = Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 200_000, 7168, 57344)
 CARD = 80e9
 
 
-def step(case):
-    from tests.trainer.fake_step import fake_step
+def tracked_and_said(arguments):
+    from tests.preflight.tracked_step import Case, said_of, tracked_step
 
-    return fake_step(*case)
+    case = Case(*arguments)
+    size, peaks = tracked_step(case)
+    return peaks, said_of(case, size)
 
 
 @pytest.fixture(scope="module")
 def tracked():
     with warm_context().Pool(1) as process:  # not here: a step changes modules
-        return process.map_async(step, CASES, chunksize=1).get(240)
+        found = process.map_async(tracked_and_said, CASES.values(), chunksize=1).get(240)
+    return dict(zip(CASES, found, strict=True))
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_an_update_takes_no_more_than_the_ledger_says_and_not_much_less(tracked, case, monkeypatch):
-    monkeypatch.setattr(ledgers, "default_chunk", lambda device: 1 << 27)
-    world, tokens, _ = CASES[case]
-    fsdp = config("trainer.device=cuda").actor_rollout_ref.actor.fsdp_config.model_copy(update={"dtype": "bfloat16"})
-    size, peak = tracked[case]
-    model = ledgers._resident("actor", size, fsdp, world, tokens, "cuda", recompute=True)
-    said = sum(entry.num_bytes for entry in model.update()) - model.moments  # the tracked step has no optimizer
-    assert 1.0 <= said / peak <= 1.3
+@pytest.mark.parametrize("name", CASES)
+def test_every_phase_takes_what_the_ledger_says(tracked, name):
+    peaks, said = tracked[name]
+    assert {phase: said[phase] / peak for phase, peak in peaks.items()} == {
+        phase: pytest.approx(1.0, abs=0.1) for phase in peaks
+    }
 
 
 def config(*overrides):
     given = compose_kind(PPO, ["data.max_prompt_length=1024", "data.max_response_length=3072", *overrides])
     return with_dtypes(given, "cuda")
+
+
+def cards(given, size, capacity=CARD):
+    """The ledgers of a run's GPUs."""
+    return [ledger for ledger in ledgers_of(given, {"actor": size}, "cuda", capacity) if not ledger.is_host]
 
 
 ONE_CARD = (
@@ -80,15 +83,16 @@ OFFLOADED = (
 
 
 def test_seven_billion_parameters_fit_one_card_with_offload_and_not_without():
-    (plain,) = ledgers_of(config(*ONE_CARD), {"actor": SEVEN}, "cuda", CARD)
-    (offloaded,) = ledgers_of(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
+    (plain,) = cards(config(*ONE_CARD), SEVEN)
+    (offloaded,) = cards(config(*OFFLOADED), SEVEN)
     assert "moments 56.7" in too_large(plain, CARD)
     assert offloaded.peak.num_bytes < CARD
-    generation = {entry.label: entry.num_bytes for entry in offloaded.phases[0].entries}
+    phases = {phase.name: phase for phase in offloaded.phases}
+    generation = {entry.label: entry.num_bytes for entry in phases["generation"].entries}
     assert generation.keys() == {"engine", "CUDA"}
     assert generation["engine"] == 0.5 * CARD
-    sync = {entry.label for entry in offloaded.phases[-1].entries}
-    assert {"engine weights", "buffers", "a gathered tensor"} < sync
+    sync = {entry.label for entry in phases["weight sync"].entries}
+    assert {"engine weights", "buffers", "a whole tensor"} < sync
     assert not sync & {"actor weights", "actor moments", "engine"}  # offloaded, and the cache still asleep
 
 
@@ -96,8 +100,8 @@ def test_a_shard_is_the_whole_divided_by_the_processes():
     shares = {}
     for count in (1, 8):
         given = config(*ONE_CARD, f"trainer.n_gpus_per_node={count}", "data.train_batch_size=8")
-        (ledger,) = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
-        update = next(phase for phase in ledger.phases if phase.name == "actor update")
+        (ledger,) = cards(given, SEVEN)
+        update = next(phase for phase in ledger.phases if phase.name == "actor backward")
         shares[count] = {entry.label: entry.num_bytes for entry in update.entries}
     for label in ("actor weights", "actor moments", "actor gradients"):
         assert shares[1][label] == 8 * shares[8][label]
@@ -105,7 +109,7 @@ def test_a_shard_is_the_whole_divided_by_the_processes():
 
 
 def test_a_sequence_group_divides_activations_and_not_weights():
-    found = {}
+    found, models = {}, {}
     for degree in (1, 4):
         given = config(
             *ONE_CARD,
@@ -116,17 +120,14 @@ def test_a_sequence_group_divides_activations_and_not_weights():
             "data.train_batch_size=8",
             "actor_rollout_ref.rollout.n=2",
         )
-        (ledger,) = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
-        update = next(phase for phase in ledger.phases if phase.name == "actor update")
+        (ledger,) = cards(given, SEVEN)
+        update = next(phase for phase in ledger.phases if phase.name == "actor backward")
         found[degree] = {entry.label: entry.num_bytes for entry in update.entries}
+        (models[degree],) = ledgers._pools(given, {"actor": SEVEN}, "cuda")[0].models
     assert found[1]["actor weights"] == found[4]["actor weights"]
     tokens = {1: 1024 + 2 * 3072, 4: 8192 // 4}
-    for degree, count in tokens.items():
-        gradients = 4 * SEVEN.parameters / 8
-        kept = SEVEN.stream_bytes_per_token * count * SEVEN.num_layers
-        assert found[degree]["actor kept activations"] == max(0.0, kept - gradients)
-    model = {degree: ledgers._pools(given, {"actor": SEVEN}, "cuda")[0].models[0] for degree in (4,)}[4]
-    assert model.tokens == tokens[4] and model.layer == SEVEN.kept_bytes_per_token * tokens[4]
+    assert {degree: model.tokens for degree, model in models.items()} == tokens
+    assert models[4]._layer == SEVEN.kept_bytes_per_token * tokens[4]
 
 
 def test_weights_that_stay_gathered_between_forward_and_backward_are_counted():
@@ -134,10 +135,11 @@ def test_weights_that_stay_gathered_between_forward_and_backward_are_counted():
     for reshards in ("true", "false"):
         key = f"actor_rollout_ref.actor.fsdp_config.reshard_after_forward={reshards}"
         given = config(*ONE_CARD, "trainer.n_gpus_per_node=8", "data.train_batch_size=8", key)
-        (ledger,) = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
-        update = next(phase for phase in ledger.phases if phase.name == "actor update")
-        gathered[reshards] = {entry.label: entry.num_bytes for entry in update.entries}["actor gathered weights"]
-    assert gathered == {"true": 2 * (2 * 544997376 + 2 * 233057792), "false": 2 * SEVEN.parameters}
+        (ledger,) = cards(given, SEVEN)
+        forward = next(phase for phase in ledger.phases if phase.name == "actor forward")
+        gathered[reshards] = {entry.label: entry.num_bytes for entry in forward.entries}["actor gathered weights"]
+    # The head and the buffer through which it came; and all weights, and that buffer.
+    assert gathered == {"true": 2 * 2 * 544997376, "false": 2 * (SEVEN.parameters + 544997376)}
 
 
 def test_the_rows_of_episodes_fill_every_micro_batch():
@@ -146,36 +148,48 @@ def test_the_rows_of_episodes_fill_every_micro_batch():
     peaks = []
     for more in (few, (), (*few, "environment.path=guess")):
         given = config(*ONE_CARD, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=28672", *more)
-        (ledger,) = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
-        peaks.append(next(phase for phase in ledger.phases if phase.name == "actor update").num_bytes)
+        (ledger,) = cards(given, SEVEN)
+        peaks.append(next(phase for phase in ledger.phases if phase.name == "actor backward").num_bytes)
     assert peaks[0] < peaks[1] == peaks[2]
 
 
-def test_gradients_and_what_layers_keep_do_not_peak_together():
-    (ledger,) = ledgers_of(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
-    update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
-    assert update["actor kept activations"] == 0  # 28 × 7168 × 8192 bytes are fewer than the gradients
-    deep = replace(SEVEN, stream_bytes_per_token=1_000_000)
-    (ledger,) = ledgers_of(config(*OFFLOADED), {"actor": deep}, "cuda", CARD)
-    update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
-    assert update["actor kept activations"] + update["actor gradients"] == 28 * 1_000_000 * 8192
+def test_gradients_of_one_micro_batch_and_what_its_layers_keep_do_not_peak_together():
+    one = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
+    found = {}
+    for several, more in ((True, ()), (False, one)):
+        (ledger,) = cards(config(*OFFLOADED, *more), SEVEN)
+        backward = next(phase for phase in ledger.phases if phase.name == "actor backward")
+        found[several] = {entry.label: entry.num_bytes for entry in backward.entries}
+    assert found[True]["actor gradients"] == 4 * SEVEN.parameters
+    # The embedding's, which comes last, is on its way.
+    assert found[False]["actor gradients"] == 4 * (SEVEN.parameters - 544997376)
+    assert found[True]["actor activations"] > found[False]["actor activations"]
 
 
 def test_a_model_that_only_scores_has_no_moments():
-    (ledger,) = ledgers_of(
-        config(*ONE_CARD, "actor_rollout_ref.actor.use_kl_loss=true"), {"actor": SEVEN}, "cuda", CARD
-    )
+    (ledger,) = cards(config(*ONE_CARD, "actor_rollout_ref.actor.use_kl_loss=true"), SEVEN)
     phases = {phase.name: phase.entries for phase in ledger.phases}
-    assert [*phases] == ["generation", "actor update", "ref scores", "weight sync"]
-    assert sum(entry.num_bytes for entry in phases["ref scores"] if entry.label == "ref moments") == 0
+    assert [*phases] == [
+        "actor loads",
+        "ref loads",
+        "engine start",
+        "generation",
+        "log-probs",
+        "actor forward",
+        "actor backward",
+        "actor optimizer",
+        "reference",
+        "weight sync",
+    ]
+    assert sum(entry.num_bytes for entry in phases["reference"] if entry.label == "ref moments") == 0
 
 
 def test_an_engine_of_its_own_has_a_card_to_itself():
     given = config(*ONE_CARD, "placement=separate", "algorithm.adv_estimator=grpo")
-    where = {ledger.where: ledger for ledger in ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)}
+    where = {ledger.where: ledger for ledger in cards(given, SEVEN)}
     rollout = next(ledger for name, ledger in where.items() if "rollout" in name)
-    assert [phase.name for phase in rollout.phases] == ["generation", "weight sync"]
-    sync = {entry.label: entry.num_bytes for entry in rollout.phases[1].entries}
+    assert [phase.name for phase in rollout.phases] == ["engine start", "generation", "weight sync"]
+    sync = {entry.label: entry.num_bytes for entry in rollout.phases[2].entries}
     # Beside the share: one bucket, the embedding put together (545e6 weights of 2 bytes), and its layer once more.
     assert sync["buffers"] == given.actor_rollout_ref.rollout.weight_sync.bucket_mb * 2**20
     assert sync["a tensor and its layer as they load"] == 2 * 2 * 544997376
@@ -204,11 +218,12 @@ def test_the_quickstart_needs_about_what_was_measured_on_a_cpu():
 
 def test_an_offline_run_has_no_engine():
     given = compose_kind(OFFLINE_KINDS["dpo"], ["trainer.device=cuda"])
-    (ledger,) = ledgers_of(with_dtypes(given, "cuda"), {"actor": SEVEN}, "cuda", CARD)
-    assert [phase.name for phase in ledger.phases] == ["reference", "model update"]
-    assert (ledger.where, ledger.peak.name) == ("each GPU", "model update")
+    (ledger,) = cards(with_dtypes(given, "cuda"), SEVEN)
+    phases = ["reference", "model forward", "model backward", "model optimizer"]
+    assert [phase.name for phase in ledger.phases] == ["model loads", *phases, "checkpoint"]
+    assert (ledger.where, ledger.peak.name) == ("each GPU", "model backward")
     (machine,) = ledgers_of(with_dtypes(given, "cpu"), {"actor": SEVEN}, "cpu", None)
-    assert [phase.name for phase in machine.phases] == ["reference", "model update"]
+    assert [phase.name for phase in machine.phases] == phases
 
 
 def test_words_name_phase_and_parts_the_largest_first():
@@ -234,7 +249,7 @@ def test_an_update_may_find_a_checkpoint_that_is_not_written_yet(save_freq: int,
         PPO, [f"trainer.save_freq={save_freq}", "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32"]
     )
     (machine,) = ledgers_of(with_dtypes(given, "cpu"), {"actor": SEVEN}, "cpu", None)
-    update = next(phase for phase in machine.phases if phase.name == "actor update")
+    update = next(phase for phase in machine.phases if phase.name == "actor backward")
     found = [entry for entry in update.entries if entry.label == "actor checkpoint being written"]
     assert sum(entry.num_bytes for entry in found) == copies
     assert not any(entry.certain for entry in found)
@@ -245,14 +260,15 @@ WITH_ADAPTER = (*ONE_CARD, "actor_rollout_ref.model.lora_rank=16", "actor_rollou
 
 
 def test_an_adapter_has_gradients_and_moments_and_its_model_neither():
-    (ledger,) = ledgers_of(config(*WITH_ADAPTER), {"actor": ADAPTED}, "cuda", CARD)
-    assert [phase.name for phase in ledger.phases] == ["generation", "actor update", "weight sync"], "no reference"
-    update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
+    (ledger,) = cards(config(*WITH_ADAPTER), ADAPTED)
+    phases = {phase.name: phase.entries for phase in ledger.phases}
+    assert not [name for name in phases if "ref" in name], "it is the actor without its adapter"
+    update = {entry.label: entry.num_bytes for entry in phases["actor backward"]}
     assert update["actor weights"] == 2 * ADAPTED.parameters + 4 * ADAPTED.adapter
     assert update["actor moments"] == 8 * ADAPTED.adapter
     assert update["actor gradients"] == 4 * ADAPTED.adapter
-    (full,) = ledgers_of(config(*ONE_CARD, WITH_ADAPTER[-1]), {"actor": SEVEN}, "cuda", CARD)
-    assert "ref scores" in {phase.name for phase in full.phases}
+    (full,) = cards(config(*ONE_CARD, WITH_ADAPTER[-1]), SEVEN)
+    assert "reference" in {phase.name for phase in full.phases}
 
 
 def test_an_adapter_of_seven_billion_parameters_fits_a_card_of_24_gb():
@@ -265,6 +281,74 @@ def test_an_adapter_of_seven_billion_parameters_fits_a_card_of_24_gb():
     )
     card = 24 * 2.0**30
     given = config(*small)
-    (ledger,) = ledgers_of(given, {"actor": ADAPTED}, "cuda", card)
+    (ledger,) = cards(given, ADAPTED, card)
     assert too_large(ledger, card) is None and perhaps_too_large(ledger, card) is None, ledger.peak.in_words()
     assert engine_too_small(0.85 * card, given, ADAPTED) is None
+
+
+def phase_of(ledger, name):
+    (phase,) = [phase for phase in ledger.phases if phase.name == name]
+    return {entry.label: entry.num_bytes for entry in phase.entries}
+
+
+@pytest.mark.parametrize(
+    ("name", "per_weight"),
+    [
+        ("adamw", 8.0),
+        ("adamw8bit", 2.03),
+        ("adafactor", 0.0),
+        # Head and embedding are moved by AdamW.
+        ("muon", 4 + 4 * 2 * 544997376 / SEVEN.parameters),
+    ],
+)
+def test_what_an_optimizer_keeps_is_counted(name, per_weight):
+    (ledger,) = cards(config(*ONE_CARD, f"actor_rollout_ref.actor.optim.name={name}"), SEVEN)
+    assert phase_of(ledger, "actor optimizer").get("actor moments", 0.0) == pytest.approx(per_weight * SEVEN.parameters)
+
+
+def test_a_model_that_is_offloaded_altogether_leaves_its_layers_at_work():
+    given = config(*ONE_CARD, "actor_rollout_ref.actor.fsdp_config.offload_policy=true")
+    card, host = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
+    assert phase_of(card, "generation").keys() == {"engine", "CUDA"}
+    backward = phase_of(card, "actor backward")
+    assert not backward.keys() & {"actor weights", "actor moments", "actor gradients"}
+    assert {"actor gradients being summed", "actor activations"} < backward.keys()
+    training = phase_of(host, "training")
+    per_weight = {"actor weights": 4, "actor gradients": 4, "actor moments": 8}
+    assert {label: training[label] / SEVEN.parameters for label in per_weight} == per_weight
+
+
+def test_activations_that_leave_the_card_and_layers_that_keep_theirs_are_counted():
+    model = "actor_rollout_ref.model"
+    stream, layer = SEVEN.stream_bytes_per_token * 8192, SEVEN.kept_bytes_per_token * 8192
+    tail = 2 * stream
+    expected = {
+        (): 28 * stream,
+        (f"{model}.enable_activation_offload=true",): 2 * stream,
+        (f"{model}.recompute_num_layers=20",): 20 * stream + 8 * layer,
+        (f"{model}.recompute_num_layers=20", f"{model}.enable_activation_offload=true"): 2 * layer,
+    }
+    for keys, kept in expected.items():
+        card, host = ledgers_of(config(*ONE_CARD, *keys), {"actor": SEVEN}, "cuda", CARD)
+        assert phase_of(card, "actor forward")["actor activations"] == kept + tail
+        away = phase_of(host, "training").get("actor activations", 0.0)
+        assert (away > 0) == any("offload" in key for key in keys)
+
+
+def test_the_keys_that_lower_a_peak_are_named_with_what_they_save():
+    given = config(*ONE_CARD)
+
+    def ledgers_with(changed):
+        return ledgers_of(changed, {"actor": SEVEN}, "cuda", CARD)
+
+    (card, _) = ledgers_with(given)
+    found = savings(given, card, ledgers_with, "cuda")
+    # What saves as much as moving everything to the host comes first; Adam's moments alone are 8 bytes a weight.
+    assert found[0].key.endswith("offload_policy")
+    by_key = {saving.key.rpartition(".")[2]: saving.num_bytes for saving in found}
+    assert by_key["optimizer_offload"] == pytest.approx(8 * SEVEN.parameters)
+    assert len(found) == 3 and sorted(by_key.values(), reverse=True) == list(by_key.values())
+    engine_alone = config(*OFFLOADED, "actor_rollout_ref.rollout.gpu_memory_utilization=0.95")
+    (card, _) = ledgers_with(engine_alone)
+    keys = {saving.key for saving in savings(engine_alone, card, ledgers_with, "cuda")}
+    assert keys == {"actor_rollout_ref.rollout.gpu_memory_utilization"}, "nothing else is there while it samples"

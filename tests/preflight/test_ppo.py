@@ -565,7 +565,7 @@ def test_what_can_not_fit_is_refused_and_what_may_not_fit_is_noted(run, monkeypa
     (found,) = refused(run)
     assert found.startswith("actor_rollout_ref.actor.fsdp_config does not fit: this machine has 0.1 GiB")
     assert "KV cache 1.0" in found
-    assert "lower actor_rollout_ref.rollout.kv_cache_gib" in found
+    assert "What helps: actor_rollout_ref.rollout.kv_cache_gib=0.5 (0.50 GiB less)" in found
     monkeypatch.setattr("hrl.preflight.memory_look.memory_here", lambda: 2 * 2**30)
     assert any("may take" in note and "this machine has 2.0 GiB" in note for note in run().findings.notes)
 
@@ -584,7 +584,7 @@ def test_an_adapter_is_counted_and_one_that_fits_no_layer_is_refused(run, tmp_pa
 
 def test_processes_that_a_cpu_has_no_memory_for_are_to_be_fewer(run, monkeypatch):
     monkeypatch.setattr("hrl.preflight.memory_look.memory_here", lambda: 64 * 2**20)
-    fewer = "fewer processes (trainer.n_gpus_per_node)"
+    fewer = "trainer.n_gpus_per_node=1 ("
     assert fewer not in refused(run)[0]
     assert fewer in refused(run, **{"trainer.n_gpus_per_node": 2})[0]
 

@@ -107,6 +107,30 @@ def test_an_adapter_that_would_mean_something_else_is_refused_where_its_run_goes
     assert not looked(state(), f"{section}.{key}").problems, "nothing reads it without an adapter"
 
 
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_another_optimizer_is_refused_with_both_names_where_its_state_is_read(own: bool) -> None:
+    muon = f"{ACTOR}.optim.name=muon"
+    (problem,) = looked(state(), muon, own=own).problems
+    assert problem.key == f"{ACTOR}.optim.name"
+    assert problem.what == "is muon, and /run/checkpoints/step_7 holds the state of adamw."
+    assert not looked(state(muon), muon, own=own).problems
+    weights_alone = looked(state(), muon, f"{ACTOR}.checkpoint.load_contents=[model]", own=own)
+    assert not weights_alone.problems and f"{ACTOR}.optim.name: adamw → muon" in str(weights_alone.changes).replace(
+        '"', ""
+    )
+    saved = state("algorithm.adv_estimator=gae", ranks={"actor": 1, "critic": 1})
+    asked = ("algorithm.adv_estimator=gae", "critic.optim.name=adafactor", f"{ACTOR}.checkpoint.load_contents=[model]")
+    (problem,) = looked(saved, *asked, own=own).problems
+    assert problem.key == "critic.optim.name", "a critic is read completely"
+    older = state()
+    for section in (older["config"]["actor_rollout_ref"]["actor"], older["config"]["critic"]):
+        del section["optim"]["name"]
+    assert not looked(older, own=own).problems, "it was AdamW"
+
+
 def test_a_critic_that_nobody_would_train_is_refused_in_the_run_s_own_folder() -> None:
     saved = state("algorithm.adv_estimator=gae", ranks={"actor": 1, "critic": 1})
     (problem,) = looked(saved, "algorithm.adv_estimator=grpo").problems

@@ -185,7 +185,7 @@ def test_a_moment_that_is_lost_ends_the_run_before_its_weights_are_used(
 
     def poisoned(self: Policy, batch: Any, request: Any) -> Any:
         if request.step == 2:
-            parameter, state = next(iter(self.engine.optimizer.adamw.state.items()))
+            parameter, state = next(iter(self.engine.optimizer.rule.state.items()))
             state["exp_avg"].to_local().view(-1)[0] = NAN
             assert self.engine.optimizer.names[parameter]
         return update(self, batch, request)

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hrl import cli
+from hrl.columns import object_column
+from hrl.routing import ROUTED_EXPERTS
 from hrl.trained.replay import Dump, ReplayError, _checkpoint_before, _request
+from hrl.workers.engine.nonfinite import unpadded
+from tests.models.tiny import make_batch
 
 RECORD: dict[str, Any] = {
     "update": "actor",
@@ -97,3 +102,21 @@ def test_a_column_that_is_missing_is_named(file: Path) -> None:
     save_file({"prompts": torch.ones(1)}, file.with_suffix(".safetensors"))
     with pytest.raises(ReplayError, match="has no column micro_batch, prompt_lengths, response_lengths, responses"):
         Dump.read(file)
+
+
+def test_experts_to_replay_are_those_of_the_rows_that_ran(tmp_path: Path) -> None:
+    batch, rng = make_batch(), np.random.default_rng(0)
+    lengths = batch.batch["attention_mask"].sum(1).tolist()
+    routed = [rng.integers(0, 9, (length - 1, 2, 3), np.uint8) for length in lengths]
+    routed[5] = np.zeros((0, 0, 0), np.uint8)  # of a response that was aborted
+    batch.non_tensor_batch[ROUTED_EXPERTS] = object_column(routed)
+    for ran in (((5, 2), (7,)), ((5,),)):
+        columns = unpadded(batch, ran)
+        save_file(columns, tmp_path / "a.safetensors")
+        record = RECORD | {"response_width": 7, "micro_batches": [{"uids": ["g"] * len(rows)} for rows in ran]}
+        found = Dump(tmp_path / "a.json", record, load_file(tmp_path / "a.safetensors")).batch(9)
+        for row, experts in zip(
+            [row for rows in ran for row in rows], found.non_tensor_batch[ROUTED_EXPERTS], strict=True
+        ):
+            assert len(experts) == len(routed[row]) and (not len(experts) or np.array_equal(experts, routed[row]))
+        assert ROUTED_EXPERTS not in found.batch.keys()

@@ -443,7 +443,7 @@ def test_a_step_that_comes_before_a_slow_disk_is_done_is_not_in_the_checkpoint(l
     monkeypatch.setattr(Snapshot, "read", slowly)
     saved = policy_of(llama)
     saved.learn(batch, one_plan(batch))
-    then, moments = copy.deepcopy(parameters(saved)), saved.engine.optimizer.adamw.state.values()
+    then, moments = copy.deepcopy(parameters(saved)), saved.engine.optimizer.rule.state.values()
     moments = [moment.clone() for of_one in moments for moment in of_one.values()]
     record = saved.engine.begin_save(tmp_path / "state")
     saved.engine.begin_export(tmp_path / "hf", tmp_path / "written-hf.json")
@@ -459,7 +459,7 @@ def test_a_step_that_comes_before_a_slow_disk_is_done_is_not_in_the_checkpoint(l
     resumed = policy_of(llama)
     resumed.engine.load(tmp_path / "state")
     assert all(torch.equal(value, then[name]) for name, value in parameters(resumed).items())
-    loaded = [moment for of_one in resumed.engine.optimizer.adamw.state.values() for moment in of_one.values()]
+    loaded = [moment for of_one in resumed.engine.optimizer.rule.state.values() for moment in of_one.values()]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded, moments, strict=True))
     assert set(resumed.engine.optimizer.moment_steps.values()) == {1}
     exported = load_file(tmp_path / "hf" / "model.safetensors")

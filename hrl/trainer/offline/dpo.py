@@ -80,6 +80,7 @@ class DPOTrainer(OfflineTrainer):
         request = PreferenceUpdate(
             plan=self.pair_plan(batch),
             step=self.global_steps,
+            router_aux_loss_coef=self.config.algorithm.router_aux_loss_coef,
             temperature=temperature_of(batch.meta_info),
             loss_type=self.config.algorithm.loss_type,
             options=self.options,

@@ -38,6 +38,7 @@ class SFTTrainer(OfflineTrainer):
         request = SupervisedUpdate(
             plan=plan,
             step=self.global_steps,
+            router_aux_loss_coef=self.config.algorithm.router_aux_loss_coef,
             temperature=temperature_of(batch.meta_info),
             loss_type=self.loss_type,
             loss_agg_mode=self.config.algorithm.loss_agg_mode,

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from hrl.batching.planner import lengths_of
+from hrl.columns import object_column
 from hrl.config.rollout import RolloutConfig
 from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
+from hrl.routing import ROUTED_EXPERTS, known_by_beginning
 from hrl.trainer.ppo.samples import counted_samples, sample_rows
 from hrl.workers.requests import SampleRequest, SamplingParams
 
@@ -143,6 +145,18 @@ def count_troubles(samples: DataProto) -> dict[str, Metric]:
         "rollout/aborted_responses": Metric.total((reasons == "abort").sum()),
         "rollout/truncated_responses": Metric.total((reasons == "length").sum()),
     }
+
+
+def share_known_experts(batch: DataProto) -> None:
+    """Let rows that begin alike have the same experts there, in place; see `hrl.routing.known_by_beginning`.
+
+    Args:
+        batch: Samples drawn by the same weights, with `routed_experts`.
+    """
+    prompts, mask = batch.batch["prompts"].numpy(), batch.batch["attention_mask"].numpy().astype(bool)
+    rows = [row[is_token] for row, is_token in zip(prompts, mask[:, : prompts.shape[1]], strict=True)]
+    known = known_by_beginning(rows, list(batch.non_tensor_batch[ROUTED_EXPERTS]))
+    batch.non_tensor_batch[ROUTED_EXPERTS] = object_column(known)
 
 
 def take_baselines(batch: DataProto, scores: Tensor, kept: Tensor) -> tuple[DataProto, dict[str, Metric]]:

@@ -35,6 +35,17 @@ def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
     )
 
 
+def update_replays_experts(config: PPOTrainerConfig, *, bypasses: bool) -> bool:
+    """Return whether the update takes experts from the batch: the sampler's, or those of an earlier pass.
+
+    Args:
+        config: The whole configuration.
+        bypasses: The sampler's log-probs are this step's old ones, so no pass came before.
+    """
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    return mode == "R3" or (mode == "R2" and needs_old_log_prob(config) and not bypasses)
+
+
 def update_measures_mismatch(config: PPOTrainerConfig, *, bypasses: bool) -> bool:
     """Return whether the update compares sampler and trainer, because no earlier phase has.
 
@@ -81,6 +92,8 @@ def policy_update(
         plan=plan,
         step=step,
         has_branches=has_branches,
+        router_aux_loss_coef=actor.router_aux_loss_coef,
+        replays_experts=update_replays_experts(config, bypasses=bypasses),
         temperature=temperature,
         loss=actor,
         old_log_probs=old_log_probs_of(config, bypasses=bypasses),

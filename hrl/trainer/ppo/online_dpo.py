@@ -88,6 +88,8 @@ class OnlineDPOTrainer(RayPPOTrainer):
         request = PreferenceUpdate(
             plan=plan,
             step=self.global_steps,
+            router_aux_loss_coef=settings.router_aux_loss_coef,
+            replays_experts=settings.router_replay.mode == "R3",
             temperature=temperature_of(batch.meta_info),
             loss_type=str(self.config.algorithm.preference_loss),  # named wherever this trainer runs
             options=PairOptions(beta=self.kl_ctrl.value),

@@ -41,6 +41,7 @@ from hrl.trainer.ppo.generation import (
     prompt_batch,
     sampling_of,
     seed_of,
+    share_known_experts,
     take_baselines,
 )
 from hrl.trainer.ppo.metrics import (
@@ -332,6 +333,8 @@ class RayPPOTrainer(TrainingLoop):
             require_sampled(sampled, self.config)
         check_policy_version(sampled, self.policy_version)
         metrics.observe(count_troubles(sampled))
+        if asked.request.with_experts:
+            share_known_experts(sampled)
         return sampled
 
     def _asked(self, prompts: DataProto, step: int, *, validate: bool = False, wave: int = 0) -> Asked:
@@ -347,6 +350,7 @@ class RayPPOTrainer(TrainingLoop):
             seed_of(self.config.trainer.seed, validate=validate),
             with_greedy=with_greedy,
             reward_round=self.rewards.begin(rows, step, validate=validate),
+            with_experts=self._router_replay == "R3" and not validate,
         )
         return Asked(prompts, rows, request, validate)
 
@@ -359,6 +363,7 @@ class RayPPOTrainer(TrainingLoop):
         *,
         with_greedy: bool = False,
         reward_round: int | None = None,
+        with_experts: bool = False,
     ) -> SampleRequest[BatchPlan]:
         rollout, parallel = self.workers.rollout, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
         return SampleRequest(
@@ -368,6 +373,7 @@ class RayPPOTrainer(TrainingLoop):
             step=step,
             with_greedy=with_greedy,
             reward_round=reward_round,
+            with_experts=with_experts,
         )
 
     def _responses(self, asked: Asked, metrics: StepMetrics) -> DataProto:
@@ -455,6 +461,10 @@ class RayPPOTrainer(TrainingLoop):
         return batch.union(self.workers.rm.compute_rm_score(batch, ScalarRequest(plan=plan)))
 
     @property
+    def _router_replay(self) -> str:
+        return self.config.actor_rollout_ref.actor.router_replay.mode
+
+    @property
     def bypasses(self) -> bool:
         """Whether this step takes the sampler's log-probs for the old ones (in bypass mode, unless they drifted)."""
         return self.config.algorithm.rollout_correction.bypass_mode and not self.drift_gate.is_closed
@@ -474,6 +484,8 @@ class RayPPOTrainer(TrainingLoop):
             plan=plan,
             temperature=temperature_of(batch.meta_info),
             with_sum_pi_squared=self.estimator.needs_sum_pi_squared,
+            replays_experts=self._router_replay == "R3",
+            records_experts=self._router_replay == "R2",
         )
         batch = batch.union(actor.compute_log_prob(batch, request))
         self.finite.look(batch, "old_log_prob")  # before the correction, which would reject such a token
@@ -556,7 +568,12 @@ class RayPPOTrainer(TrainingLoop):
             return
         actor, sample = self.workers.actor, batch.select_idxs(rows)
         plan = self.planner.forward(sample, actor.world_size, self.limits["log_prob"])
-        request = LogProbRequest(plan=plan, temperature=temperature_of(batch.meta_info), with_entropy=True)
+        request = LogProbRequest(
+            plan=plan,
+            temperature=temperature_of(batch.meta_info),
+            with_entropy=True,
+            replays_experts=self._router_replay == "R3",
+        )
         scored, mask = actor.compute_log_prob(sample, request).batch, sample.batch["response_mask"]
         metrics.observe(sampler_drift(scored["old_log_probs"], sample.batch["rollout_log_probs"], mask))
         entropies = scored["entropys"][mask.bool()]

@@ -5,9 +5,10 @@ executes nothing, and torch's planner loads a checkpoint of two ranks on three. 
 which would first copy all of a rank's tensors into one string of bytes, and needs collectives to agree on a plan; what
 follows from the sharding needs none, so a rank can write alone, in the background.
 
-A folder holds `shard-*.safetensors` (every rank's parameters and moments), `rng-rank-*.safetensors`, `state.json`
-(names, shapes, the step count of each parameter's moments, world size) and `written-rank-*.json`, which a rank writes
-when everything else of its part is on disk. The driver writes to a temporary folder and renames it when all ranks have.
+A folder holds `shard-*.safetensors` (every rank's parameters and optimizer state), `rng-rank-*.safetensors`,
+`state.json` (names, shapes, which optimizer, the step count of each parameter's state, world size) and
+`written-rank-*.json`, which a rank writes when everything else of its part is on disk. The driver writes to a temporary
+folder and renames it when all ranks have.
 
 Of a model with an adapter a folder holds what is trained. The rest is in the model's folder, and `state.json` has its
 checksum, by which a run that continues knows that its model is the same.
@@ -41,7 +42,7 @@ from hrl.workers.engine.background import PartError, read_part, recorded
 from hrl.workers.engine.checksum import WeightsDifferError
 from hrl.workers.engine.digest import DigestingFile, FileDigest, Written
 from hrl.workers.engine.host_memory import local
-from hrl.workers.engine.optim import MOMENTS, Optimizer
+from hrl.workers.engine.optim import Optimizer
 from hrl.workers.engine.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ STATE_FILE = "state.json"
 FORMAT = 4
 #: The format with one step count for all moments, that of the first parameter.
 ONE_COUNT_FORMAT = 3
-#: safetensors' names of the dtypes of parameters and moments.
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+#: safetensors' names of the dtypes of parameters and of optimizers' state.
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class StateToSave:
             "format": FORMAT,
             "contents": [c for c in CONTENTS if c in contents],
             "world_size": dist.get_world_size(),
+            "optimizer": optimizer.name,
             "schedule_steps": optimizer.steps_taken,
             "skipped_in_a_row": optimizer.skipped_in_a_row,
             "moment_steps": optimizer.moment_steps,
@@ -232,7 +234,7 @@ def load_state(
 
     Raises:
         FileNotFoundError: There is no checkpoint in `folder`.
-        ValueError: It lacks what is asked for, or was written by another model, or beside another base.
+        ValueError: It lacks what is asked for, or was written by another model, or optimizer, or beside another base.
         WeightsDifferError: Weights or moments are not those that this rank wrote.
     """
     state = _SavedState.read(folder)
@@ -242,6 +244,11 @@ def load_state(
         raise ValueError(f"{folder} holds {state.contents}, but {wanted} was asked for")
     tensors = _tensors(module, optimizer, wanted, base.names)
     _require_base(folder, state, base)
+    if "optimizer" in wanted and state.optimizer != optimizer.name:
+        raise ValueError(
+            f"{folder} holds the state of optim.name={state.optimizer}, and this run has optim.name={optimizer.name}: "
+            f"set it to {state.optimizer}, or leave optimizer out of checkpoint.load_contents"
+        )
     _compare(folder, {k: tuple(v) for k, v in state.tensors.items()}, tensors, wanted)
     with torch.no_grad():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -279,6 +286,7 @@ class _SavedState(BaseModel):
     schedule_steps: NonNegativeInt
     moment_steps: dict[str, NonNegativeInt] | NonNegativeInt
     tensors: dict[str, list[NonNegativeInt]]
+    optimizer: str = "adamw"
     skipped_in_a_row: NonNegativeInt = 0
     weights_checksum: int | None = None
     weights_dtypes: list[str] | None = None
@@ -395,15 +403,12 @@ def _tensors(
         kept = ((name, parameter) for name, parameter in module.named_parameters() if name not in skip)
         tensors |= {f"model.{name}": parameter.detach() for name, parameter in kept}
     if "optimizer" in contents:
-        moments = ((name, optimizer.adamw.state[parameter]) for parameter, name in optimizer.names.items())
-        tensors |= {f"{moment}.{name}": state[moment] for name, state in moments for moment in MOMENTS}
+        tensors |= optimizer.state_tensors()
     return tensors
 
 
 def _compare(folder: Path, saved: dict[str, tuple[int, ...]], mine: dict[str, Tensor], wanted: list[str]) -> None:
-    prefixes = {"model": ("model.",), "optimizer": ("exp_avg.", "exp_avg_sq."), "extra": ()}
-    asked = tuple(prefix for part in wanted for prefix in prefixes[part])
-    saved = {name: shape for name, shape in saved.items() if name.startswith(asked)} if asked else {}
+    saved = {name: shape for name, shape in saved.items() if _content_of(name) in wanted}
     wrong = sorted(
         name for name in saved.keys() | mine.keys() if name not in mine or saved.get(name) != tuple(mine[name].shape)
     )
@@ -414,6 +419,11 @@ def _compare(folder: Path, saved: dict[str, tuple[int, ...]], mine: dict[str, Te
             f"{folder} was written by another model: {len(wrong)} tensors differ, first {name} "
             f"(saved {saved.get(name, 'absent')}, here {here})"
         )
+
+
+def _content_of(name: str) -> str:
+    """Return to what a tensor of a checkpoint belongs; an optimizer's state begins with its own names."""
+    return "model" if name.startswith("model.") else "optimizer"
 
 
 def _rng_file(folder: Path, rank: int) -> Path:

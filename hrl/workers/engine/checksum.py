@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hrl.errors import HrlError
 from hrl.workers.engine.host_memory import local
-from hrl.workers.engine.optim import Place, place_of
+from hrl.workers.engine.update_rule import Place, place_of
 
 #: One element of so many goes in with its place; a prime, so that it meets every column of a matrix.
 STRIDE = 1021

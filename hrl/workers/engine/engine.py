@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,11 +23,13 @@ from hrl.metrics import Meter, Metric
 from hrl.models.adapter import add_adapter, is_part
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.dtypes import dtype_of
+from hrl.models.experts import RoutingPass, followed_experts
 from hrl.models.flops import ModelFlops, peak_flops
-from hrl.models.loading import Loaded
+from hrl.models.loading import Loaded, hidden_matrices
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
 from hrl.profiling.spans import CHECKSUM, OPTIMIZER, span
+from hrl.workers.engine.activations import ActivationOffload
 from hrl.workers.engine.background import BackgroundWriter
 from hrl.workers.engine.casts import keeps_cast_parameters
 from hrl.workers.engine.checkpoint import (
@@ -38,11 +41,25 @@ from hrl.workers.engine.checkpoint import (
     load_state,
     record_of,
 )
-from hrl.workers.engine.checksum import Checksums, WeightsDifferError, places_of, whole_checksum
+from hrl.workers.engine.checksum import (
+    Checksums,
+    WeightsDifferError,
+    of_all_ranks,
+    places_of,
+    whole_checksum,
+)
 from hrl.workers.engine.host_memory import HostCopies, local
+from hrl.workers.engine.load_balance import LoadBalance, LoadCounter
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
-from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded, build_weight_mesh
+from hrl.workers.engine.router_meter import RouterMeter
+from hrl.workers.engine.sharding import (
+    build_mesh,
+    build_sequence_group,
+    build_sharded,
+    build_weight_mesh,
+    offload_policy,
+)
 from hrl.workers.engine.snapshot import Snapshot
 from hrl.workers.engine.weights import (
     PREFIX,
@@ -73,6 +90,7 @@ class UpdateNames:
         skipped_steps: Steps that were not finite.
         weights_checksum: Of all weights after the update.
         mfu: Share of the device's peak that forward and backward passes reached.
+        with_experts: Measure what the routers of a mixture do, as `moe/...`, which only one model of a run may do.
     """
 
     update: str
@@ -81,11 +99,12 @@ class UpdateNames:
     skipped_steps: str
     weights_checksum: str
     mfu: str
+    with_experts: bool = False
 
 
 #: Of updates on a data set, or on pairs of samples.
 FROM_DATA = UpdateNames(
-    "train", "train/grad_norm", "train/lr", "train/skipped_steps", "train/weights_checksum", "perf/mfu/train"
+    "train", "train/grad_norm", "train/lr", "train/skipped_steps", "train/weights_checksum", "perf/mfu/train", True
 )
 
 
@@ -198,6 +217,11 @@ class Engine:
         masters = dtype_of(fsdp.model_dtype)
         # Of weights that are not trained no update reads more than matrix products do.
         dtype = masters if adapter is None else dtype_of(fsdp.dtype)
+        # On a CPU there is nothing to gain: the host's memory is the device's.
+        movable = device.type != "cpu"
+        policy = offload_policy(fsdp, device)
+        #: Where the sharded weights are while they are not at work.
+        home = device if policy is None else torch.device("cpu")
         self.module, loaded = build_sharded(
             lambda meta: load(source, dtype, meta=meta),
             wrap,
@@ -207,15 +231,17 @@ class Engine:
             train=training is not None,
             adapt=None if adapter is None else lambda model: add_adapter(model, adapter, masters),
             weight_mesh=self.weight_mesh,
+            policy=policy,
         )
+        self.experts = followed_experts(self.module)
         self.has_adapter = adapter is not None
         self.source_config = loaded.source_config
         self.form = CheckpointForm.of(loaded.model)
         self.flops = ModelFlops.of(loaded.model)
         self.frozen: frozenset[str] = frozenset()
         self._out_of_reach = frozenset(PREFIX + name for name in loaded.out_of_reach)
-        # On a CPU there is nothing to gain: the host's memory is the device's.
-        movable = device.type != "cpu"
+        if movable and training is not None and source.enable_activation_offload:
+            ActivationOffload(device).attach(self.module)
         self.optimizer: Optimizer | None = None
         if training is None:
             self.module.requires_grad_(False)
@@ -223,8 +249,16 @@ class Engine:
         else:
             parameters = self.module.named_parameters()
             self.frozen = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
-            self.optimizer = Optimizer(self.module, training, device=device, offload=movable and fsdp.optimizer_offload)
-        self.host_copies = HostCopies(self.module, device) if movable and fsdp.param_offload else None
+            matrices = {id(matrix) for matrix in hidden_matrices(loaded.model)}
+            self.optimizer = Optimizer(
+                self.module,
+                training,
+                device=home,
+                offload=movable and fsdp.optimizer_offload and policy is None,
+                matrices={name for name, parameter in self.module.named_parameters() if id(parameter) in matrices},
+            )
+        moves = movable and fsdp.param_offload and policy is None
+        self.host_copies = HostCopies(self.module, device) if moves else None
         self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
         self._is_changed = False
         places = {} if training is None else places_of(self.module)
@@ -238,8 +272,10 @@ class Engine:
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
         self._snapshot_memory: dict[str, Tensor] = {}
-        self._frees_memory = self.host_copies is not None or (
-            self.optimizer is not None and self.optimizer.adamw.offload
+        self._frees_memory = (
+            policy is not None
+            or self.host_copies is not None
+            or (self.optimizer is not None and self.optimizer.rule.offload)
         )
         self.offload()
 
@@ -257,6 +293,7 @@ class Engine:
             wanted=wanted,
             device=self.device,
             group=self.sequence_group,
+            with_routing=len(self.experts) > 0,
         )
 
     @torch.no_grad()
@@ -268,6 +305,7 @@ class Engine:
         *,
         num_outputs: int,
         wanted: Wanted = "next",
+        routed: list[np.ndarray] | None = None,
     ) -> list[Tensor]:
         """Run every row once, without gradients.
 
@@ -277,6 +315,7 @@ class Engine:
             run: From a packed micro-batch to `(N,)` results.
             num_outputs: How many results `run` gives.
             wanted: Which hidden states it needs.
+            routed: Receives the experts that each row's tokens went to, `(tokens, L, K)` in the order of the rows.
 
         Returns:
             Float32 columns on the CPU: `(B, R)`, or `(B,)` for `wanted="last"`; zero where nothing was asked.
@@ -284,11 +323,16 @@ class Engine:
         count, width = rows.responses.shape
         micro_batches = forward_micro_batches(plan, count)
         results: list[Tensor] = []
+        follows = routed is not None or rows.routed is not None
+        choices: dict[int, np.ndarray] = {}
         with self.resident():
             for index, picked in enumerate(micro_batches):
                 with span(f"micro-batch {index}"):
                     packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
-                    outputs = torch.stack(packed.join(run(packed))).float()
+                    with self.experts.following(packed.routing if follows else None) as routing:
+                        outputs = torch.stack(packed.join(run(packed))).float()
+                    if routed is not None and routing is not None:
+                        choices |= self._choices(picked, packed, routing)
                 assert len(outputs) == num_outputs, "`run` gives as many results as are asked for"
                 if not packed.is_empty:
                     results.append(outputs)
@@ -296,11 +340,54 @@ class Engine:
             # Once for all micro-batches, because fetching blocks until they are computed.
             found = torch.cat(results, 1).cpu() if results else torch.zeros(num_outputs, 0)
         columns = torch.zeros(num_outputs, count, 1 if wanted == "last" else width)
+        if routed is not None:
+            routed.extend(choices[row] for row in range(count))
         # Results come in the order of the micro-batches and of their rows.
         order = [row for picked in micro_batches for row in picked]
         mask = torch.ones(count, 1, dtype=torch.bool) if wanted == "last" else torch.from_numpy(rows.trained)
         columns[:, order] = torch.zeros_like(columns).masked_scatter(mask[order].expand_as(columns), found)
         return [column.squeeze(1) if wanted == "last" else column for column in columns.unbind()]
+
+    def _choices(
+        self, picked: tuple[int, ...], packed: PackedMicroBatch, routing: RoutingPass
+    ) -> dict[int, np.ndarray]:
+        """Return the experts that the tokens of each picked row went to; every rank of a sequence group calls it."""
+        chosen = routing.stacked(self.experts.dtype)
+        if self.sequence_group is not None:
+            slices = [torch.empty_like(chosen) for _ in range(self.sequence_group.size)]
+            dist.all_gather(slices, chosen, group=self.sequence_group.processes)
+            chosen = torch.cat(slices)
+        found = chosen.cpu().numpy()
+        assert packed.routing is not None, "experts are followed"
+        paths = zip(picked, packed.routing.paths, strict=True)
+        return {row: found[:0] if path is None else found[path] for row, path in paths}
+
+    @torch.no_grad()
+    def _load_balance(
+        self,
+        mini_batch: MiniBatchPlan,
+        pack: Callable[[tuple[int, ...]], PackedMicroBatch],
+        run: Callable[[PackedMicroBatch], tuple[Tensor, ...]],
+        coefficient: float,
+    ) -> LoadBalance:
+        """Return the loss that balances the load of experts over a mini-batch; every rank calls it."""
+        counter = LoadCounter(self.experts.num_experts, self.device)
+        packs = [pack(picked) for picked in mini_batch.micro_batches]
+        known = [packed.routing for packed in packs if packed.routing is not None]
+        lacks = torch.tensor([any(not routing.is_known for routing in known)], dtype=torch.int64, device=self.device)
+        if any(lacking for (lacking,) in of_all_ranks(lacks)):  # all ranks, as a forward gathers weights
+            with span("load of experts"):
+                for packed, routing in zip(packs, known, strict=True):
+                    with self.experts.following(routing) as following:
+                        run(packed)
+                    if following is not None:
+                        counter.add(following.stacked(self.experts.dtype), routing.num_rows)
+            self._release_gathered()
+        else:
+            for routing in known:
+                if routing.replayed is not None:
+                    counter.add(routing.replayed, routing.num_rows)
+        return counter.result(coefficient, self.sequence_group)
 
     def learn(
         self,
@@ -334,16 +421,30 @@ class Engine:
         plan, (optimizer, _) = request.plan, self._trained
         # Ranks that run the same rows measure the same, and one of them is asked.
         measuring = dist.get_world_size() // self.degree
-        rows, meter = TokenRows.of(batch), Meter(measuring, len(plan.mini_batches))
+        rows = TokenRows.of(batch, routed=request.replays_experts)
+        meter, routers = Meter(measuring, len(plan.mini_batches)), RouterMeter(self.experts, self.device)
         start, steps_before, num_flops = time.perf_counter(), optimizer.steps_taken, 0.0
         broken = rows_of_nonfinite({name: column for name, column in batch.batch.items() if name in request.columns})
+
+        balance: LoadBalance | None = None
+        if request.router_aux_loss_coef:
+            self.experts.require_balance()
 
         def share_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             nonlocal num_flops
             packed = self.pack(rows, picked, wanted, is_tree=plan.is_tree)
+            # Until the backward pass, which computes layers again.
+            routing = self.experts.follow(packed.routing)
             flat = packed.join(run(packed))
             if packed.is_empty:
                 return flat[0].sum() * 0.0
+            if routing is not None and packed.routing is not None:
+                routers.add(routing, packed.routing.num_rows)
+            aux_loss = None
+            if balance is not None and routing is not None and packed.routing is not None:
+                aux_loss = balance.share(routing, packed.routing.num_rows)
+                # All ranks of a tensor group count the same tokens, so each has a part of the loss.
+                meter.add_share("moe/aux_loss", aux_loss.detach() * self._fsdp.tensor_parallel_size)
             if self.flops is not None:
                 sequence, tensor = self._fsdp.ulysses_sequence_parallel_size, self._fsdp.tensor_parallel_size
                 head_tokens = flat[0].numel() / sequence if with_head else 0
@@ -352,6 +453,8 @@ class Engine:
             loss = loss_of(
                 ForwardedMicroBatch(batch, picked, packed, flat, mini_batch, rows.responses.shape[1], meter, moved)
             )
+            if balance is not None and aux_loss is not None:
+                loss = loss + balance.coefficient * aux_loss
             # A loss may hide infinity: a clipped ratio does, and a margin that is won anyway.
             return loss if broken.isdisjoint(picked) else loss * math.nan
 
@@ -359,13 +462,19 @@ class Engine:
         with self.resident():
             self._check_unchanged()
             for index, mini_batch in enumerate(plan.mini_batches):
+                if request.router_aux_loss_coef:
+                    packs = partial(self.pack, rows, wanted=wanted, is_tree=plan.is_tree)
+                    balance = self._load_balance(mini_batch, packs, run, request.router_aux_loss_coef)
                 report = self.step(mini_batch, partial(share_of, mini_batch))
                 reports.append(report)
                 if not report.applied:
                     self._skip(report, names.update, index, batch, request, meter)
+            self.experts.follow(None)
             checksum = self._after_update(f"update {names.update} of step {request.step}")
         elapsed_s = time.perf_counter() - start
         metrics = meter.metrics()
+        if names.with_experts and len(self.experts):
+            metrics |= routers.metrics()
         applied = [report for report in reports if report.applied]
         metrics[names.grad_norm] = Metric.mean(sum(r.grad_norm for r in applied), len(applied))
         if reports:

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from hrl.batching.plan import MiniBatchPlan
 from hrl.errors import NonFiniteError
 from hrl.files import write_whole
+from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.engine.checksum import of_all_ranks
 from hrl.workers.engine.host_memory import local
-from hrl.workers.engine.optim import MOMENTS, Optimizer, StepReport, names_of_nonfinite
+from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
@@ -45,6 +46,8 @@ MAX_IN_A_ROW = 3
 MAX_DUMPS = 12
 
 FOLDER = "nonfinite"
+#: The column that says how many tokens of each row have experts to replay.
+ROUTED_LENGTHS = "routed_lengths"
 #: They follow from the other columns and would be as wide as the padding.
 _IMPLIED = ("attention_mask", "input_ids", "position_ids")
 
@@ -161,9 +164,10 @@ def check_state(module: nn.Module, optimizer: Optimizer, after: str) -> None:
     """
     trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
     tensors = {f"weight {name}": local(parameter.detach()) for name, parameter in trained}
-    if not optimizer.adamw.offload:
+    if not optimizer.rule.offload:
         for parameter, name in optimizer.names.items():
-            tensors |= {f"{moment} of {name}": local(optimizer.adamw.state[parameter][moment]) for moment in MOMENTS}
+            state = {f"{part} of {name}": local(tensor) for part, tensor in optimizer.rule.state[parameter].items()}
+            tensors |= {part: tensor for part, tensor in state.items() if tensor.is_floating_point()}
     # A norm is read as fast as memory is. It may overflow where all numbers are finite: then they are looked at.
     norms = torch.stack([norm.double() for norm in torch._foreach_norm([*tensors.values()])])
     if not any(of_all_ranks(norms.isfinite().logical_not().sum())):
@@ -259,7 +263,8 @@ def unpadded(batch: DataProto, micro_batches: Sequence[tuple[int, ...]]) -> dict
 
     Returns:
         Columns of prompt tokens `(ΣP_i,)`, of response tokens `(ΣR_i,)`, of rows `(b, ...)`; `prompt_lengths`,
-        `response_lengths` and `micro_batch (b,)`.
+        `response_lengths` and `micro_batch (b,)`; where the rows have experts to replay, `routed_experts` one row after
+        the other, and `routed_lengths (b,)`.
     """
     rows = [row for picked in micro_batches for row in picked]
     width = batch.batch["prompts"].shape[1]
@@ -276,6 +281,11 @@ def unpadded(batch: DataProto, micro_batches: Sequence[tuple[int, ...]]) -> dict
         picked = column[rows]
         valid = prompt if name == "prompts" else response
         columns[name] = (picked[valid] if picked.shape[:2] == valid.shape else picked).contiguous()
+    if ROUTED_EXPERTS in batch.non_tensor_batch:
+        routed = [batch.non_tensor_batch[ROUTED_EXPERTS][row] for row in rows]
+        columns[ROUTED_LENGTHS] = torch.tensor([len(one) for one in routed], dtype=torch.int64)
+        if known := [one for one in routed if len(one)]:  # of none, their shape is not known
+            columns[ROUTED_EXPERTS] = torch.from_numpy(np.concatenate(known))
     return columns
 
 

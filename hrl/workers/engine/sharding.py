@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -118,6 +118,11 @@ def build_sequence_group(device: torch.device, degree: int) -> SequenceGroup | N
     return SequenceGroup(of_rows.get_group(), degree, of_rows.get_local_rank())
 
 
+def offload_policy(fsdp: FsdpConfig | ForwardShardingConfig, device: torch.device) -> CPUOffloadPolicy | None:
+    """Return how FSDP2 keeps weights and gradients in host memory; None where they are on the device."""
+    return CPUOffloadPolicy(pin_memory=True) if fsdp.offload_policy and device.type != "cpu" else None
+
+
 def build_sharded(
     load: Callable[[bool], Loaded],
     wrap: Callable[[PreTrainedModel], PackedModel],
@@ -128,6 +133,7 @@ def build_sharded(
     train: bool,
     adapt: Callable[[PreTrainedModel], None] | None = None,
     weight_mesh: WeightMesh | None = None,
+    policy: CPUOffloadPolicy | None = None,
 ) -> tuple[PackedModel, Loaded]:
     """Load, wrap and shard a model.
 
@@ -143,6 +149,7 @@ def build_sharded(
         train: Freeze what cannot be trained, see `hrl.models.towers`.
         adapt: Puts an adapter into a model.
         weight_mesh: From `build_weight_mesh`.
+        policy: From `offload_policy`: then the shards are in host memory, and only buffers are on the device.
 
     Returns:
         The sharded module, and how it was loaded on rank 0 (on other ranks, how its structure was).
@@ -153,8 +160,11 @@ def build_sharded(
         if adapt is not None:
             adapt(loaded.model)
         module = wrap(loaded.model)
-        _shard(module, loaded, fsdp, mesh, towers)
-        return module.to(device), loaded
+        _shard(module, loaded, fsdp, mesh, towers, policy)
+        if policy is None:
+            return module.to(device), loaded
+        _move_buffers(module, device)
+        return module, loaded
     full = load(False) if dist.get_rank() == 0 else None
     loaded = load(True)
     unreachable = () if full is None or not train else unreachable_parameters(full.model)
@@ -167,15 +177,17 @@ def build_sharded(
     if weight_mesh is not None:
         share = module.share_out_experts if weight_mesh.of_experts else module.cut
         share(weight_mesh.group)
-    _shard(module, loaded, fsdp, mesh, towers, weight_mesh)
+    _shard(module, loaded, fsdp, mesh, towers, policy, weight_mesh)
     tied = _tied_names(module)
-    module.to_empty(device=device)
+    module.to_empty(device=device if policy is None else torch.device("cpu"))
     _tie(module, tied)
     whole = None if full is None else wrap(full.model)
     weights = {} if whole is None else whole.state_dict()
     set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     _tie(module, tied)
     _broadcast_buffers(module, whole)
+    if policy is not None:
+        _move_buffers(module, device)
     # What transformers converted when rank 0 read the weights, all ranks convert back.
     loaded.model._weight_conversions = _broadcast_object(None if full is None else full.model._weight_conversions)
     return module, loaded if full is None else replace(full, model=loaded.model, out_of_reach=loaded.out_of_reach)
@@ -195,6 +207,7 @@ def _shard(
     fsdp: FsdpConfig | ForwardShardingConfig,
     mesh: DeviceMesh,
     towers: Sequence[nn.Module] = (),
+    offload: CPUOffloadPolicy | None = None,
     weight_mesh: WeightMesh | None = None,
 ) -> None:
     compute = dtype_of(fsdp.dtype)
@@ -203,9 +216,10 @@ def _shard(
         reduce_dtype=torch.float64 if compute == torch.float64 else torch.float32,
         cast_forward_inputs=False,
     )
+    where = OffloadPolicy() if offload is None else offload
     device = torch.device(mesh.device_type)
     reshard = fsdp.reshard_after_forward and not keeps_cast_parameters(mesh.size(), device, fsdp.reshard_after_forward)
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=where)
     if weight_mesh is not None:
         shard = partial(shard, mesh=weight_mesh.shards, shard_placement_fn=_placed_on(mesh))
     for layer in decoder_layers(loaded.model):
@@ -266,6 +280,12 @@ def _broadcast_buffers(module: nn.Module, source: nn.Module | None) -> None:
         if source is not None:
             buffer.copy_(values[name])
         dist.broadcast(buffer, src=0)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = buffer.to(device)
 
 
 def _broadcast_object(value: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from hrl.errors import HrlError
@@ -92,12 +93,15 @@ class SampleOutput:
             top-k and top-p if they are on. At temperature 0, log-softmax(logits).
         finish_reason: A stop token, the length limit, or an abort.
         policy_version: Of the weights that produced the whole response.
+        routed: `(tokens, L, K)`, the experts of the prompt's tokens and of the response's but the last, see
+            `hrl.routing`; None unless the engine was opened to return them.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     policy_version: int
+    routed: np.ndarray | None = None
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample_index: int, *within: int | str) -> int:

@@ -11,21 +11,25 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hrl.models.adapter import add_adapter
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.models.experts import ExpertLayers, follow_experts
 from hrl.models.hf_config import load_config
 from hrl.models.ops.rope import fix_rope_frequencies
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     EngineDeadError,
     EngineSetup,
+    FinishReason,
     OnTokens,
     RolloutEngine,
     RolloutError,
@@ -112,6 +116,7 @@ class _Request:
         tell: Told of its tokens.
         generator: Its own.
         token_ids, log_probs: What has been sampled.
+        routed: The experts of the tokens that have passed through the model, `(tokens, L, K)` each, in order.
     """
 
     prompt_ids: list[int]
@@ -121,6 +126,7 @@ class _Request:
     generator: torch.Generator
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    routed: list[np.ndarray] = field(default_factory=list)
 
     def add(self, token: int, log_prob: float) -> None:
         self.token_ids.append(token)
@@ -152,6 +158,7 @@ class HfEngine(RolloutEngine):
         self._stop_token_ids = setup.tokens.stop
         self._model: PreTrainedModel | None = None
         self._receiver: WeightReceiver | None = None
+        self._experts: ExpertLayers | None = None
         self._thread = ThreadPoolExecutor(1, "hf-engine")
         self._waiting: list[_Request] = []
         self._batch: list[_Request] = []
@@ -184,7 +191,9 @@ class HfEngine(RolloutEngine):
         await request.done
         tokens = request.token_ids
         stopped = bool(tokens) and tokens[-1] in self._stop_token_ids
-        return SampleOutput(tokens, request.log_probs, "stop" if stopped else "length", self.policy_version)
+        reason: FinishReason = "stop" if stopped else "length"
+        routed = None if self._experts is None else np.concatenate(request.routed)
+        return SampleOutput(tokens, request.log_probs, reason, self.policy_version, routed)
 
     def take_counts(self) -> dict[str, float]:
         """Return how many waves were too large for the memory, see `RolloutEngine.take_counts`."""
@@ -213,6 +222,9 @@ class HfEngine(RolloutEngine):
             config=load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code),
         )
         fix_rope_frequencies(model, source.max_model_len)
+        if self.setup.config.enable_rollout_routing_replay:
+            self._experts = follow_experts(model)
+            self._experts.require_some()
         if source.adapter is not None and not source.adapter.merge:  # a sync brings its matrices alone
             add_adapter(model, source.adapter, model.dtype)
         return model.to(self._device).eval()
@@ -276,9 +288,17 @@ class HfEngine(RolloutEngine):
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
         cache = None
         while running := [row for row in running if not self._is_over(wave[row])]:
-            result = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
+            with nullcontext() if self._experts is None else self._experts.recording() as routing:
+                result = model(
+                    input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                )
+            if routing is not None and self._experts is not None:
+                of_rows = routing.stacked(self._experts.dtype).unflatten(0, ids.shape).cpu().numpy()
+                for row in running:
+                    if cache is None:  # what an earlier wave had is computed again
+                        wave[row].routed = [of_rows[row, width - len(contexts[row]) :]]
+                    else:
+                        wave[row].routed.append(of_rows[row])
             cache = result.past_key_values
             logits = result.logits[:, -1].float()
             next_ids = torch.zeros(len(wave), 1, dtype=torch.int64)

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hrl.columns import object_column
 from hrl.protocol import DataProto
+from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     DROP_WEIGHTS,
@@ -205,7 +207,8 @@ class RolloutHost:
 
         Returns:
             In the order of the rows, the columns of `response_columns`; `uid`, `sample_index` and `finish_reason`;
-            meta_info with `temperature` and `policy_version`.
+            where asked, `routed_experts`; meta_info with `temperature` and
+            `policy_version`.
 
         Raises:
             RolloutError: Names the row, or the engine.
@@ -230,9 +233,12 @@ class RolloutHost:
         reasons = np.array([output.finish_reason for output in outputs], dtype=object)
         columns = response_columns(prompts, prompt_mask, outputs, sampling.max_tokens, self._setup.tokens.pad)
         check_values(columns, keys, self._setup.tokens.vocab_size)
+        others = {"uid": objects["uid"], "sample_index": objects["sample_index"], "finish_reason": reasons}
+        if request.with_experts:
+            others[ROUTED_EXPERTS] = object_column([output.routed for output in outputs])
         return DataProto.from_dict(
             tensors=columns,
-            non_tensors={"uid": objects["uid"], "sample_index": objects["sample_index"], "finish_reason": reasons},
+            non_tensors=others,
             meta_info={"temperature": sampling.temperature, "policy_version": self.policy_version},
         )
 
@@ -389,6 +395,8 @@ class RolloutHost:
         async def one(row: int, prompt: list[int], key: tuple[str, int], sampling: SamplingParams) -> SampleOutput:
             output = await self.engine.generate(prompt, sampling, f"{wave}-{row}")
             check_output(output, sample_name(row, key), max_tokens=sampling.max_tokens, version=version)
+            if asked.with_experts:
+                output = with_routed(output, sample_name(row, key), len(prompt))
             if on_sample is not None:
                 await loop.run_in_executor(listener, on_sample, row, output.token_ids, output.finish_reason)
             return output
@@ -425,12 +433,14 @@ class _Asked:
         keys: Of each row, see `sample_keys`.
         samplings: How each row's response is sampled.
         reward_round: Where finished samples are sent.
+        with_experts: Answers have the experts of their tokens.
     """
 
     prompts: list[list[int]]
     keys: list[tuple[str, int]]
     samplings: list[SamplingParams]
     reward_round: int | None
+    with_experts: bool
 
     @classmethod
     def of(cls, batch: DataProto, request: SampleRequest[RankPlan]) -> Self:
@@ -445,7 +455,7 @@ class _Asked:
             for key, greedy in zip(keys, is_greedy, strict=True)
         ]
         prompts = prompt_tokens(batch.batch["prompts"], batch.batch["attention_mask"])
-        return cls(prompts, keys, samplings, request.reward_round)
+        return cls(prompts, keys, samplings, request.reward_round, request.with_experts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -502,6 +512,29 @@ def check_output(output: SampleOutput, name: str, *, max_tokens: int, version: i
         wrong = f"policy version {output.policy_version}, although version {version} is served"
     if wrong is not None:
         raise RolloutError(f"the engine answered {name} with {wrong}")
+
+
+def with_routed(output: SampleOutput, name: str, prompt_length: int) -> SampleOutput:
+    """Return an answer with the experts that its tokens went to; with none of any token if it was aborted.
+
+    Args:
+        output: The answer.
+        name: Of the sample.
+        prompt_length: Tokens of its prompt.
+
+    Raises:
+        RolloutError: Names the sample, and what came in their place.
+    """
+    wanted = prompt_length + max(len(output.token_ids) - 1, 0)
+    found = None if output.routed is None else output.routed.shape
+    if found is not None and len(found) == 3 and found[0] == wanted:
+        return output
+    if output.finish_reason == "abort":
+        return replace(output, routed=np.zeros((0, 0, 0), np.uint8))
+    raise RolloutError(
+        f"the engine answered {name} with experts of shape {found}, and {wanted} tokens have passed through it: "
+        "set actor.router_replay.mode=disabled, or R2, which needs nothing of the engine"
+    )
 
 
 def check_values(columns: Mapping[str, Tensor], keys: Sequence[tuple[str, int]], vocab_size: int) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from hrl.models.hf_config import engine_overrides
@@ -37,6 +38,7 @@ from hrl.processes.child_environment import changed_environment
 from hrl.processes.evidence import printed_last, why_memory_ended_it
 from hrl.processes.imports import quick_imports
 from hrl.processes.watch import NEEDED
+from hrl.routing import routing_dtype
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout import early_process
 from hrl.workers.rollout.base import (
@@ -116,6 +118,8 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         args |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "block_size": CPU_BLOCK_TOKENS}
     else:
         args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": setup.sleeps}
+        if config.enable_rollout_routing_replay:  # on a CPU vLLM refuses it, and `vllm_routing` does the same
+            args["enable_return_routed_experts"] = True
     return args | engine_options(model.adapter) | setup.arguments
 
 
@@ -192,7 +196,9 @@ class VllmEngine(RolloutEngine):
             self._loaded_from_folder()
             self._adapter = None
             self._watch(child.pid for child in _engine_processes() if child.pid not in self._others)
-            self.processes = await self._call("hrl_join", plain_fields(self.setup.model.adapter))
+            self.processes = await self._call(
+                "hrl_join", plain_fields(self.setup.model.adapter), self.setup.config.enable_rollout_routing_replay
+            )
         self._lives = [ProcessLife(process["pid"]) for process in self.processes]
         self._watch(process["pid"] for process in self.processes)
         self._asking = asyncio.create_task(self._keep_asking())
@@ -238,7 +244,7 @@ class VllmEngine(RolloutEngine):
         if on_tokens is not None:
             return await self._generate_by_and_by(prompt_ids, params, request_id, on_tokens)
         completion = (await self._request(prompt_ids, params, request_id)).outputs[0]
-        return self._sampled(completion.token_ids, completion.logprobs.logprobs, completion.finish_reason, request_id)
+        return await self._sampled(completion, completion.token_ids, completion.logprobs.logprobs, request_id)
 
     async def _generate_by_and_by(
         self, prompt_ids: list[int], params: VllmSamplingParams, request_id: str, on_tokens: OnTokens
@@ -257,15 +263,29 @@ class VllmEngine(RolloutEngine):
                 on_tokens(new, theirs)
 
         last = await self._request(prompt_ids, params, request_id, told)
-        return self._sampled(ids, log_probs, last.outputs[0].finish_reason, request_id)
+        return await self._sampled(last.outputs[0], ids, log_probs, request_id)
 
-    def _sampled(
-        self, token_ids: Iterable[int], log_probs: list[float], finish_reason: str | None, request_id: str
+    async def _sampled(
+        self, completion: Any, token_ids: Iterable[int], log_probs: list[float], request_id: str
     ) -> SampleOutput:
-        reason = _FINISH_REASONS.get(finish_reason)
+        reason = _FINISH_REASONS.get(completion.finish_reason)
         if reason is None:
-            raise RolloutError(f"request {request_id}: vLLM ended it with {finish_reason!r}")
-        return SampleOutput(list(token_ids), log_probs, reason, self.policy_version)
+            raise RolloutError(f"request {request_id}: vLLM ended it with {completion.finish_reason!r}")
+        routed = None
+        if self.setup.config.enable_rollout_routing_replay:
+            routed = await self._routed(completion, request_id)
+        return SampleOutput(list(token_ids), log_probs, reason, self.policy_version, routed)
+
+    async def _routed(self, completion: Any, request_id: str) -> np.ndarray | None:
+        """Return the experts `(tokens, L, K)` of a finished request; None if vLLM knows of none."""
+        if self.setup.device.type == "cpu":
+            answers = await self._call("hrl_take_routed", request_id)
+            plain = next((answer for answer in answers if answer), None)
+            if plain is None:
+                return None
+            return np.frombuffer(plain["data"], plain["dtype"]).reshape(plain["shape"])
+        first = self.processes[0]
+        return own_layers(completion.routed_experts, first["routed_layers"], first["num_experts"])
 
     async def _sleep(self, level: int) -> None:
         await self._alive(self._running().sleep(level), "sleep")
@@ -414,6 +434,18 @@ class VllmEngine(RolloutEngine):
         known = [self._why_ended, *(NEEDED.why_it_ended(pid) for pid in sorted(self._watched)), why_memory_ended_it()]
         reason = next((f". {reason}" for reason in known if reason is not None), f"; {printed_last()}")
         return f"the vLLM engine (pid {pids}) died during {during}{reason}"
+
+
+def own_layers(routed: np.ndarray | None, layers: Sequence[int], num_experts: int) -> np.ndarray | None:
+    """Return the experts `(tokens, L, K)` in the layers that have some, of those that vLLM returns for all.
+
+    Args:
+        routed: `(tokens, all layers, K)`; those of a layer without experts mean nothing.
+        layers: The numbers of those with experts.
+        num_experts: Of a layer.
+    """
+    # vLLM takes one byte for 256 experts; here that many leave no number for a missing choice.
+    return None if routed is None else np.asarray(routed)[:, list(layers)].astype(routing_dtype(num_experts))
 
 
 def _engine_processes() -> list[multiprocessing.process.BaseProcess]:

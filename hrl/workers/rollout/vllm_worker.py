@@ -31,6 +31,7 @@ from hrl.profiling.recorder import start_profile, stop_profile
 from hrl.profiling.spans import phase_span
 from hrl.workers.rollout.drawing import draw, seeded_number
 from hrl.workers.rollout.vllm_adapter import VllmAdapterWriter, leave_ends_alone, multiply_plainly
+from hrl.workers.rollout.vllm_routing import NoRoutingError, RoutingRecorder, routed_layers
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import WeightSyncError
 
@@ -273,12 +274,13 @@ def _as_loaded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class RolloutWorkerExtension:
     """Methods that vLLM mixes into its worker. Their names must not be vLLM's own."""
 
-    def hrl_join(self, adapter: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def hrl_join(self, adapter: Mapping[str, Any] | None = None, routing: bool = False) -> dict[str, Any]:
         """Bind this process to its parent's life, prepare its model, and return rank, pid and number of threads.
 
         Args:
             adapter: What is to be known of the adapter that a sync brings (`vllm_adapter.plain_fields`); None where it
                 brings a model.
+            routing: The experts that tokens go to will be asked for; also return the layers that have some.
         """
         if multiprocessing.parent_process() is not None:
             die_with_parent()
@@ -301,7 +303,24 @@ class RolloutWorkerExtension:
         config: VllmConfig = self.vllm_config  # type: ignore[attr-defined]
         writer = VllmModelWriter(model, config) if adapter is None else VllmAdapterWriter(manager, adapter, config)
         self._hrl_receiver = WeightReceiver(writer, f"vllm worker {rank}", rank)
-        return {"rank": rank, "pid": os.getpid(), "threads": torch.get_num_threads()}
+        joined: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "threads": torch.get_num_threads()}
+        self._hrl_routing: RoutingRecorder | None = None
+        if routing:
+            joined["routed_layers"] = routed_layers(model)
+            joined["num_experts"] = self.model_runner.model_config.get_num_experts()  # type: ignore[attr-defined]
+            if not torch.cuda.is_available() and rank == 0:  # all ranks choose the same
+                try:
+                    self._hrl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
+                except NoRoutingError as error:
+                    return {"error": str(error)}
+        return joined
+
+    def hrl_take_routed(self, request: str) -> dict[str, Any]:
+        """Return the experts of a finished request, `(tokens, L, K)` as plain data; see `RoutingRecorder.take`."""
+        routed = None if self._hrl_routing is None else self._hrl_routing.take(request)
+        if routed is None:
+            return {}
+        return {"shape": list(routed.shape), "dtype": routed.dtype.name, "data": routed.tobytes()}
 
     def hrl_answer(self) -> dict[str, Any]:
         """Say that this process is alive."""
@@ -319,6 +338,8 @@ class RolloutWorkerExtension:
 
     def hrl_weights_commit(self) -> dict[str, Any]:
         """Put the new weights into effect and return a `ReceiverReport`. See `WeightReceiver.commit`."""
+        if self._hrl_routing is not None:
+            self._hrl_routing.forget()
         with phase_span("weight sync"):
             answer = _answer(lambda: asdict(self._hrl_receiver.commit()))
         if "error" not in answer and torch.cuda.is_available():

@@ -6,11 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from hrl.columns import object_column
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
+from hrl.routing import ROUTED_EXPERTS
 from hrl.trainer.ppo.reward_parts import RewardPartError
 from hrl.workers.requests import OldLogProbs
 from tests.trainer.ppo.driver import Driver, Rewards, Workers
@@ -238,3 +241,57 @@ def test_a_resumed_run_finds_the_gate_as_it_was(tmp_path: Path) -> None:
 
     assert "log_prob" not in run(1)
     assert run(2) == ["load", "generate", "sleep", "log_prob", "update"]
+
+
+# ---------------------------------------------------------------------------------------------- experts
+
+
+class WithExperts(Workers):
+    """The engine's experts are 1 and 2, of which the second row of a batch lacks a prompt; a pass's are 3 and 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[Any] = []
+
+    def generate_sequences(self, rows: DataProto, request: Any) -> DataProto:
+        sampled = super().generate_sequences(rows, request)
+        if not request.with_experts:
+            return sampled
+        routed = [np.full((3, 1, 2), (1, 2), np.uint8) for _ in range(len(rows))]
+        routed[1][:2] = 255
+        sampled.non_tensor_batch[ROUTED_EXPERTS] = object_column(routed)
+        return sampled
+
+    def compute_log_prob(self, batch: DataProto, request: Any) -> DataProto:
+        self.passes.append(request)
+        assert request.columns <= {*batch.batch.keys(), *batch.non_tensor_batch}
+        found = super().compute_log_prob(batch, request)
+        if request.records_experts:
+            found.non_tensor_batch[ROUTED_EXPERTS] = object_column([np.full((3, 1, 2), (3, 4), np.uint8)] * len(batch))
+        return found
+
+
+@pytest.mark.parametrize(("mode", "taken"), [("R3", [1, 2]), ("R2", [3, 4])])
+def test_experts_reach_the_update_from_the_sampler_or_from_the_pass_before(
+    mode: str, taken: list[int], tmp_path: Path
+) -> None:
+    workers = WithExperts()
+    off_policy = ("actor_rollout_ref.actor.ppo_epochs=2", f"actor_rollout_ref.actor.router_replay.mode={mode}")
+    balance = "actor_rollout_ref.actor.router_aux_loss_coef=0.01"
+    one_step(Driver(tmp_path, *GROUPS, *off_policy, balance, workers=workers, rewards=PerRow([1.0, 0.0] * 3)))
+    assert [(one.replays_experts, one.records_experts) for one in workers.passes] == [(mode == "R3", mode == "R2")]
+    (learnt,), (asked,) = workers.learnt, workers.asked
+    assert asked.replays_experts and ROUTED_EXPERTS in asked.columns and asked.router_aux_loss_coef == 0.01
+    for row in learnt.non_tensor_batch[ROUTED_EXPERTS]:
+        assert row[:, 0].tolist() == [taken] * 3
+
+
+def test_where_a_batch_is_one_step_r2_has_nothing_to_take_and_r3_is_compared_as_it_replays(tmp_path: Path) -> None:
+    for mode in ("R2", "R3"):
+        workers = WithExperts()
+        key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
+        one_step(Driver(tmp_path / mode, *GROUPS, key, workers=workers, rewards=PerRow([0.0] * 6)))
+        assert workers.asked[0].replays_experts is (mode == "R3")
+        # No row has an advantage, so none runs in the update, and all are compared in a pass of their own.
+        assert [one.replays_experts for one in workers.passes] == [mode == "R3"]
+        assert (ROUTED_EXPERTS in workers.learnt[0].non_tensor_batch) is (mode == "R3")

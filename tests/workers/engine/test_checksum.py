@@ -10,7 +10,7 @@ import torch
 
 from hrl.workers.engine.checksum import STRIDE, Checksums, WeightsDifferError, _parts, places_of
 from hrl.workers.engine.nonfinite import NonFiniteStepError, NonFiniteWeightsError
-from hrl.workers.engine.optim import Place
+from hrl.workers.engine.update_rule import Place
 from tests.models.tiny import make_batch, plan_rows
 from tests.workers.asked import Actor
 from tests.workers.engine.ranks import flip, policy_of
@@ -119,7 +119,7 @@ def test_weights_that_come_back_otherwise_are_refused(llama: Path, tmp_path: Pat
 def test_weights_or_moments_that_are_no_numbers_end_the_run_at_once(llama: Path, tmp_path: Path) -> None:
     policy = learned(llama)
     parameter = policy.engine.module.get_parameter(NAME)
-    policy.engine.optimizer.adamw.state[parameter]["exp_avg_sq"].to_local()[0, 0] = float("inf")
+    policy.engine.optimizer.rule.state[parameter]["exp_avg_sq"].to_local()[0, 0] = float("inf")
     with pytest.raises(NonFiniteWeightsError, match=f"update actor of step 7.*rank 0: exp_avg_sq of {NAME}"):
         learn(policy)
     assert issubclass(NonFiniteWeightsError, NonFiniteStepError), "which has an exit status of its own"
@@ -129,5 +129,5 @@ def test_large_finite_weights_are_no_trouble(llama: Path) -> None:
     policy = policy_of(llama, "float32")
     with torch.no_grad():
         # Its square is beyond float32. The layer's output is divided by its norm, so the loss stays finite.
-        policy.engine.optimizer.adamw.state[policy.engine.module.get_parameter(NAME)]["exp_avg"].to_local()[0, 0] = 1e25
+        policy.engine.optimizer.rule.state[policy.engine.module.get_parameter(NAME)]["exp_avg"].to_local()[0, 0] = 1e25
     learn(policy)

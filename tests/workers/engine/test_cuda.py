@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl.batching.plan import RankPlan
 from hrl.protocol import DataProto
-from hrl.workers.engine.optim import AdamW, round_stochastically
+from hrl.workers.engine.adamw import AdamW
+from hrl.workers.engine.rounding import round_stochastically
 from hrl.workers.policy import Policy
 from tests.models.tiny import (
     SHAPE,
@@ -56,7 +57,7 @@ def moments_of(policy: Policy) -> dict[str, torch.Tensor]:
     """Both moments of every parameter."""
     optimizer = policy.engine.optimizer
     return {
-        f"{key}.{name}": optimizer.adamw.state[parameter][key].to_local()
+        f"{key}.{name}": optimizer.rule.state[parameter][key].to_local()
         for parameter, name in optimizer.names.items()
         for key in ("exp_avg", "exp_avg_sq")
     }
@@ -141,6 +142,42 @@ def test_offloading_moves_everything_there_and_back_and_changes_no_number(llama)
         for name, tensor in weights_of(stayed).items():
             tensor.copy_(state[name])
     torch.testing.assert_close(stayed.log_probs(batch, plan).batch["old_log_probs"], offloaded)
+
+
+def test_a_policy_whose_steps_are_on_the_host_lies_there_and_moves_as_one_on_the_gpu(llama, tmp_path):
+    batch, plan = batch_and_plan()
+    policies = [policy_on(CUDA, llama), policy_on(CUDA, llama, offload_policy=True)]
+    assert homes(policies[1]) == ON_HOST
+    for policy in policies:
+        for _ in range(2):
+            policy.learn(batch, plan)
+    stayed, there = map(state_of, policies)
+    assert homes(policies[1]) == ON_HOST
+    for name in stayed:
+        # The last bits of a CPU's kernel are its own.
+        torch.testing.assert_close(there[name], stayed[name], rtol=1e-4, atol=1e-6, msg=name)
+    sent = dict(policies[1].engine.iter_full_params(torch.bfloat16))
+    assert all(tensor.is_cuda for tensor in sent.values())
+    policies[1].engine.save(tmp_path / "state")
+    resumed = policy_on(CUDA, llama, offload_policy=True)
+    resumed.engine.load(tmp_path / "state")
+    assert_equal(state_of(resumed), there)
+    scores = [p.log_probs(batch, plan).batch["old_log_probs"] for p in (policies[1], resumed)]
+    assert torch.equal(*scores)
+
+
+def test_a_policy_whose_steps_are_on_the_host_holds_the_layers_at_work(tmp_path):
+    """Weights are many and activations few, so the peak of an update is what is gathered and reduced."""
+    batch, plan = batch_and_plan()
+    deep = LlamaConfig(**(SHAPE | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}))
+    LlamaForCausalLM(deep).save_pretrained(tmp_path)
+    policy = policy_on(CUDA, tmp_path, offload_policy=True)
+    weights = sum(tensor.nbytes for tensor in weights_of(policy).values())
+    policy.learn(batch, plan)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    policy.learn(batch, plan)
+    assert torch.cuda.max_memory_allocated() - before < weights
 
 
 def test_an_offloaded_policy_holds_no_memory_of_the_gpu_between_its_calls(tmp_path):

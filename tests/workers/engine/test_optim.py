@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hrl.workers.engine.optim import AdamW, Optimizer, learning_rate, noise, round_stochastically, rounding_key
+from hrl.workers.engine.adamw import AdamW
+from hrl.workers.engine.optim import Optimizer, learning_rate
+from hrl.workers.engine.rounding import noise, round_stochastically, rounding_key
 from hrl.workers.requests import Training
 from tests.models.tiny import optim_config
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
@@ -53,7 +55,7 @@ def test_the_reported_norm_is_the_one_before_clipping():
     module.weight.grad = torch.tensor([[3.0, 4.0]])
     report = optimizer.step(torch.tensor(0.0))
     assert report.grad_norm == pytest.approx(5.0) and report.applied
-    moments = optimizer.adamw.state[module.weight]["exp_avg"]
+    moments = optimizer.rule.state[module.weight]["exp_avg"]
     torch.testing.assert_close(moments, 0.1 * torch.tensor([[0.6, 0.8]]), rtol=1e-5, atol=0)
 
 
@@ -61,7 +63,7 @@ def test_a_small_gradient_is_not_scaled():
     module, optimizer = make_optimizer(10.0)
     module.weight.grad = torch.tensor([[3.0, 4.0]])
     optimizer.step(torch.tensor(0.0))
-    torch.testing.assert_close(optimizer.adamw.state[module.weight]["exp_avg"], torch.tensor([[0.3, 0.4]]))
+    torch.testing.assert_close(optimizer.rule.state[module.weight]["exp_avg"], torch.tensor([[0.3, 0.4]]))
 
 
 def test_a_loss_that_is_not_finite_stops_the_step_even_with_finite_gradients():

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 PROGRAM = """
 import torch
-from hrl.workers.engine.optim import by_kernel, round_stochastically, rounding_key
+from hrl.workers.engine.rounding import by_kernel, round_stochastically, rounding_key
 
 for count, first in ((1, 0), (5000, 3), (4096, 2**31 - 100), (3000, 2**32 - 7), (3000, 2**33 + 5)):
     wide = torch.randn(count, generator=torch.Generator().manual_seed(count)) * 1e-2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -75,6 +76,22 @@ def log_probs_at(logits: Tensor, out: DataProto, temperature: float) -> Tensor:
 def response_log_probs(model: PreTrainedModel, out: DataProto, temperature: float) -> Tensor:
     """Both at once."""
     return log_probs_at(response_logits(model, out), out, temperature)
+
+
+@torch.no_grad()
+def routed_experts(model: PreTrainedModel, out: DataProto) -> list[np.ndarray]:
+    """The experts ``(tokens, L, K)`` of each row's tokens but its last, by one forward of each, heard by hooks."""
+    heard: list[Tensor] = []
+    routers = [part for part in model.modules() if type(part).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(lambda _, __, output: heard.append(output[2])) for router in routers]
+    rows = []
+    for ids, mask in zip(out.batch["input_ids"], out.batch["attention_mask"].bool(), strict=True):
+        heard.clear()
+        model(input_ids=ids[mask][None, :-1])
+        rows.append(torch.stack(heard, 1).numpy())
+    for hook in hooks:
+        hook.remove()
+    return rows
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def rollout_config(name: str, **changes: Any) -> RolloutConfig:
         "max_num_seqs": 64,
         "max_num_batched_tokens": 4096,
         "enforce_eager": True,
+        "enable_rollout_routing_replay": False,
         "log_prob_use_dynamic_bsz": True,
         "log_prob_max_token_len_per_gpu": 16384,
         "log_prob_micro_batch_size_per_gpu": None,
@@ -90,6 +92,7 @@ def sample_rows(
 ) -> DataProto:
     """One response per row, as a driver would ask for it; `sampling` are fields of `SamplingParams`."""
     request = sample_request(max_tokens=max_tokens, step=step, with_greedy=with_greedy, **sampling)
+    request = replace(request, with_experts=host.engine.setup.config.enable_rollout_routing_replay)
     return host.generate_sequences(batch, request, on_sample, timeout_s=timeout_s)
 
 

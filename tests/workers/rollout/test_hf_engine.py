@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hrl.models.tokenizer import TokenIds
+from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout import hf_engine
 from hrl.workers.rollout.base import OnTokens, RolloutError
@@ -278,3 +280,21 @@ def test_what_is_cancelled_is_not_sampled_any_further(folder, monkeypatch):
 
     asyncio.run(play())
     assert drawn == [50, 50, 50, 2, 2]
+
+
+def test_the_experts_of_each_token_are_returned_also_of_what_a_later_wave_computes_again(tmp_path, monkeypatch):
+    folder = models.save_tiny_mixture(tmp_path)
+    setup = engine_setup(
+        "hf", folder, TokenIds(0, (1,), models.VOCAB), 4 + R, dtype="float32", enable_rollout_routing_replay=True
+    )
+    model = models.load(folder)
+    with RolloutHost(setup) as host:
+        whole = sample(host, prompt_batch(PROMPTS, n=2, width=4))
+        with monkeypatch.context() as patch:
+            patch.setattr(host.engine._model, "forward", only_fits(host.engine._model, 4))
+            split = sample(host, prompt_batch(PROMPTS, n=2, width=4))
+        assert host.take_counts()
+    for out in (whole, split):
+        found = out.non_tensor_batch[ROUTED_EXPERTS]
+        for row, theirs in zip(found, models.routed_experts(model, out), strict=True):
+            assert row.dtype == np.uint8 and np.array_equal(np.sort(row, -1), np.sort(theirs, -1))

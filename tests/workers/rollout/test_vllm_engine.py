@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -31,6 +32,7 @@ from hrl.episodes.tokens import Transcript
 from hrl.models.tokenizer import TokenIds, load_tokenizer
 from hrl.profiling.operators import Profile
 from hrl.protocol import DataProto
+from hrl.routing import ROUTED_EXPERTS, is_missing
 from hrl.serve.door import Door, Served
 from hrl.serve.outside import OutsideCalls
 from hrl.serve.policy import PolicyWords, Reading
@@ -38,11 +40,13 @@ from hrl.serve.rows import rows_of
 from hrl.serve.server import DoorServer
 from hrl.serve.sessions import Limits as SessionLimits
 from hrl.serve.sessions import Sessions
+from hrl.trainer.ppo.generation import share_known_experts
 from hrl.workers.policy import Policy
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, OnTokens, RolloutError, SampleOutput, told_on
 from hrl.workers.rollout.host import LoopThread, RolloutHost
 from hrl.workers.rollout.single_requests import EngineAnswer, EngineWork
+from hrl.workers.rollout.vllm_engine import CPU_BLOCK_TOKENS
 from hrl.workers.weight_sync.broadcast import BroadcastSender
 from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
@@ -570,18 +574,28 @@ def test_one_process_is_the_whole_engine_and_uses_every_core(host, others):
 def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_die_together(tmp_path):
     """fp32 leaves no rounding to hide behind: what is reported is the log-prob at the sampling temperature.
 
-    A mixture of experts, which vLLM, transformers and the checkpoint each keep in another form.
+    A mixture of experts, which vLLM, transformers and the checkpoint each keep in another form; its routers' choices
+    are returned, but for what was in the cache: a whole block of the first prompt, of all samples but one.
     """
     folder = models.save_tiny_mixture(tmp_path)
     others = children()
     changes = {"dtype": "float32", "tensor_model_parallel_size": 2, "kv_cache_gib": 0.1}
-    with RolloutHost(engine_setup("vllm", folder, TokenIds(0, (1,), models.VOCAB), 8 + R, **changes)) as host:
+    changes |= {"enable_rollout_routing_replay": True}
+    prompts, width = [list(range(5, 45)), [8]], 40
+    with RolloutHost(engine_setup("vllm", folder, TokenIds(0, (1,), models.VOCAB), width + R, **changes)) as host:
         pids = [process["pid"] for process in host.engine.processes]
         assert len(set(pids)) == 2 and engine_processes(others) > set(pids)
         changed = models.load(folder)
         for version in (0, 1):
-            out = sample(host, prompt_batch([[5, 6, 7], [8]], n=4, width=8), temperature=0.7)
+            out = sample(host, prompt_batch(prompts, n=4, width=width), temperature=0.7)
             mask = out.batch["response_mask"].bool()
+            lacking = [int(is_missing(row).sum()) for row in out.non_tensor_batch[ROUTED_EXPERTS]]
+            assert sorted(lacking) == [0] * 5 + [CPU_BLOCK_TOKENS] * 3
+            share_known_experts(out)
+            for row, theirs in zip(
+                out.non_tensor_batch[ROUTED_EXPERTS], models.routed_experts(changed, out), strict=True
+            ):
+                assert np.array_equal(np.sort(row, -1), np.sort(theirs, -1))
             expected = models.response_log_probs(changed, out, 0.7)
             assert out.meta_info["policy_version"] == version
             assert (out.batch["rollout_log_probs"] - expected)[mask].abs().mean() < 1e-3

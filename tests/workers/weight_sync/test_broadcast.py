@@ -293,6 +293,25 @@ def test_receivers_hear_of_an_aborted_broadcast_before_their_deadline():
     receiver.join(10)
 
 
+def test_a_sender_on_a_gpu_keeps_no_buffers_after_a_sync_and_one_on_a_cpu_keeps_them():
+    """Touching fresh pages of host memory costs more than the copy; a GPU's memory belongs to others between syncs."""
+    answers: queue.Queue = queue.Queue()
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=30)
+    thread = start_receiver(sender, 1, 0, [1, 2], answers)
+    sync = WeightSync(MANIFEST, sender, timeout_s=30)
+    sync.push(1, weights(1))
+    assert [buffer.nbytes for buffer in sender._buffers] == [MANIFEST.largest_bucket_bytes] * 2
+    sender._device = torch.device("cuda")  # only for what is kept
+    sender.release()
+    assert sender._buffers == []
+    sender._device = torch.device("cpu")
+    sync.push(2, weights(2))
+    assert answers.get(timeout=30) == (0, True, False)
+    thread.join(10)
+    sync.close()
+    assert sender._buffers == []
+
+
 def test_the_store_listens_on_its_own_address_only():
     sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=5)
 

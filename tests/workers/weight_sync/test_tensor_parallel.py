@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -264,3 +265,11 @@ def test_buffers_hold_two_buckets_and_only_during_a_sync(pair, devices):
     assert devices.open_bytes == 0
     with pytest.raises(WeightSyncError, match="no sync is under way"):
         sender.buffer(0)
+
+
+def test_a_sync_that_fails_keeps_no_buffers(devices):
+    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), InProcess(), timeout_s=TIMEOUT_S)
+    with pytest.raises(WeightSyncError, match="end before"):
+        sync.push(1, weights(1)[:-1])
+    gc.collect()  # the error's frames
+    assert devices.open_bytes == 0
