@@ -208,13 +208,15 @@ class MicroBatchLimits:
         max_rows: Fixed number of its rows (the last one has the rest), pairs where pairs are planned; `None` to fill
             it up to `max_tokens`.
         budget_key: The configuration key of `max_tokens`, for errors.
-        ranks: Consecutive ranks that run each micro-batch together, a slice of its tokens on each.
+        ranks: Consecutive ranks that run each micro-batch together.
+        slices: Into how many parts its tokens are cut over these ranks; None is one for each.
     """
 
     max_tokens: int | None
     max_rows: int | None
     budget_key: str
     ranks: int = 1
+    slices: int | None = None
 
     @property
     def token_cap(self) -> int:
@@ -235,7 +237,7 @@ class MicroBatchLimits:
 
     def least_budget(self, tokens: int) -> int:
         """Return what `budget_key`, which counts tokens of one rank, has to be for a micro-batch of so many tokens."""
-        return -(-tokens // self.ranks)
+        return -(-tokens // (self.ranks if self.slices is None else self.slices))
 
     def sequence_groups(self, world_size: int) -> int:
         """Return how many micro-batches run at once on so many ranks.
@@ -247,8 +249,8 @@ class MicroBatchLimits:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         if world_size % self.ranks:
             raise ValueError(
-                f"{world_size} ranks do not make groups of {self.ranks}: set ulysses_sequence_parallel_size to a "
-                "divisor of their number"
+                f"{world_size} ranks do not make groups of {self.ranks}: set ulysses_sequence_parallel_size or "
+                "tensor_parallel_size to a divisor of their number"
             )
         return world_size // self.ranks
 

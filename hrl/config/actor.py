@@ -113,6 +113,10 @@ class RefShardingConfig(ForwardShardingConfig):
 
     ulysses_sequence_parallel_size: PositiveInt = follows(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
     """Processes that run each micro-batch of the reference together. Default: the actor's."""
+    tensor_parallel_size: PositiveInt = follows(f"{ACTOR}.fsdp_config.tensor_parallel_size")
+    """Processes that hold parts of the reference's weights. Default: the actor's."""
+    expert_parallel_size: PositiveInt = follows(f"{ACTOR}.fsdp_config.expert_parallel_size")
+    """Processes that share out the reference's experts. Default: the actor's."""
 
 
 class RefConfig(LogProbConfig):

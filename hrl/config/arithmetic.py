@@ -167,17 +167,18 @@ def placement_facts(config: RunConfiguration) -> list[Fact]:
     if not isinstance(config, PPOTrainerConfig):
         trainer = config.trainer
         machines = f" ({trainer.n_gpus_per_node} on each of {trainer.nnodes} machines)" if trainer.nnodes > 1 else ""
-        groups = _groups_in_words(config.micro_batches()["model"].processes, config.num_processes)
+        groups = _groups_in_words(config.micro_batches()["model"], config.num_processes)
         return [Fact("model", f"{count(config.num_processes, 'process', 'processes')}{machines}{groups}")]
     placement = resolve_placement(config)
     return [Fact(f"pool {pool}", _pool_sentence(config, placement, pool)) for pool in placement.pools]
 
 
-def _groups_in_words(degree: int, processes: int) -> str:
-    """Return how a role's processes share sequences, in brackets; nothing where each has its own."""
-    if degree == 1:
+def _groups_in_words(each: MicroBatches | None, processes: int) -> str:
+    """Return how a role's processes share sequences or weights, in brackets; nothing where each has its own."""
+    if each is None or each.processes == 1:
         return ""
-    return f" ({count(processes // degree, 'sequence group')} of {degree})"
+    kind = "sequence" if each.slices > 1 else "tensor"
+    return f" ({count(processes // each.processes, f'{kind} group')} of {each.processes})"
 
 
 def _pool_sentence(config: PPOTrainerConfig, placement: Placement, pool: str) -> str:
@@ -185,11 +186,9 @@ def _pool_sentence(config: PPOTrainerConfig, placement: Placement, pool: str) ->
     processes = count(sum(sizes), "process", "processes")
     per_machine = " + ".join(map(str, sizes))
     machines = f" ({per_machine} on {len(sizes)} machines)" if len(sizes) > 1 else ""
-    degrees = {name: each.processes for name, each in config.micro_batches().items()}
-    degrees["actor_rollout"] = degrees["actor"]
-    roles = ", ".join(
-        f"{role}{_groups_in_words(degrees.get(role, 1), sum(sizes))}" for role in placement.roles_on(pool)
-    )
+    passes = config.micro_batches()
+    passes["actor_rollout"] = passes["actor"]
+    roles = ", ".join(f"{role}{_groups_in_words(passes.get(role), sum(sizes))}" for role in placement.roles_on(pool))
     return f"{processes}{machines} with {roles}"
 
 

@@ -74,6 +74,7 @@ class MicroBatches(NamedTuple):
         rows_key: Key of the number of sequences.
         packs_key: Key that chooses between the two; empty where the budget counts unless a number is set.
         processes: Number of processes that run each micro-batch together.
+        slices: Into how many parts its tokens are cut over these; each process has all of a part.
     """
 
     max_tokens: int | None
@@ -82,10 +83,13 @@ class MicroBatches(NamedTuple):
     rows_key: str
     packs_key: str
     processes: int
+    slices: int
 
     @classmethod
-    def of(cls, section: Section, name: str, tokens: str, rows: str, packs: str = "", *, processes: int) -> Self:
-        """Read them from the section `name` by its keys; so many processes run each of them together."""
+    def of(
+        cls, section: Section, name: str, tokens: str, rows: str, packs: str = "", *, sharding: "ShardingConfig"
+    ) -> Self:
+        """Read them from the section `name` by its keys; the sharding says which processes run each of them."""
         is_packed = getattr(section, packs) if packs else getattr(section, rows) is None
         return cls(
             getattr(section, tokens) if is_packed else None,
@@ -93,17 +97,18 @@ class MicroBatches(NamedTuple):
             f"{name}.{tokens}",
             f"{name}.{rows}",
             packs and f"{name}.{packs}",
-            processes,
+            sharding.processes_together,
+            sharding.ulysses_sequence_parallel_size,
         )
 
     @property
     def budget(self) -> int | None:
         """The tokens up to which they are packed, of all processes that run one; None as for `max_tokens`."""
-        return None if self.max_tokens is None else self.max_tokens * self.processes
+        return None if self.max_tokens is None else self.max_tokens * self.slices
 
     def budget_for(self, tokens: int) -> int:
         """Return the smallest `max_tokens` with which a micro-batch holds so many tokens."""
-        return -(-tokens // self.processes)
+        return -(-tokens // self.slices)
 
     def largest(self, longest_row: int) -> int:
         """Return the tokens of the largest one: the budget, or a fixed number of the longest rows."""
@@ -193,9 +198,21 @@ class ShardingConfig(Section):
     """Processes that run each micro-batch together, for sequences that are too long for one: each computes a slice of
     the tokens, and in attention all tokens for a share of the heads. Divides the number of processes and of attention
     heads. Token budgets (`…max_token_len_per_gpu`) stay those of one process."""
+    tensor_parallel_size: PositiveInt = 1
+    """Processes that hold parts of every large weight and compute their parts of each product together, for layers
+    that are too large for one. Divides the number of processes that share a copy, of attention heads and of experts,
+    and that of key heads or is a multiple of it. Every process has all tokens of a micro-batch."""
+    expert_parallel_size: PositiveInt = 1
+    """Processes that share out a mixture's experts: each holds whole ones, to which the tokens of all of them travel,
+    instead of gathering all experts of a layer. Divides the number of processes that share a copy, and of experts."""
     dtype: DType = "auto"
     """Dtype of matrix products; gradients are reduced in fp32. `auto` is bfloat16, or float32 on a CPU without matrix
     instructions for bfloat16, where it is faster."""
+
+    @property
+    def processes_together(self) -> int:
+        """How many processes run each micro-batch."""
+        return self.ulysses_sequence_parallel_size * self.tensor_parallel_size
 
 
 class ForwardShardingConfig(ShardingConfig):

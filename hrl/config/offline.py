@@ -93,8 +93,7 @@ class OfflineConfig(WholeConfig):
     def micro_batches(self) -> dict[str, MicroBatches]:
         """Return the micro-batches of the run's one model, `model`."""
         keys = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
-        together = self.model.fsdp_config.ulysses_sequence_parallel_size
-        return {"model": MicroBatches.of(self.data, "data", *keys, processes=together)}
+        return {"model": MicroBatches.of(self.data, "data", *keys, sharding=self.model.fsdp_config)}
 
     @property
     def num_processes(self) -> int:

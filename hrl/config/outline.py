@@ -22,7 +22,8 @@ class NamedModel:
         path: Value of that key, a folder or hub id.
         override_config: Fields of the model's config.json to replace.
         is_scalar: Whether the model gives one number per token, as critics and reward models do.
-        degrees: Keys of `ulysses_sequence_parallel_size` of the roles that train or score with it → their values.
+        degrees: Keys of `ulysses_sequence_parallel_size`, `tensor_parallel_size` and `expert_parallel_size` of the
+            roles that train or score with it → their values.
         learner: Its section, if it learns.
         replays: Key and value that have its choices of experts replayed; empty where nothing does.
         balances: Key and value that have the load of its experts balanced; empty likewise.
@@ -124,9 +125,9 @@ def _balance(section: str, owner: Any) -> str:
 
 
 def _degree(section: str, owner: Any) -> dict[str, int]:
-    """Return the key of the size of a section's sequence groups → its value."""
-    size: int = owner.fsdp_config.ulysses_sequence_parallel_size
-    return {f"{section}.fsdp_config.ulysses_sequence_parallel_size": size}
+    """Return the keys of the sizes of a section's groups → their values."""
+    names = ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+    return {f"{section}.fsdp_config.{name}": getattr(owner.fsdp_config, name) for name in names}
 
 
 def _of_offline(config: OfflineConfig) -> Outline:

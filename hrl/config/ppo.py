@@ -6,7 +6,7 @@ from hrl.config.algorithm import AlgorithmConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.data import DataConfig
 from hrl.config.environment import EnvironmentConfig
-from hrl.config.model import MicroBatches
+from hrl.config.model import MicroBatches, ShardingConfig
 from hrl.config.reward import RewardConfig, RewardEntry
 from hrl.config.section import ACTOR, REF, RM, ROLLOUT, WholeConfig, section
 from hrl.config.trainer import TrainerConfig
@@ -59,23 +59,23 @@ class PPOTrainerConfig(WholeConfig):
         rows_of_learner = ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")
         learns = ("ppo_max_token_len_per_gpu", *rows_of_learner)
         scores = ("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz")
-        together = policy.actor.fsdp_config.ulysses_sequence_parallel_size
+        sharding: ShardingConfig = policy.actor.fsdp_config
         passes = {
-            "actor": MicroBatches.of(policy.actor, ACTOR, *learns, processes=together),
-            "log_prob": MicroBatches.of(policy.rollout, ROLLOUT, *scores, processes=together),
+            "actor": MicroBatches.of(policy.actor, ACTOR, *learns, sharding=sharding),
+            "log_prob": MicroBatches.of(policy.rollout, ROLLOUT, *scores, sharding=sharding),
         }
         if self.needs_reference:
             # A policy that is its own reference runs in its own groups, whatever those of a reference would be.
             if not self.reference_is_actor:
-                together = policy.ref.fsdp_config.ulysses_sequence_parallel_size
-            passes["ref"] = MicroBatches.of(policy.ref, REF, *scores, processes=together)
+                sharding = policy.ref.fsdp_config
+            passes["ref"] = MicroBatches.of(policy.ref, REF, *scores, sharding=sharding)
         if self.needs_critic:
-            together = critic.model.fsdp_config.ulysses_sequence_parallel_size
+            sharding = critic.model.fsdp_config
             forward = ("forward_max_token_len_per_gpu", *rows_of_learner)
-            passes["critic"] = MicroBatches.of(critic, "critic", *learns, processes=together)
-            passes["values"] = MicroBatches.of(critic, "critic", *forward, processes=together)
+            passes["critic"] = MicroBatches.of(critic, "critic", *learns, sharding=sharding)
+            passes["values"] = MicroBatches.of(critic, "critic", *forward, sharding=sharding)
         if self.needs_reward_model:
             keys = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
-            together = reward_model.model.fsdp_config.ulysses_sequence_parallel_size
-            passes["rm"] = MicroBatches.of(reward_model, RM, *keys, processes=together)
+            sharding = reward_model.model.fsdp_config
+            passes["rm"] = MicroBatches.of(reward_model, RM, *keys, sharding=sharding)
         return passes

@@ -183,7 +183,7 @@ def _is_below(each: MicroBatches, tokens: int) -> bool:
 
 
 def _tokens_of(each: MicroBatches, budget: int) -> str:
-    return f"{budget} tokens" + (f" on each of {each.processes} processes" if each.processes > 1 else "")
+    return f"{budget} tokens" + (f" on each of {each.slices} processes" if each.slices > 1 else "")
 
 
 def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -276,16 +276,17 @@ def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
         "rm": ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config),
     }
     # The reference follows the actor: what is wrong with both is said once, unless they have pools of their own.
-    said: set[tuple[int, int]] = set()
+    said: set[tuple[int, ...]] = set()
     for role, (owner, sharding) in sharded.items():
         if role not in placement.roles:
             continue
         processes, whose = placement.processes(role), f" of {role}"
         yield from _uneven_copies(owner, sharding, processes, whose, involves)
-        degree = sharding.ulysses_sequence_parallel_size
-        if role != "ref" or (degree, processes) not in said:
+        groups = sharding.tensor_parallel_size, sharding.expert_parallel_size
+        sizes = sharding.ulysses_sequence_parallel_size, *groups, processes
+        if role != "ref" or sizes not in said:
             yield from _uneven_groups(owner, sharding, processes, whose, involves)
-        said.add((degree, processes))
+        said.add(sizes)
 
 
 def _uneven_copies(
@@ -301,13 +302,32 @@ def _uneven_copies(
 def _uneven_groups(
     owner: str, sharding: ShardingConfig, processes: int, whose: str, involves: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Report a size of sequence groups that does not divide the number of processes."""
+    """Report sizes of groups that don't divide the processes, or don't go with the rest."""
     degree = sharding.ulysses_sequence_parallel_size
     if processes % degree:
         what = f"is {degree}, which does not divide the {processes} processes{whose}."
         divisors = _nearest_divisors(processes, degree)
         hint = f"Nearest that do: {divisors}; or start a multiple of {degree} processes (trainer.n_gpus_per_node)."
         yield Problem(f"{owner}.fsdp_config.ulysses_sequence_parallel_size", what, hint, involves)
+    copy = processes if sharding.fsdp_size in (-1, 0) else min(sharding.fsdp_size, processes)
+    for name in ("tensor_parallel_size", "expert_parallel_size"):
+        degree = getattr(sharding, name)
+        if copy % degree:
+            what = f"is {degree}, which does not divide the {copy} processes{whose} that share a copy of the model."
+            hint = f"Nearest that do: {_nearest_divisors(copy, degree)}; or start a multiple of {degree} processes."
+            yield Problem(f"{owner}.fsdp_config.{name}", what, hint, (*involves, f"{owner}.fsdp_config.fsdp_size"))
+    degree, key = sharding.tensor_parallel_size, f"{owner}.fsdp_config.tensor_parallel_size"
+    if degree > 1 and sharding.expert_parallel_size > 1:
+        other = f"{owner}.fsdp_config.expert_parallel_size"
+        what = f"is {sharding.expert_parallel_size}, and {key} is {degree}: a tensor group shares out experts itself."
+        yield Problem(other, what, "Set one of the two to 1.", (key,))
+    if degree > 1 and sharding.ulysses_sequence_parallel_size > 1:
+        other = f"{owner}.fsdp_config.ulysses_sequence_parallel_size"
+        what = f"is {degree}, and {other} is {sharding.ulysses_sequence_parallel_size}: a row has one kind of group."
+        yield Problem(key, what, "Set one of the two to 1.", (other,))
+    if degree > 1 and isinstance(sharding, FsdpConfig) and sharding.model_dtype == "bf16":
+        what = f"is {degree}, and masters in bf16 are rounded by whole rows, which tensor groups cut."
+        yield Problem(key, what, f"Set {owner}.fsdp_config.model_dtype=fp32.", (f"{owner}.fsdp_config.model_dtype",))
 
 
 def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -707,6 +727,29 @@ def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[
         yield Problem(f"{MODEL}.{key}", what, hint, ("trainer.role_pools",))
 
 
+def weights_are_cut_where_they_can_be(config: RunConfiguration) -> Iterator[Problem]:
+    """No group cuts the weights beside an adapter, or those of an optimizer that takes shards for rows."""
+    for section, (optim, key, sharding) in trained_parts(config).items():
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            if getattr(sharding, name) > 1 and (optim.name != "adamw" or sharding.offload_policy):
+                other = f"{section}.name" if optim.name != "adamw" else f"{key}.offload_policy"
+                what = (
+                    f"is {getattr(sharding, name)}, and weights that are cut are stepped by adamw on the device alone."
+                )
+                hint = f"Set it to 1, or {other} to {'adamw' if optim.name != 'adamw' else 'false'}."
+                yield Problem(f"{key}.{name}", what, hint, (other,))
+    sharded = {key.removesuffix(".fsdp_config"): shards for key, shards in _trained_shards(config).items()}
+    of_learner = {ACTOR: MODEL} if isinstance(config, PPOTrainerConfig) else {}
+    learners = _learners(config)
+    for owner, sharding in sharded.items():
+        section = of_learner.get(owner, owner)
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            if getattr(sharding, name) > 1 and learners[section].trains_adapter:
+                what = f"is {getattr(sharding, name)}, and an adapter is trained beside weights that are not cut."
+                hint = "Set it to 1: frozen weights are sharded by FSDP2 in any case."
+                yield Problem(f"{owner}.fsdp_config.{name}", what, hint, (f"{section}.lora_rank",))
+
+
 def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Problem]:
     """vLLM takes an adapter alone up to a rank."""
     model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
@@ -718,7 +761,7 @@ def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Pr
 
 
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
-    """The sizes of a sharded copy and of a sequence group divide the number of processes."""
+    """The sizes of a sharded copy and of every kind of group divide the number of processes."""
     involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
     sharding, processes = config.model.fsdp_config, config.num_processes
     yield from _uneven_copies("model", sharding, processes, "", involves)
@@ -773,6 +816,7 @@ PPO_RULES: tuple[Rule, ...] = (
     engine_holds_whole_sequences,
     engines_are_told_what_is_theirs,
     gradients_have_their_range,
+    weights_are_cut_where_they_can_be,
     an_optimizer_steps_where_it_can,
     roles_have_pools,
     something_scores,
@@ -802,6 +846,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     one_console_writes,
     one_offline_row_fits_the_token_budget,
     gradients_have_their_range,
+    weights_are_cut_where_they_can_be,
     an_optimizer_steps_where_it_can,
     shards_divide_the_processes,
     validation_has_rows,

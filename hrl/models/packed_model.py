@@ -34,6 +34,8 @@ from hrl.models.head import head_form, last_hidden_states
 from hrl.models.ops.exchange import SequenceGroup, SlicedLayout, join_results
 from hrl.models.ops.layout import AttentionLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
+from hrl.models.ops.tensor_parallel import WeightGroup, shared
+from hrl.models.tensor_parallel import cut, own, share_out_experts
 from hrl.routing import ROUTED_EXPERTS, is_missing, missing
 
 if TYPE_CHECKING:
@@ -424,13 +426,28 @@ def _slice_of(of_row: np.ndarray, layout: SlicedLayout, filling: int) -> np.ndar
 # ---- models ----------------------------------------------------------------------------------------------------
 
 
-class _PackedModel(nn.Module):
-    """A transformers model on packed micro-batches."""
+class PackedModel(nn.Module):
+    """A transformers model on packed micro-batches.
+
+    Attributes:
+        group: Ranks over which it is cut, each with a part of every large weight; None where it is whole.
+    """
+
+    group: WeightGroup | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.experts = followed_experts(model)
+
+    def cut(self, group: WeightGroup) -> None:
+        """Cut it over the ranks of a tensor group, see `hrl.models.tensor_parallel.cut`."""
+        cut(self.model, group)
+        self.group = group
+
+    def share_out_experts(self, group: WeightGroup) -> None:
+        """Share out its experts to the ranks of a group, see `hrl.models.tensor_parallel.share_out_experts`."""
+        share_out_experts(self.model, group)
 
     def hidden_states(self, packed: PackedMicroBatch) -> Tensor:
         """Return the last hidden states at the wanted tokens, `(N, H)`."""
@@ -438,7 +455,7 @@ class _PackedModel(nn.Module):
         return hidden[0].index_select(0, packed.hidden_index)
 
 
-class PackedCausalLM(_PackedModel):
+class PackedCausalLM(PackedModel):
     """Log-probs of the sampled tokens, from logits as the model's own forward makes them.
 
     Raises:
@@ -467,17 +484,22 @@ class PackedCausalLM(_PackedModel):
             with_entropy=with_entropy,
             with_sum_pi_squared=with_sum_pi_squared,
             form=self.form.logits,
+            group=self.group,
         )
 
 
-def _head_forward(head: nn.Linear, hidden: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+def _head_forward(
+    head: nn.Linear, hidden: Tensor, labels: Tensor | None = None, group: WeightGroup | None = None, **options: Any
+) -> Any:
     """Return logits as the head's own forward does, or with labels `(N,)` statistics of the tokens after `(N, H)`."""
     if labels is None:
         return type(head).forward(head, hidden)
-    return token_statistics(hidden.to(head.weight.dtype), head.weight, labels, bias=head.bias, **options)
+    weight, bias = own(head.weight), None if head.bias is None else own(head.bias)
+    first = 0 if group is None else group.part(len(head.weight)).start
+    return token_statistics(hidden.to(weight.dtype), weight, labels, bias=bias, first=first, group=group, **options)
 
 
-class PackedScalarModel(_PackedModel):
+class PackedScalarModel(PackedModel):
     """One number per wanted token, for value and reward models."""
 
     def forward(self, packed: PackedMicroBatch) -> Tensor:
@@ -487,4 +509,5 @@ class PackedScalarModel(_PackedModel):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         head = self.model.score
         values = torch.mv(hidden.to(wide), head.weight[0].to(wide))
-        return values if head.bias is None else values + head.bias.to(wide)
+        values = values if head.bias is None else values + head.bias.to(wide)
+        return values if self.group is None else shared(values, self.group)

@@ -257,6 +257,7 @@ class CostModel:
             optimizer_offload=sharding.optimizer_offload and not (self.hardware.is_cpu or sharding.offload_policy),
             degree=each.processes,
             offload_policy=sharding.offload_policy and not self.hardware.is_cpu,
+            tensor=sharding.tensor_parallel_size,
         )
 
     def ranks(self, role: str) -> int:

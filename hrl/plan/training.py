@@ -43,6 +43,7 @@ class Learner:
         param_offload, optimizer_offload: Whether these come from host memory.
         degree: Ranks that run each micro-batch together.
         offload_policy: Whether weights, gradients and moments are in host memory all the time.
+        tensor: Of these, ranks that have the same tokens and parts of the weights.
     """
 
     shape: ModelShape
@@ -60,6 +61,7 @@ class Learner:
     optimizer_offload: bool
     degree: int = 1
     offload_policy: bool = False
+    tensor: int = 1
 
     @property
     def groups(self) -> int:
@@ -125,12 +127,16 @@ class Learner:
         """Return the seconds in which the ranks of a group exchange heads for tokens, and back, in every layer.
 
         Queries and outputs are about as wide as the residual stream. Key heads that are fewer than the ranks are sent
-        once to each.
+        once to each. The ranks of a tensor group add up what leaves attention and MLP instead, and a sum moves its
+        tensor twice.
         """
         size, copies = self.shape.size, max(1.0, self.degree / self.shape.kv_heads)
         per_token = 2 * size.hidden_size * size.num_layers + copies * size.kv_bytes_per_token / 2
         tokens = work.packed_tokens(self.groups, self.budget) / self.ranks
         calls = 2 * size.num_layers * self._micro_batches(work)
+        if self.tensor > 1:
+            tokens, per_token = work.packed_tokens(self.groups, self.budget) / self.groups, 4 * size.hidden_size
+            per_token *= size.num_layers
         moved = self.compute_bytes * per_token * tokens
         return passes * gather_s(moved, calls, self.degree, self.hardware, self.assumed)
 
@@ -138,13 +144,14 @@ class Learner:
         """Return the seconds of the all-gathers of a micro-batch."""
         size = self.shape.size
         calls = size.num_layers + 2
-        return times * gather_s(self.compute_bytes * size.parameters, calls, self.shards, self.hardware, self.assumed)
+        whole, shards = self.compute_bytes * size.parameters / self.tensor, self.shards // self.tensor
+        return times * gather_s(whole, calls, shards, self.hardware, self.assumed)
 
     def _reductions(self) -> float:
         """Return the seconds in which a micro-batch's gradients are reduced, in float32, over shards and replicas."""
         size, assumed, hardware = self.shape.size, self.assumed, self.hardware
         whole = _REDUCE_BYTES * size.trained
-        scattered = gather_s(whole, size.num_layers + 2, self.shards, hardware, assumed)
+        scattered = gather_s(whole / self.tensor, size.num_layers + 2, self.shards // self.tensor, hardware, assumed)
         return scattered + replicate_s(whole, self.shards, self.ranks // self.shards, hardware, assumed)
 
     def _optimizer_s(self) -> float:

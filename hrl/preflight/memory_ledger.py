@@ -564,7 +564,7 @@ def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, rank
     longest = data.max_prompt_length + data.max_response_length
     largest = each.largest(longest)
     several = config.environment.is_used or there > largest
-    return _LargestMicroBatch(-(-(largest if several else there) // each.processes), several)
+    return _LargestMicroBatch(-(-(largest if several else there) // each.slices), several)
 
 
 def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str) -> list[_Pool]:
@@ -626,7 +626,7 @@ def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
         size,
         config.model.fsdp_config,
         config.num_processes,
-        _LargestMicroBatch(-(-largest // each.processes), is_one_of_several=True),
+        _LargestMicroBatch(-(-largest // each.slices), is_one_of_several=True),
         device,
         backbone=config.model,
         optim=config.optim,

@@ -195,11 +195,19 @@ def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> No
 
 
 def _look_at_heads(findings: Findings, model: NamedModel, folder: Path, *, trust_remote_code: bool) -> None:
-    """Check that the ranks of a sequence group can share the model's attention heads."""
-    used = load_config(folder, model.override_config, trust_remote_code=trust_remote_code).get_text_config()
-    heads = getattr(used, "num_attention_heads", None)
+    """Check that sequence groups can share the model's attention heads, and others its weights or its experts."""
+    from hrl.models.tensor_parallel import TensorParallelError, require_cuttable, require_experts
+
+    whole = load_config(folder, model.override_config, trust_remote_code=trust_remote_code)
+    heads = getattr(whole.get_text_config(), "num_attention_heads", None)
     for key, degree in model.degrees.items():
-        if isinstance(heads, int) and heads % degree:
+        if not key.endswith(".ulysses_sequence_parallel_size"):
+            require = require_cuttable if key.endswith(".tensor_parallel_size") else require_experts
+            try:
+                require(whole, degree)
+            except TensorParallelError as error:
+                findings.problem(key, f"is {degree}, and {folder.name} can't be cut so: {error}.", error.hint)
+        elif isinstance(heads, int) and heads % degree:
             fitting = [size for size in range(1, heads + 1) if heads % size == 0]
             what = f"is {degree}, which does not divide the {heads} attention heads of {folder.name}."
             findings.problem(key, what, f"Set it to one of {', '.join(map(str, fitting))}.")

@@ -69,6 +69,7 @@ _SECTIONS: dict[str, Callable[[Any], Any]] = {
     "old_log_probs": OldLogProbs,
 }
 _NUMBER = TypeAdapter(float)
+_ALONE = {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1, "tensor_parallel_size": 1, "expert_parallel_size": 1}
 #: Columns of a dump that say how the others lie, or that lie in a way of their own.
 _OF_DUMPS = ("prompt_lengths", "response_lengths", "micro_batch", ROUTED_LENGTHS, ROUTED_EXPERTS)
 #: Columns of response tokens; where every response has one token, their length does not tell.
@@ -449,7 +450,7 @@ def _learner(dump: Dump, request: Any, model: str | None, *, trust_code: bool) -
     if not Path(source.path).is_dir():
         raise ReplayError(f"the model's folder {source.path} is not on this machine: name one with --model")
     # One process has all of the model and of the rows, whatever they were cut over.
-    fsdp: Any = SimpleNamespace(**record["fsdp"] | {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1})
+    fsdp: Any = SimpleNamespace(**record["fsdp"] | _ALONE)
     make = ValueModel if isinstance(request, _SCALAR) else Policy
     return make(source, training, fsdp, device=torch.device("cpu"))
 

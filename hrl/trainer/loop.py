@@ -121,7 +121,7 @@ class TrainingLoop(ABC):
         self.total_training_steps = total_training_steps
         self.planner = Planner(share_prefix=outline_of(config).model.share_prefix)
         self.limits = {
-            name: MicroBatchLimits(each.budget, each.max_rows, each.tokens_key, each.processes)
+            name: MicroBatchLimits(each.budget, each.max_rows, each.tokens_key, each.processes, each.slices)
             for name, each in config.micro_batches().items()
         }
         self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)

@@ -43,6 +43,8 @@ def test_sequence_groups_are_told_where_roles_live_and_how_much_a_micro_batch_ho
     facts = dict(batch_arithmetic(config))
     assert facts["micro-batch of actor"] == "packed up to 4,000 tokens per group of 4 processes (41 longest sequences)"
     assert facts["micro-batch of critic"].startswith("packed up to 2,000 tokens per group of 2 processes")
+    cut = compose_cli(["trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.tensor_parallel_size=4"])
+    assert dict(placement_facts(cut)) == {"pool global": "8 processes with actor_rollout (2 tensor groups of 4)"}
     offline = compose_kind(SFT, ["ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=4"])
     assert dict(placement_facts(offline)) == {"model": "4 processes (2 sequence groups of 2)"}
 

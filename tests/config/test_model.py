@@ -20,10 +20,10 @@ def test_a_pass_has_a_token_budget_or_a_number_of_rows_and_names_its_keys() -> N
         ]
     ).micro_batches()
     of_rows = (f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.use_dynamic_bsz")
-    assert passes["actor"] == MicroBatches(None, 4, f"{actor}.ppo_max_token_len_per_gpu", *of_rows, 1)
+    assert passes["actor"] == MicroBatches(None, 4, f"{actor}.ppo_max_token_len_per_gpu", *of_rows, 1, 1)
     of_rows = (f"{critic}.ppo_micro_batch_size_per_gpu", f"{critic}.use_dynamic_bsz")
-    assert passes["critic"] == MicroBatches(900, None, f"{critic}.ppo_max_token_len_per_gpu", *of_rows, 1)
-    assert passes["values"] == MicroBatches(1800, None, f"{critic}.forward_max_token_len_per_gpu", *of_rows, 1)
+    assert passes["critic"] == MicroBatches(900, None, f"{critic}.ppo_max_token_len_per_gpu", *of_rows, 1, 1)
+    assert passes["values"] == MicroBatches(1800, None, f"{critic}.forward_max_token_len_per_gpu", *of_rows, 1, 1)
     assert (passes["actor"].largest(100), passes["values"].largest(100)) == (400, 1800)
 
 
@@ -50,6 +50,13 @@ def test_the_budget_of_a_sequence_group_is_that_of_all_its_processes() -> None:
     assert (passes["actor"].largest(100), passes["actor"].budget_for(4001)) == (4000, 1001)
     of_rows = compose_cli([*line, f"{actor}.ppo_micro_batch_size_per_gpu=3"]).micro_batches()["actor"]
     assert (of_rows.budget, of_rows.largest(100)) == (None, 300)  # rows are the group's
+
+
+def test_the_budget_of_a_tensor_group_is_that_of_each_of_its_processes() -> None:
+    actor = "actor_rollout_ref.actor"
+    line = [f"{actor}.tensor_parallel_size=4", f"{actor}.ppo_max_token_len_per_gpu=1000", "trainer.n_gpus_per_node=4"]
+    each = compose_cli([*line, "algorithm.use_kl_in_reward=true"]).micro_batches()["ref"]  # follows the actor
+    assert (each.processes, each.slices, each.budget, each.budget_for(1001)) == (4, 1, 1000, 1001)
 
 
 def test_only_passes_that_the_run_makes_have_micro_batches() -> None:

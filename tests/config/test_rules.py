@@ -131,6 +131,40 @@ CASES = [
         {"algorithm.adv_estimator": "gae", "critic.ulysses_sequence_parallel_size": 4, "trainer.n_gpus_per_node": 2},
         "critic.model.fsdp_config.ulysses_sequence_parallel_size is 4, which does not divide the 2 processes",
     ),
+    (
+        {f"{ACTOR}.tensor_parallel_size": 4, f"{ACTOR}.fsdp_config.fsdp_size": 2, "trainer.n_gpus_per_node": 8},
+        f"{ACTOR}.fsdp_config.tensor_parallel_size is 4, which does not divide the 2 processes of actor_rollout that "
+        "share a copy of the model. Nearest that do: 2; or start a multiple of 4 processes.",
+    ),
+    (
+        {f"{ACTOR}.expert_parallel_size": 3, "trainer.n_gpus_per_node": 4},
+        f"{ACTOR}.fsdp_config.expert_parallel_size is 3, which does not divide the 4 processes",
+    ),
+    (
+        {f"{ACTOR}.{kind}_parallel_size": 2 for kind in ("tensor", "expert")} | {"trainer.n_gpus_per_node": 2},
+        "a tensor group shares out experts itself. Set one of the two to 1.",
+    ),
+    (
+        {f"{ACTOR}.{kind}_parallel_size": 2 for kind in ("tensor", "ulysses_sequence")}
+        | {"trainer.n_gpus_per_node": 4},
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size is 2: a row has one kind of group.",
+    ),
+    (
+        {
+            f"{ACTOR}.tensor_parallel_size": 2,
+            f"{ACTOR}.fsdp_config.model_dtype": "bf16",
+            "trainer.n_gpus_per_node": 2,
+        },
+        f"masters in bf16 are rounded by whole rows, which tensor groups cut. Set {ACTOR}.fsdp_config.model_dtype=",
+    ),
+    (
+        {
+            f"{ACTOR}.tensor_parallel_size": 2,
+            "actor_rollout_ref.model.lora_rank": 8,
+            "trainer.n_gpus_per_node": 2,
+        },
+        f"{ACTOR}.fsdp_config.tensor_parallel_size is 2, and an adapter is trained beside weights that are not cut.",
+    ),
     ({"trainer.role_pools": {"actr": "global"}}, "trainer.role_pools.actr is not a role. Did you mean actor?"),
     ({"trainer.role_pools": {"ref": None}}, "trainer.role_pools.ref is null, which only the actor can be"),
     ({"trainer.role_pools": {"actor": None}}, "Set trainer.total_training_steps=0 and trainer.resume_mode=disable"),

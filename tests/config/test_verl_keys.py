@@ -462,10 +462,45 @@ def test_every_spelling_of_sequence_parallelism_is_that_of_the_roles_sharding(wr
     )
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (f"{ACTOR}.", "actor_rollout_ref.actor"),
+        (f"{ACTOR}.fsdp_config.", "actor_rollout_ref.actor"),
+        (f"{ACTOR}.megatron.", "actor_rollout_ref.actor"),
+        (f"{REF}.megatron.", "actor_rollout_ref.ref"),
+        ("critic.megatron.", "critic.model"),
+        ("critic.", "critic.model"),
+        ("reward_model.megatron.", "reward.reward_model.model"),
+        ("reward_model.", "reward.reward_model.model"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tensor", "expert"])
+def test_megatrons_sizes_are_those_of_the_roles_sharding_where_they_mean_the_same(written, read, kind):
+    name = f"{kind}_model_parallel_size" if "megatron" in written else f"{kind}_parallel_size"
+    config = validate({f"{written}{name}": 2, "trainer.n_gpus_per_node": 2})
+    assert attrgetter(f"{read}.fsdp_config.{kind}_parallel_size")(config) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("pipeline_model", "leave them to FSDP2, or cut each by tensor_parallel_size"),
+        ("context", "set ulysses_sequence_parallel_size"),
+        ("expert_tensor", "set expert_parallel_size"),
+    ],
+)
+def test_what_megatron_alone_does_is_told_and_one_is_none(name, hint):
+    key = f"{ACTOR}.megatron.{name}_parallel_size"
+    assert validate({key: 1}).remarks == () and problem_of(key, 2).hint.endswith(f"{hint}.")
+
+
 def test_a_supervised_run_has_the_key_at_its_root_and_in_the_engine():
-    for key in ("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size"):
-        config = compose_kind(SFT, ["data.train_files=rows.parquet", f"{key}=2", "trainer.n_gpus_per_node=4"])
-        assert config.model.fsdp_config.ulysses_sequence_parallel_size == 2
+    for kind in ("ulysses_sequence", "tensor", "expert"):
+        of_megatron = () if "_" in kind else (f"engine.{kind}_model_parallel_size",)
+        for key in (f"{kind}_parallel_size", f"engine.{kind}_parallel_size", *of_megatron):
+            config = compose_kind(SFT, ["data.train_files=rows.parquet", f"{key}=2", "trainer.n_gpus_per_node=4"])
+            assert getattr(config.model.fsdp_config, f"{kind}_parallel_size") == 2
 
 
 def test_a_supervised_run_takes_the_same_switches():

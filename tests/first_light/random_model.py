@@ -107,6 +107,8 @@ def build_engine(
             reshard_after_forward=True,
             fsdp_size=-1,
             ulysses_sequence_parallel_size=1,
+            tensor_parallel_size=1,
+            expert_parallel_size=1,
             param_offload=param_offload,
             optimizer_offload=optimizer_offload,
             offload_policy=offload_policy,

@@ -115,6 +115,8 @@ def fsdp_config(dtype: str = "float64", **changes: Any) -> SimpleNamespace:
         "reshard_after_forward": True,
         "fsdp_size": -1,
         "ulysses_sequence_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "expert_parallel_size": 1,
         "param_offload": False,
         "optimizer_offload": False,
         "offload_policy": False,

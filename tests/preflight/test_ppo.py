@@ -117,6 +117,24 @@ def test_a_sequence_group_shares_the_heads_of_every_model_that_it_runs(run):
     ]
 
 
+def test_groups_that_cut_weights_are_told_by_the_models_config(run):
+    found = refused(
+        run,
+        **{
+            "trainer.n_gpus_per_node": 6,
+            "algorithm.adv_estimator": "gae",
+            "actor_rollout_ref.actor.tensor_parallel_size": 3,
+            "critic.expert_parallel_size": 2,
+        },
+    )
+    assert found == [
+        "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size is 3, and policy can't be cut so: its 4 attention "
+        "heads can't be shared by 3 processes. Set it to one of 1, 2, 4.",
+        "critic.model.fsdp_config.expert_parallel_size is 2, and policy can't be cut so: llama has no experts. "
+        "Set it to 1: FSDP2 shards every model.",
+    ]
+
+
 # ---------------------------------------------------------------------- rewards
 
 

@@ -1,4 +1,4 @@
-"""A run whose two ranks share their rows is the run of one rank: real Ray, real FSDP2, every role."""
+"""A run whose two ranks share their rows, or the weights, is the run of one rank: real Ray, real FSDP2, every role."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ ROLES = (
     "actor_rollout_ref.rollout.dtype=float32",
 )
 #: In verl's spelling of the keys; the reference follows the actor.
-SHARED = (
-    "trainer.n_gpus_per_node=2",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-    "critic.ulysses_sequence_parallel_size=2",
-    "reward_model.ulysses_sequence_parallel_size=2",
-)
+SHARED = {
+    "tokens": (
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "critic.ulysses_sequence_parallel_size=2",
+        "reward_model.ulysses_sequence_parallel_size=2",
+    ),
+    "weights": (
+        "actor_rollout_ref.actor.tensor_parallel_size=2",
+        "critic.tensor_parallel_size=2",
+        "reward_model.tensor_parallel_size=2",
+    ),
+}
 #: What measures time, memory and the machine, or has the last bits of weights.
 ELSEWHERE = (
     "actor/weights_checksum",
@@ -45,12 +51,20 @@ ELSEWHERE = (
 )
 
 
-def test_two_ranks_that_share_their_rows_learn_what_one_learns(runner: Runner, tmp_path: Path) -> None:
-    both = (*ROLES, *runner.with_reward_model)
-    shared = runner(tmp_path / "shared", *both, *SHARED)
+@pytest.fixture(scope="module")
+def alone(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """The run of one rank."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
     with in_process():
-        run_in_process(*runner.arguments(tmp_path / "alone", *both)[1:])
-    alone = FinishedRun(tmp_path / "alone", 0, "")
+        run_in_process(*runner.arguments(folder, *ROLES, *runner.with_reward_model)[1:])
+    return FinishedRun(folder, 0, "")
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_two_ranks_that_run_their_rows_together_learn_what_one_learns(
+    runner: Runner, tmp_path: Path, alone: FinishedRun, what: str
+) -> None:
+    shared = runner(tmp_path / "shared", *ROLES, *runner.with_reward_model, "trainer.n_gpus_per_node=2", *SHARED[what])
     assert [record["step"] for record in shared.metrics] == [1, 2]
     for mine, theirs in zip(shared.metrics, alone.metrics, strict=True):
         names = {name for name in theirs if not name.startswith(ELSEWHERE)}

@@ -13,6 +13,10 @@ A head makes logits `z = scale * (hidden W^T + bias)`, and some models cap them:
 
 The collision probability `sum(p^2)` is a number for advantage estimators and has no gradient.
 
+The ranks of a tensor group have a part of the vocabulary each. They fold the tiles of their own part, then put
+together a few numbers for each token (largest logit, mass, label's logit), and no rank ever has another's logits. The
+gradient of a rank's logits is that of its own part; that of the hidden states is a share (`tensor_parallel`).
+
 What is done to a tile between its products takes one kernel on a GPU (`log_prob_kernels`), and torch's operators, which
 pass over it several times, elsewhere: on a CPU a tile stays in the cache.
 """
@@ -25,10 +29,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hrl.models.ops.cpu_product import BLOCK, PackedWeight, can_multiply
 from hrl.models.ops.layout import accumulation_dtype, has_triton
+from hrl.models.ops.tensor_parallel import WeightGroup
 
 #: Logits held at once. On a CPU a few megabytes, which the last-level cache holds.
 CPU_CHUNK = 1 << 22
@@ -84,6 +90,8 @@ def token_statistics(
     with_sum_pi_squared: bool = False,
     bias: Tensor | None = None,
     form: LogitForm = PLAIN,
+    first: int = 0,
+    group: WeightGroup | None = None,
 ) -> TokenStatistics:
     """Return log-probs of `labels`, and more if asked, under `softmax(form(hidden @ weight.T + bias) / temperature)`.
 
@@ -97,6 +105,9 @@ def token_statistics(
         with_sum_pi_squared: Whether sums of squared probabilities are wanted. They cost as much.
         bias: `(V,)` of the head, with gradient.
         form: What happens to the products before the temperature.
+        first: The vocabulary's entry to which the first row of `weight` belongs.
+        group: Ranks that have the other entries, each a run of them; every one of them calls this, with the same hidden
+            states and labels, and gets the same results. None where `weight` is all of the head's.
 
     Returns:
         Float32 (float64 for float64 inputs).
@@ -114,7 +125,16 @@ def token_statistics(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"a bias (V,) of {tuple(bias.shape)} does not fit a weight (V, H) of {tuple(weight.shape)}")
     log_prob, entropy, sum_pi_squared = _LogProb.apply(
-        hidden, weight, bias, labels, form, float(temperature), int(chunk), with_entropy, with_sum_pi_squared
+        hidden,
+        weight,
+        bias,
+        labels if group is None else labels - first,
+        form,
+        float(temperature),
+        int(chunk),
+        with_entropy,
+        with_sum_pi_squared,
+        group,
     )
     return TokenStatistics(log_prob, entropy if with_entropy else None, sum_pi_squared if with_sum_pi_squared else None)
 
@@ -195,6 +215,7 @@ class _LogProb(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         with_sum_pi_squared: bool,
+        group: WeightGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = accumulation_dtype(hidden.dtype)
@@ -241,6 +262,9 @@ class _LogProb(torch.autograd.Function):
                     squared_mass.mul_(shrink.square()).add_(torch.linalg.vecdot(exponentials, exponentials))
                 top = new_top
                 del logits, exponentials  # before the next tile's are made
+            if group is not None:
+                folded = _fold_of_group(top, mass, first_moment, squared_mass, label_logit[rows], group)
+                top, mass, first_moment, squared_mass, label_logit[rows] = folded
             normaliser[rows] = top + mass.log()
             if mean_logit is not None:
                 mean_logit[rows] = first_moment / mass
@@ -256,7 +280,7 @@ class _LogProb(torch.autograd.Function):
         grad_log_prob, grad_entropy, _ = grads
         hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
         if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 9
+            return (None,) * 10
         form = ctx.form
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], ctx.chunk)
@@ -298,8 +322,23 @@ class _LogProb(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
+
+
+def _fold_of_group(
+    top: Tensor, mass: Tensor, first_moment: Tensor, squared_mass: Tensor, label_logit: Tensor, group: WeightGroup
+) -> tuple[Tensor, ...]:
+    """Put together what the ranks have folded of their parts of the vocabulary, `(t,)` each. Two small collectives."""
+    largest = top.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.processes)
+    shrink = torch.exp(top - largest)
+    has_label = ~label_logit.isnan()
+    own = torch.where(has_label, label_logit, 0.0)
+    sums = torch.stack([mass * shrink, first_moment * shrink, squared_mass * shrink.square(), own, has_label.to(own)])
+    dist.all_reduce(sums, group=group.processes)
+    mass, first_moment, squared_mass, label, count = sums.unbind()
+    return largest, mass, first_moment, squared_mass, torch.where(count > 0, label, torch.nan)
 
 
 def _part(bias: Tensor | None, columns: slice) -> Tensor | None:

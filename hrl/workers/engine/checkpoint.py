@@ -356,7 +356,8 @@ def _check_loaded(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     file, record = _shard_file(folder, rank), record_of(folder)
     shards = _shards_of(tensors, rank)
     header = _header(shards)
-    if not shards or not record.is_file() or not _begins_with(file, header):
+    # A rank whose shards were copies of another's has written none.
+    if not shards or not record.is_file() or not file.is_file() or not _begins_with(file, header):
         return
     loaded = _digest_of(header, Snapshot({name: local(tensors[name]) for name in shards}, {}))
     if loaded != recorded(record)[file]:

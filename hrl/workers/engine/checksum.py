@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hrl.errors import HrlError
 from hrl.workers.engine.host_memory import local
-from hrl.workers.engine.update_rule import first_element
+from hrl.workers.engine.update_rule import Place, place_of
 
 #: One element of so many goes in with its place; a prime, so that it meets every column of a matrix.
 STRIDE = 1021
@@ -57,15 +57,15 @@ class Checksums:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, module: nn.Module, begins: Mapping[str, int]) -> Checksums:
+    def of(cls, module: nn.Module, places: Mapping[str, Place]) -> Checksums:
         """Read this rank's part of weights, and wait for the sums once.
 
         Args:
             module: The sharded module.
-            begins: Which parameters; see `first_elements`, which is called once because it takes longer than the sums.
+            places: Which parameters; see `places_of`, which is called once because it takes longer than the sums.
         """
-        named = {name: parameter for name, parameter in module.named_parameters() if name in begins}
-        found = torch.stack([_parts(name, parameter, begins[name]) for name, parameter in named.items()]).tolist()
+        named = {name: parameter for name, parameter in module.named_parameters() if name in places}
+        found = torch.stack([_parts(name, parameter, places[name]) for name, parameter in named.items()]).tolist()
         alone = dist.get_world_size() == 1
         is_copy = tuple(not alone and not isinstance(parameter, DTensor) for parameter in named.values())
         return cls(tuple(named), is_copy, tuple(map(tuple, found)))
@@ -80,9 +80,9 @@ class Checksums:
         return _number(p for p, is_copy in told if not is_copy), _number(p for p, is_copy in told if is_copy)
 
 
-def first_elements(module: nn.Module) -> dict[str, int]:
-    """Return, by name, where this rank's share of a parameter begins in the flattened whole parameter."""
-    return {name: first_element(parameter) for name, parameter in module.named_parameters()}
+def places_of(module: nn.Module) -> dict[str, Place]:
+    """Return, by name, where this rank's share of a parameter lies in the whole parameter."""
+    return {name: place_of(parameter) for name, parameter in module.named_parameters()}
 
 
 def whole_checksum(mine: Checksums, mesh: DeviceMesh) -> int:
@@ -149,7 +149,7 @@ def of_all_ranks(mine: Tensor) -> list[Any]:
     return found
 
 
-def _parts(name: str, parameter: nn.Parameter, first: int) -> Tensor:
+def _parts(name: str, parameter: nn.Parameter, place: Place) -> Tensor:
     """Return both parts of this rank's share of a parameter, `(2,)` int64."""
     mine = local(parameter.detach())
     words = mine.contiguous().view(-1).view(_WORDS[min(mine.element_size(), 4)])
@@ -158,11 +158,25 @@ def _parts(name: str, parameter: nn.Parameter, first: int) -> Tensor:
     # In the words' own width, which is quickest. It wraps; narrow words count for the upper bits, so that the sums of
     # ranks still add up to that of the whole tensor.
     total = words.sum(dtype=words.dtype).long() << (_SUM_BITS - bits)
-    skipped = -first % STRIDE
-    chosen = words[skipped * words_each :: STRIDE * words_each].long()
-    places = torch.arange(len(chosen), device=mine.device) * STRIDE + (first + skipped)
+    if place.is_run:
+        skipped = -place.first % STRIDE
+        chosen = words[skipped * words_each :: STRIDE * words_each].long()
+        places = torch.arange(len(chosen), device=mine.device) * STRIDE + (place.first + skipped)
+    else:
+        places, at = _chosen_of_block(mine, place)
+        chosen = words[at * words_each].long()
     placed = ((chosen ^ (places * _FACTORS[1])) * _FACTORS[0] >> 32).sum()
     return torch.stack([total, placed]) * _factor(name)
+
+
+def _chosen_of_block(mine: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    """Return the places in the whole matrix that go in, and where in the block `(r, c)` of it they are, `(n,)` each."""
+    begins = torch.arange(len(mine), device=mine.device) * place.width + place.first
+    steps = torch.arange(-(-place.columns // STRIDE), device=mine.device) * STRIDE
+    columns = (-begins % STRIDE)[:, None] + steps
+    rows, which = torch.nonzero(columns < place.columns, as_tuple=True)
+    inside = columns[rows, which]
+    return begins[rows] + inside, rows * place.columns + inside
 
 
 @cache

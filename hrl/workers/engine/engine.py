@@ -44,8 +44,8 @@ from hrl.workers.engine.checkpoint import (
 from hrl.workers.engine.checksum import (
     Checksums,
     WeightsDifferError,
-    first_elements,
     of_all_ranks,
+    places_of,
     whole_checksum,
 )
 from hrl.workers.engine.host_memory import HostCopies, local
@@ -53,7 +53,13 @@ from hrl.workers.engine.load_balance import LoadBalance, LoadCounter
 from hrl.workers.engine.nonfinite import SkippedStep, check_state, rows_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 from hrl.workers.engine.router_meter import RouterMeter
-from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded, offload_policy
+from hrl.workers.engine.sharding import (
+    build_mesh,
+    build_sequence_group,
+    build_sharded,
+    build_weight_mesh,
+    offload_policy,
+)
 from hrl.workers.engine.snapshot import Snapshot
 from hrl.workers.engine.weights import (
     PREFIX,
@@ -203,7 +209,10 @@ class Engine:
         self.share_prefix = source.share_prefix
         self.mesh = build_mesh(device, fsdp.fsdp_size)
         self.sequence_group = build_sequence_group(device, fsdp.ulysses_sequence_parallel_size)
-        self.degree = fsdp.ulysses_sequence_parallel_size
+        self.weight_mesh = build_weight_mesh(
+            device, fsdp.fsdp_size, fsdp.tensor_parallel_size, fsdp.expert_parallel_size
+        )
+        self.degree = fsdp.ulysses_sequence_parallel_size * fsdp.tensor_parallel_size
         adapter = source.adapter
         masters = dtype_of(fsdp.model_dtype)
         # Of weights that are not trained no update reads more than matrix products do.
@@ -221,6 +230,7 @@ class Engine:
             device,
             train=training is not None,
             adapt=None if adapter is None else lambda model: add_adapter(model, adapter, masters),
+            weight_mesh=self.weight_mesh,
             policy=policy,
         )
         self.experts = followed_experts(self.module)
@@ -251,11 +261,11 @@ class Engine:
         self.host_copies = HostCopies(self.module, device) if moves else None
         self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
         self._is_changed = False
-        begins = {} if training is None else first_elements(self.module)
+        places = {} if training is None else places_of(self.module)
         # What stands beside an adapter never changes and is in the model's folder: it is looked at when a checkpoint is
         # written or read, and no update or checkpoint has to do with it.
-        self._beside = {name: begins[name] for name in self.frozen} if self.has_adapter else {}
-        self._begins = {name: first for name, first in begins.items() if name not in self._beside}
+        self._beside = {name: places[name] for name in self.frozen} if self.has_adapter else {}
+        self._places = {name: place for name, place in places.items() if name not in self._beside}
         self._base_checksum: int | None = None
         self._base()
         self._checksums: Checksums | None = None  # of the weights as the last update left them
@@ -411,7 +421,7 @@ class Engine:
             NonFiniteStepError: Several steps in a row were not finite.
         """
         plan, (optimizer, _) = request.plan, self._trained
-        # The ranks of a sequence group measure the same, and one of them is asked.
+        # Ranks that run the same rows measure the same, and one of them is asked.
         measuring = dist.get_world_size() // self.degree
         rows = TokenRows.of(batch, routed=request.replays_experts)
         meter, routers = Meter(measuring, len(plan.mini_batches)), RouterMeter(self.experts, self.device)
@@ -435,10 +445,12 @@ class Engine:
             aux_loss = None
             if balance is not None and routing is not None and packed.routing is not None:
                 aux_loss = balance.share(routing, packed.routing.num_rows)
-                meter.add_share("moe/aux_loss", aux_loss)
+                # All ranks of a tensor group count the same tokens, so each has a part of the loss.
+                meter.add_share("moe/aux_loss", aux_loss.detach() * self._fsdp.tensor_parallel_size)
             if self.flops is not None:
-                head_tokens = flat[0].numel() / self.degree if with_head else 0
-                num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
+                sequence, tensor = self._fsdp.ulysses_sequence_parallel_size, self._fsdp.tensor_parallel_size
+                head_tokens = flat[0].numel() / sequence if with_head else 0
+                num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens) / tensor
             moved = optimizer.steps_taken != steps_before
             loss = loss_of(
                 ForwardedMicroBatch(batch, picked, packed, flat, mini_batch, rows.responses.shape[1], meter, moved)
@@ -536,7 +548,7 @@ class Engine:
                 "torch": torch.__version__,
             },
         )
-        is_first = self.sequence_group is None or self.sequence_group.place == 0
+        is_first = dist.get_rank() % self.degree == 0
         skip(skipped, training.run_folder if is_first else None)
 
     def weights_checksum(self) -> int:
@@ -547,7 +559,7 @@ class Engine:
         Raises:
             WeightsDifferError: Ranks that hold copies of the same weights have different ones.
         """
-        self._checksums = Checksums.of(self.module, self._begins)
+        self._checksums = Checksums.of(self.module, self._places)
         return whole_checksum(self._checksums, self.mesh)
 
     def _base(self) -> Base:
@@ -566,7 +578,7 @@ class Engine:
                 "since; the same command continues from the newest checkpoint, better on another machine"
             )
         self._base_checksum = checksum
-        return Base(frozenset(self._beside), checksum, tuple(dtypes_of(self.module, self._begins)))
+        return Base(frozenset(self._beside), checksum, tuple(dtypes_of(self.module, self._places)))
 
     def _after_update(self, what: str) -> int:
         """Look at weights and moments, and return the checksum of the weights."""
@@ -578,7 +590,7 @@ class Engine:
         """Refuse weights that are not those that the last update, or the checkpoint, left."""
         if self._checksums is None:
             return
-        changed = self._checksums.differ(Checksums.of(self.module, self._begins))
+        changed = self._checksums.differ(Checksums.of(self.module, self._places))
         if changed:
             raise WeightsDifferError(
                 f"weights of rank {dist.get_rank()} changed outside of an update: {len(changed)} parameter(s), first "

@@ -190,7 +190,8 @@ def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple
     if isinstance(example, DTensor) and example.device_mesh.size() > 1:
         dist.all_reduce(total)
         # Where shards are replicated, every shard was counted once per replica.
-        replicas = example.device_mesh.size() // example.device_mesh["shard"].size()
+        mesh = example.device_mesh
+        replicas = mesh["replicate"].size() if "replicate" in (mesh.mesh_dim_names or ()) else 1
     square, num_bad = total.tolist()
     norm = math.sqrt(square / replicas)
     return norm, math.isfinite(norm) and num_bad == 0.0

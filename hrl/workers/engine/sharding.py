@@ -1,9 +1,15 @@
-"""FSDP2: one mesh, one unit per decoder layer, weights that only rank 0 reads from disk."""
+"""FSDP2: one unit per decoder layer, weights that only rank 0 reads from disk; and the cut over tensor groups under it.
+
+Without tensor groups there is one mesh, over which every parameter is sharded. With them a parameter that is cut lies
+on a mesh with one dimension more: its part is sharded over the ranks that have the same part. What is not cut is
+sharded over all ranks as ever. So each element of a model is on one rank of a sharded copy, whichever it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +18,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hrl.models.dtypes import dtype_of
 from hrl.models.loading import Loaded, decoder_layers
 from hrl.models.ops.exchange import SequenceGroup
+from hrl.models.ops.tensor_parallel import WeightGroup
+from hrl.models.packed_model import PackedModel
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 from hrl.workers.engine.casts import keeps_cast_parameters
 
@@ -40,6 +50,48 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     if fsdp_size < 1 or world % fsdp_size:
         raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks of the pool")
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+@dataclass(frozen=True)
+class WeightMesh:
+    """Where the parameters lie that are cut: by tensor groups, or experts that are shared out.
+
+    Attributes:
+        group: Consecutive ranks with the parts of one weight.
+        shards: Mesh of the ranks with the same part, over which FSDP2 shards it; of two dimensions with replicas.
+        of_experts: Whether experts alone are cut, and ranks have rows of their own.
+    """
+
+    group: WeightGroup
+    shards: DeviceMesh
+    of_experts: bool
+
+
+def build_weight_mesh(device: torch.device, fsdp_size: int, tensor: int, experts: int) -> WeightMesh | None:
+    """Return the mesh of the parameters that are cut over several ranks; None where nothing is cut.
+
+    Args:
+        device: Of this rank.
+        fsdp_size: Ranks that share one copy, cut and sharded; see `build_mesh`, which has checked it.
+        tensor: Ranks of a tensor group.
+        experts: Ranks to which experts are shared out; at most one of the two is above 1.
+
+    Raises:
+        ValueError: It does not divide the number of ranks that share a copy, or both are above 1.
+    """
+    if tensor == experts == 1:
+        return None
+    if tensor > 1 and experts > 1:
+        raise ValueError("fsdp_config.tensor_parallel_size and expert_parallel_size are both above 1")
+    degree, key = max(tensor, experts), "tensor_parallel_size" if tensor > 1 else "expert_parallel_size"
+    world = dist.get_world_size()
+    copy = world if fsdp_size == -1 else fsdp_size
+    if copy % degree:
+        raise ValueError(f"fsdp_config.{key}={degree} does not divide the {copy} ranks that share a copy of the model")
+    shape, names = (world // copy, copy // degree, degree), ("replicate", "shard", "cut")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    shards = mesh[("replicate", "shard") if copy < world else "shard"]
+    return WeightMesh(WeightGroup.of(mesh["cut"]), shards, experts > 1)
 
 
 def build_sequence_group(device: torch.device, degree: int) -> SequenceGroup | None:
@@ -73,15 +125,16 @@ def offload_policy(fsdp: FsdpConfig | ForwardShardingConfig, device: torch.devic
 
 def build_sharded(
     load: Callable[[bool], Loaded],
-    wrap: Callable[[PreTrainedModel], nn.Module],
+    wrap: Callable[[PreTrainedModel], PackedModel],
     fsdp: FsdpConfig | ForwardShardingConfig,
     mesh: DeviceMesh,
     device: torch.device,
     *,
     train: bool,
     adapt: Callable[[PreTrainedModel], None] | None = None,
+    weight_mesh: WeightMesh | None = None,
     policy: CPUOffloadPolicy | None = None,
-) -> tuple[nn.Module, Loaded]:
+) -> tuple[PackedModel, Loaded]:
     """Load, wrap and shard a model.
 
     With several ranks only rank 0 reads the weights. Every rank builds the structure without storage, shards it and
@@ -95,6 +148,7 @@ def build_sharded(
         device: Of this rank.
         train: Freeze what cannot be trained, see `hrl.models.towers`.
         adapt: Puts an adapter into a model.
+        weight_mesh: From `build_weight_mesh`.
         policy: From `offload_policy`: then the shards are in host memory, and only buffers are on the device.
 
     Returns:
@@ -120,7 +174,10 @@ def build_sharded(
         if full is not None:
             adapt(full.model)
     module = wrap(loaded.model)
-    _shard(module, loaded, fsdp, mesh, towers, policy)
+    if weight_mesh is not None:
+        share = module.share_out_experts if weight_mesh.of_experts else module.cut
+        share(weight_mesh.group)
+    _shard(module, loaded, fsdp, mesh, towers, policy, weight_mesh)
     tied = _tied_names(module)
     module.to_empty(device=device if policy is None else torch.device("cpu"))
     _tie(module, tied)
@@ -151,6 +208,7 @@ def _shard(
     mesh: DeviceMesh,
     towers: Sequence[nn.Module] = (),
     offload: CPUOffloadPolicy | None = None,
+    weight_mesh: WeightMesh | None = None,
 ) -> None:
     compute = dtype_of(fsdp.dtype)
     policy = MixedPrecisionPolicy(
@@ -161,21 +219,29 @@ def _shard(
     where = OffloadPolicy() if offload is None else offload
     device = torch.device(mesh.device_type)
     reshard = fsdp.reshard_after_forward and not keeps_cast_parameters(mesh.size(), device, fsdp.reshard_after_forward)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=where)
+    if weight_mesh is not None:
+        shard = partial(shard, mesh=weight_mesh.shards, shard_placement_fn=_placed_on(mesh))
     for layer in decoder_layers(loaded.model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where)
+        shard(layer, reshard_after_forward=reshard)
     for end, keeps in _vocabulary_modules(loaded.model):
-        again = reshard and not keeps
-        fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=again, offload_policy=where)
+        shard(end, reshard_after_forward=reshard and not keeps)
     for tower in towers:
         if not isinstance(tower, FSDPModule):  # a unit of its own, since it never runs and is never gathered
-            fully_shard(tower, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where)
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=where)
+            shard(tower, reshard_after_forward=reshard)
+    shard(module, reshard_after_forward=False)
     if mesh.size() > 1:
         # Losses are divided by global counts, so gradients are summed over ranks. Gloo has no scaled sum.
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_gradient_divide_factor(1.0)
+
+
+def _placed_on(mesh: DeviceMesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """Return where FSDP2 shards a parameter: on this mesh what is not cut, on the unit's own mesh what is."""
+    of_all = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+    return lambda parameter: None if isinstance(parameter, DTensor) else ShardPlacementResult(None, of_all)
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, bool]]:

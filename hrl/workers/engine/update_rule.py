@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,7 +52,12 @@ class UpdateRule(ABC):
         self._dtypes = {parameter.dtype for parameter in names}
         self._dtype = torch.float64 if self._dtypes == {torch.float64} else torch.float32  # of the arithmetic
         self.steps = dict.fromkeys(names, 0)
-        self._first = {parameter: first_element(parameter) for parameter in names if parameter.dtype == torch.bfloat16}
+        places = {parameter: place_of(parameter) for parameter in names if parameter.dtype == torch.bfloat16}
+        if not all(place.is_run for place in places.values()):
+            raise ValueError(
+                "bfloat16 masters are rounded by rows: with tensor_parallel_size above 1, model_dtype must be fp32"
+            )
+        self._first = {parameter: place.first for parameter, place in places.items()}
 
     @abstractmethod
     def step(self, lr: float) -> None:
@@ -96,14 +103,41 @@ def widened(weight: Tensor) -> Tensor:
     return weight.float() if weight.dtype == torch.bfloat16 else weight
 
 
-def first_element(parameter: nn.Parameter) -> int:
-    """Return where this rank's shard begins in the flattened whole parameter; shards are runs of rows."""
+class Place(NamedTuple):
+    """Where a rank's shard lies in the flattened whole parameter: a run of rows, or of each of these some columns.
+
+    Attributes:
+        first: Place of the shard's first element.
+        columns: Elements of a row that the shard has.
+        width: Elements of a row.
+    """
+
+    first: int
+    columns: int
+    width: int
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the shard's elements follow one another in the whole parameter too."""
+        return self.columns == self.width
+
+
+def place_of(parameter: nn.Parameter) -> Place:
+    """Return where this rank's shard lies in the flattened whole parameter.
+
+    Raises:
+        ValueError: It is neither a run of rows nor, of a matrix, a block.
+    """
+    shape = parameter.shape
+    width = math.prod(shape[1:])
     if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if any(offset[1:]):
-        raise ValueError("bfloat16 masters are rounded by rows: a parameter must be sharded along its first dimension")
-    return offset[0] * (parameter.numel() // parameter.shape[0])
+        return Place(0, width, width)
+    mine, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    if tuple(mine[1:]) == tuple(shape[1:]):
+        return Place(offset[0] * width if offset else 0, width, width)
+    if len(shape) != 2:
+        raise ValueError(f"a shard {tuple(mine)} of a parameter {tuple(shape)} is neither rows nor a matrix's block")
+    return Place(offset[0] * width + offset[1], mine[1], width)
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PretrainedConfig
 
 from hrl.errors import system_error
@@ -135,7 +135,17 @@ def _gathered(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
     # Offloaded shards are moved before they are cast: a GPU casts in no time, and one call for both would have the
     # host cast into pageable memory, from which copies are slow. The next use of the stream waits for the copy.
     shard = tensor.detach().to(device, non_blocking=True).to(dtype)
-    return shard.full_tensor() if isinstance(shard, DTensor) else shard
+    return whole(shard) if isinstance(shard, DTensor) else shard
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """Return the full tensor on every rank."""
+    # A dimension of the mesh at a time, the outermost first: within what a tensor group has cut, FSDP2 sharded.
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def _outgoing_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

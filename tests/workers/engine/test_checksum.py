@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hrl.workers.engine.checksum import STRIDE, Checksums, WeightsDifferError, first_elements
+from hrl.workers.engine.checksum import STRIDE, Checksums, WeightsDifferError, _parts, places_of
 from hrl.workers.engine.nonfinite import NonFiniteStepError, NonFiniteWeightsError
+from hrl.workers.engine.update_rule import Place
 from tests.models.tiny import make_batch, plan_rows
 from tests.workers.asked import Actor
 from tests.workers.engine.ranks import flip, policy_of
@@ -35,7 +36,7 @@ def learn(policy: Actor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_every_bit_counts(dtype: torch.dtype) -> None:
     module = torch.nn.Linear(33, 65).to(dtype)
-    begins = first_elements(module)
+    begins = places_of(module)
     before = Checksums.of(module, begins)
     words = module.weight.detach().view(torch.uint8)
     for place in (0, 17, words.shape[1] - 1):  # bytes of a row
@@ -49,9 +50,24 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     assert Checksums.of(module, begins) == before
 
 
+@pytest.mark.parametrize("rows, columns", [(7, 3001), (5, 40)])
+def test_blocks_of_a_matrix_add_up_to_the_checksum_of_the_matrix(rows: int, columns: int) -> None:
+    """Of some columns, as a tensor group cuts them, and of some rows of these."""
+    whole = torch.nn.Parameter(torch.randn(rows, columns))
+    wanted = _parts("w", whole, Place(0, columns, columns))
+    total = torch.zeros(2, dtype=torch.int64)
+    for of_rows in (slice(0, 4), slice(4, rows)):
+        for of_columns in (slice(0, columns // 2), slice(columns // 2, columns)):
+            part = torch.nn.Parameter(whole.detach()[of_rows, of_columns].clone())
+            first = of_rows.start * columns + of_columns.start
+            total += _parts("w", part, Place(first, part.shape[1], columns))
+    apart = total - wanted
+    assert apart[0] % 2**32 == 0 and apart[1] == 0
+
+
 def test_tensors_and_rows_that_change_places_are_seen() -> None:
     module = torch.nn.ModuleDict({name: torch.nn.Linear(STRIDE, 3, bias=False) for name in "ab"})
-    begins = first_elements(module)
+    begins = places_of(module)
     before = Checksums.of(module, begins).combined()
     a, b = module["a"].weight.detach(), module["b"].weight.detach()
     a[:] = a.roll(1, 0)

@@ -1,10 +1,13 @@
-"""One rank and sequence groups of several are the same model: results, steps, metrics, checkpoints, full tensors.
+"""One rank and groups of several are the same model: results, steps, metrics, checkpoints, full tensors.
+
+The ranks of a sequence group have slices of the same tokens, those of a tensor group parts of the same weights.
 
 That no gradient of any loss depends on the groups is in ``tests/workers/test_partition.py``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,7 @@ from tests.models.tiny import (
     optim_config,
     run_ranks,
     save_llama,
+    save_mixture,
     save_qwen2,
     world_of_one,
 )
@@ -51,21 +55,53 @@ class Layout(NamedTuple):
 
     degree: int = 1
     fsdp_size: int = -1
+    tensor: int = 1
+    experts: int = 1
+
+    @property
+    def together(self) -> int:
+        return self.degree * self.tensor
 
     def fsdp(self, dtype: str) -> Any:
-        return fsdp_config(dtype, ulysses_sequence_parallel_size=self.degree, fsdp_size=self.fsdp_size)
+        return fsdp_config(
+            dtype,
+            fsdp_size=self.fsdp_size,
+            ulysses_sequence_parallel_size=self.degree,
+            tensor_parallel_size=self.tensor,
+            expert_parallel_size=self.experts,
+        )
 
     def plan(self, batch: DataProto, ranks: int, *, update: bool) -> BatchPlan:
-        limits, planner = MicroBatchLimits(BUDGET, None, "a.key", self.degree), Planner(share_prefix=True)
+        limits, planner = MicroBatchLimits(BUDGET, None, "a.key", self.together), Planner(share_prefix=True)
         if update:
             return planner.update(batch, ranks, limits, mini_batch_rows=8, epochs=1)
         return planner.forward(batch, ranks, limits)
 
 
-PAIRS, ALL = Layout(2), Layout(4)
-LAYOUTS = {"pairs": PAIRS, "all": ALL}
-STEPS_ALONE = {"pairs of replicated shards": Layout(2, fsdp_size=2)}
+PAIRS, ALL, CUT = Layout(2), Layout(4), Layout(tensor=2)
+OF_TOKENS = {"pairs": PAIRS, "all": ALL}
+LAYOUTS = OF_TOKENS | {"tensor pairs": CUT}
+STEPS_ALONE = {
+    "pairs of replicated shards": Layout(2, fsdp_size=2),
+    "replicated tensor pairs": Layout(fsdp_size=2, tensor=2),
+}
 EVERY = LAYOUTS | STEPS_ALONE
+
+
+#: Of a mixture of experts: these lie on the ranks of a group.
+OF_EXPERTS = {
+    "tensor pairs": CUT,
+    "experts on all": Layout(experts=4),
+    "experts in pairs of slices": Layout(2, experts=2),
+    "replicated experts": Layout(fsdp_size=2, experts=2),
+}
+#: What resumes which layout's checkpoint.
+OTHERS = {
+    ("all", ALL): "pairs",
+    ("tensor pairs", CUT): "pairs",
+    ("shards", Layout()): "tensor pairs",
+    ("pairs", PAIRS): "replicated tensor pairs",
+}
 
 
 def mine_of(plan: BatchPlan, batch: DataProto) -> tuple[DataProto, Any]:
@@ -162,23 +198,33 @@ def skipped(path: Path, layout: Layout, folder: Path) -> None:
     learner(path, layout, "float32", folder).learn(*mine_of(plan, batch))
 
 
-def on_rank(rank: int, llama: Path, qwen2: Path, single: Path, root: Path) -> dict[str, Any]:
+def on_rank(rank: int, llama: Path, qwen2: Path, mixture: Path, single: Path, root: Path) -> dict[str, Any]:
     """All that the tests want to know of four ranks."""
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         folder = root / name
         found[name] = {"llama": results(llama, layout, "float64"), "qwen2": results(qwen2, layout, "float32")}
         found[name] |= {"trained": trained(llama, layout, folder / "state"), "resumed": resumed(llama, layout, single)}
-    found["adapted"] = {name: adapted(llama, layout) for name, layout in LAYOUTS.items()}
+    found["adapted"] = {name: adapted(llama, layout) for name, layout in OF_TOKENS.items()}
     for name, layout in STEPS_ALONE.items():
         found[name] = {"trained": trained(llama, layout, root / name / "state")}
+    for name, layout in OF_EXPERTS.items():
+        found[f"{name} of a mixture"] = trained(mixture, layout, root / f"{name} of a mixture" / "state")
     skipped(llama, PAIRS, root / "skipped")
-    found["resumed in another layout"] = resumed(llama, ALL, root / "pairs" / "state")
+    for (name, layout), folder in OTHERS.items():
+        found[f"{name} resumed"] = resumed(llama, layout, root / folder / "state")
     try:
         build_sequence_group(CPU, 3)
     except ValueError as error:
         found["refused"] = str(error)
     return found
+
+
+def one_by_one(folder: Path) -> Path:
+    """A mixture whose experts multiply one after the other: torch's grouped product has no float64."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "eager"}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +233,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "llama": save_llama(root / "llama"),
         "qwen2": save_qwen2(root / "qwen2", window=4),
+        "mixture": one_by_one(save_mixture(root / "mixture", "qwen3_moe")),
         "single": root / "single",
         "root": root,
     }
@@ -201,13 +248,14 @@ def one(folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
             "qwen2": results(folders["qwen2"], Layout(), "float32"),
             "trained": trained(folders["llama"], Layout(), folders["single"]),
             "adapted": adapted(folders["llama"], Layout()),
+            "mixture": trained(folders["mixture"], Layout(), folders["root"] / "mixture alone"),
         }
 
 
 @pytest.fixture(scope="module")
 def four(folders: dict[str, Path], one: dict[str, Any]) -> list[dict[str, Any]]:
     """What each of four ranks computes."""
-    arguments = (folders[name] for name in ("llama", "qwen2", "single", "root"))
+    arguments = (folders[name] for name in ("llama", "qwen2", "mixture", "single", "root"))
     return run_ranks(4, folders["root"] / "ranks", on_rank, *arguments)
 
 
@@ -225,7 +273,7 @@ def test_log_probs_entropies_values_and_scores_are_those_of_one_rank(one, four, 
         assert distance(rank[layout][family], one[family]) <= 1e-6
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_TOKENS)
 def test_an_adapter_learns_and_is_switched_off_as_on_one_rank(one, four, layout):
     with_it, without = one["adapted"].values()
     assert (with_it - without).abs().max() > 1e-3, "the adapter has to have learnt something"
@@ -242,6 +290,15 @@ def test_steps_are_clipped_and_taken_as_on_one_rank(one, four, layout):
         assert distance(rank[layout]["trained"]["sent"], one["trained"]["sent"]) <= 1e-6
 
 
+@pytest.mark.parametrize("layout", OF_EXPERTS)
+def test_a_mixtures_experts_learn_on_several_ranks_what_they_learn_on_one(one, four, layout):
+    """Routers compute in float32, so gradients round differently from about the eighth digit on."""
+    for rank in four:
+        mine = rank[f"{layout} of a mixture"]
+        assert distance(mine["parameters"], one["mixture"]["parameters"]) <= 1e-7
+        assert distance(mine["sent"], one["mixture"]["sent"]) <= 1e-6
+
+
 @pytest.mark.parametrize("layout", EVERY)
 def test_metrics_of_the_ranks_that_answer_are_those_of_one_rank(one, four, layout):
     def merged(ranks: list[dict[str, Any]]) -> dict[str, float]:
@@ -249,7 +306,7 @@ def test_metrics_of_the_ranks_that_answer_are_those_of_one_rank(one, four, layou
         step.observe(*({name: Metric(*metric) for name, metric in rank["metrics"].items()} for rank in ranks))
         return dict(step)
 
-    answering = [rank[layout]["trained"] for rank in four[:: EVERY[layout].degree]]
+    answering = [rank[layout]["trained"] for rank in four[:: EVERY[layout].together]]
     mine, theirs = merged(answering), merged([one["trained"]])
     assert mine.keys() == theirs.keys() and len(mine) > 10
     # What takes time differs, so do the last bits of weights; of several ranks a percentile is the largest of theirs.
@@ -263,11 +320,16 @@ def test_what_one_rank_saved_is_continued_by_groups(one, four, layout):
         assert distance(rank[layout]["resumed"], one["trained"]["parameters"]) <= 1e-9
 
 
-def test_what_groups_saved_is_continued_by_one_rank_and_by_other_groups(folders, one, four):
-    alone = resumed(folders["llama"], Layout(), folders["root"] / "pairs" / "state")
+@pytest.mark.parametrize("saved", ["pairs", "tensor pairs"])
+def test_what_groups_saved_is_continued_by_one_rank(folders, one, four, saved):
+    alone = resumed(folders["llama"], Layout(), folders["root"] / saved / "state")
     assert distance(alone, one["trained"]["parameters"]) <= 1e-9
+
+
+@pytest.mark.parametrize("other", [name for name, _ in OTHERS])
+def test_what_groups_saved_is_continued_in_another_layout(one, four, other):
     for rank in four:
-        assert distance(rank["resumed in another layout"], one["trained"]["parameters"]) <= 1e-9
+        assert distance(rank[f"{other} resumed"], one["trained"]["parameters"]) <= 1e-9
 
 
 def test_a_skipped_batch_is_kept_once_for_each_group_and_computed_again_by_one_rank(folders, four):
