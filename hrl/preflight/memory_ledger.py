@@ -36,6 +36,8 @@ _REDUCE_BYTES = 4
 _BACKWARD_OVER_KEPT = 1.45
 #: The same of a layer that runs without gradients, where less is kept; and of one with an adapter.
 _FORWARD_OVER_KEPT, _ADAPTED_OVER_KEPT = 0.7, 0.85
+#: Tensors as wide as the residual stream that each rank of a tensor group has whole in a layer.
+_STREAMS = 4
 #: Number of float32 tiles of logits that the log-prob holds at once: alone, with the entropy, in its backward pass.
 _TILES_ALONE, _TILES, _TILES_BACKWARD = 1.5, 3.0, 1.5
 #: CUDA's context, NCCL's buffers, and memory that the allocator can't release.
@@ -140,6 +142,7 @@ class ResidentModel:
         master_bytes: Bytes of a stored weight.
         compute_bytes: Bytes of a weight in a matrix product.
         shards: Number of processes that share one copy.
+        tensor: Of these, those that compute parts of each product of the same tokens.
         tokens: Tokens of its largest micro-batch on one process.
         accumulates: Whether a mini-batch may have several micro-batches, whose gradients add up.
         recomputed: Number of layers that recompute their activations in the backward pass, the first ones.
@@ -161,6 +164,7 @@ class ResidentModel:
     master_bytes: int
     compute_bytes: int
     shards: int
+    tensor: int
     tokens: int
     accumulates: bool
     recomputed: int
@@ -287,8 +291,10 @@ class ResidentModel:
 
     @property
     def _layer(self) -> float:
-        """Bytes that one layer's activations take."""
-        return self.compute_bytes / 2 * self.size.kept_bytes_per_token * self.tokens
+        """Bytes that one layer's activations take; in a tensor group, the streams whole and a share of the rest."""
+        whole = self.compute_bytes / 2 * self.size.kept_bytes_per_token * self.tokens
+        streams = min(whole, _STREAMS * self._stream)
+        return streams + (whole - streams) / self.tensor
 
     @property
     def _stream(self) -> float:
@@ -314,17 +320,27 @@ class ResidentModel:
     @property
     def _tile(self) -> float:
         """Bytes of a tile of logits."""
-        return _REDUCE_BYTES * min(self.chunk, self.tokens * self.size.vocab_size) * self.has_head
+        return _REDUCE_BYTES * min(self.chunk, self.tokens * self.size.vocab_size / self.tensor) * self.has_head
 
     @property
-    def _head(self) -> int:
-        """Weights of a head that is a unit of its own."""
-        return self.size.head if self.has_head else 0
+    def _head(self) -> float:
+        """Weights of a head that is a unit of its own, as this process gathers them."""
+        return self.size.head / self.tensor if self.has_head else 0.0
+
+    @property
+    def _embedding(self) -> float:
+        """Weights of the embedding, as this process gathers them."""
+        return self.size.embedding / self.tensor
+
+    @property
+    def _unit(self) -> float:
+        """Weights of the largest layer, as this process gathers them."""
+        return self.size.largest_layer / self.tensor
 
     @property
     def _shared(self) -> float:
         """Bytes of the matrix that embedding and head share, which is gathered from the first layer to the last."""
-        return float(self.compute_bytes * self.size.embedding) if self.has_head and self.size.head == 0 else 0.0
+        return self.compute_bytes * self._embedding if self.has_head and self.size.head == 0 else 0.0
 
     def _gathered(self, *units: float, freed: float = 0.0) -> float:
         """Return the bytes of unsharded weights.
@@ -335,7 +351,7 @@ class ResidentModel:
         """
         if self.keeps_cast:
             buffers = units[1:2] if self.shards > 1 else ()
-            return self.compute_bytes * (self.size.parameters - freed + sum(buffers))
+            return self.compute_bytes * (self.size.parameters / self.tensor - freed + sum(buffers))
         return self.compute_bytes * sum(units if self.shards > 1 else units[:1]) + self._shared
 
     def _forward(self, *, learns: bool) -> Iterator[list[Entry]]:
@@ -343,20 +359,18 @@ class ResidentModel:
 
         FSDP2 keeps the buffer through which a unit was gathered until the next one's has come.
         """
-        size, layer, head = self.size, self.size.largest_layer, self._head
+        layer, head, embedding = self._unit, self._head, self._embedding
         kept = self._kept_here if learns else 0.0
         gradients = self.trained_weights if learns and self.accumulates else 0.0
         stores = learns and self._last_stores
         alone = _ADAPTED_OVER_KEPT if self.has_adapter else _FORWARD_OVER_KEPT
         at_work = (1.0 if stores else alone) * self._layer
         before_last = kept - self._layer if stores else kept
-        first = 0 if self._shared else size.embedding
-        yield self._moment(
-            gathered=self._gathered(first, size.embedding), gradients=gradients, activations=self._stream
-        )
+        first = 0.0 if self._shared else embedding
+        yield self._moment(gathered=self._gathered(first, embedding), gradients=gradients, activations=self._stream)
         # The first layer, with the embedding's buffer, and the last, with the head's.
         yield self._moment(
-            gathered=self._gathered(layer, size.embedding), gradients=gradients, activations=at_work + self._stream
+            gathered=self._gathered(layer, embedding), gradients=gradients, activations=at_work + self._stream
         )
         yield self._moment(
             gathered=self._gathered(layer, max(layer, head)), gradients=gradients, activations=before_last + at_work
@@ -376,14 +390,17 @@ class ResidentModel:
         has left gradients already. A unit's unsharded gradient goes through a float32 buffer, which is there until the
         next unit's comes.
         """
-        size, layer, whole = self.size, self.size.largest_layer, self.trained_weights
+        size, layer, whole = self.size, self._unit, self.trained_weights
         # Of frozen weights there is no gradient.
-        head, embedding, of_layer = (0, 0, 0) if self.has_adapter else (self._head, size.embedding, layer)
-        shared = size.embedding if self._shared and not self.has_adapter else 0
-        per_layer = size.adapter // size.num_layers if self.has_adapter else layer
+        head, embedding, of_layer = (0.0, 0.0, 0.0) if self.has_adapter else (self._head, self._embedding, layer)
+        shared = self._embedding if self._shared and not self.has_adapter else 0.0
+        per_layer = size.adapter / size.num_layers if self.has_adapter else layer
+
+        trained = size.trained / self.tensor
 
         def gradients(missing: float) -> float:
-            return whole if self.accumulates else whole - self.master_bytes * missing / self.shards
+            # Of units as they are gathered, `missing` weights; those are parts in a tensor group.
+            return whole if self.accumulates else whole - self.master_bytes * missing * self.tensor / self.shards
 
         tail = self._kept_here + 2 * self._stream
         at_work = _BACKWARD_OVER_KEPT * self._layer
@@ -391,34 +408,36 @@ class ResidentModel:
         # The log-prob's own gradient of the head is float32, and becomes one of the compute dtype.
         yield self._moment(
             gathered=self._gathered(self._head, layer),
-            gradients=gradients(size.trained),
+            gradients=gradients(trained),
             reduced=_REDUCE_BYTES * (head or shared),
             activations=tail,
             logits=_TILES_BACKWARD * self._tile,
         )
         yield self._moment(
             gathered=self._gathered(0, layer, freed=head),
-            gradients=gradients(size.trained),
+            gradients=gradients(trained),
             reduced=self._reduced(head) + self.compute_bytes * shared,
             activations=tail,
         )
         yield self._moment(
             gathered=self._gathered(layer, 0 if self.keeps_cast else layer, freed=head),
-            gradients=gradients(size.trained - head),
+            gradients=gradients(trained - head),
             reduced=_REDUCE_BYTES * (head or of_layer) + self.compute_bytes * shared,
             activations=self._kept_here - stored + at_work,
         )
         yield self._moment(
-            gathered=self._gathered(layer, 0 if self.keeps_cast else size.embedding, freed=size.parameters - layer),
+            gathered=self._gathered(
+                layer, 0.0 if self.keeps_cast else self._embedding, freed=size.parameters / self.tensor - layer
+            ),
             gradients=gradients(embedding + per_layer),
             reduced=_REDUCE_BYTES * of_layer + self.compute_bytes * shared,
             activations=(self._stream if self.recomputed else 0.0) + at_work,
         )
         yield self._moment(gradients=gradients(embedding), reduced=self._reduced(embedding), activations=self._stream)
 
-    def _reduced(self, weights: int) -> float:
+    def _reduced(self, weights: float) -> float:
         """Return the bytes of a unit's gradient while it is summed: as computed, as sent and what comes back."""
-        return weights * (self.compute_bytes + _REDUCE_BYTES + _REDUCE_BYTES / self.shards)
+        return weights * (self.compute_bytes + _REDUCE_BYTES + _REDUCE_BYTES * self.tensor / self.shards)
 
 
 def _worst(moments: Iterable[list[Entry]]) -> list[Entry]:
@@ -536,6 +555,7 @@ def _resident(
         master_bytes=dtype_of(fsdp.model_dtype).itemsize,
         compute_bytes=dtype_of(fsdp.dtype).itemsize,
         shards=ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
+        tensor=fsdp.tensor_parallel_size,
         tokens=batch.tokens,
         accumulates=batch.is_one_of_several,
         recomputed=recomputed,

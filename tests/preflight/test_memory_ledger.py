@@ -352,3 +352,21 @@ def test_the_keys_that_lower_a_peak_are_named_with_what_they_save():
     (card, _) = ledgers_with(engine_alone)
     keys = {saving.key for saving in savings(engine_alone, card, ledgers_with, "cuda")}
     assert keys == {"actor_rollout_ref.rollout.gpu_memory_utilization"}, "nothing else is there while it samples"
+
+
+def test_a_tensor_group_divides_what_is_gathered_and_not_what_is_stored():
+    keys = ("trainer.n_gpus_per_node=8", "data.train_batch_size=8", "actor_rollout_ref.rollout.n=8")
+    by_degree = {}
+    for degree in (1, 2):
+        given = config(*ONE_CARD, *keys, f"actor_rollout_ref.actor.fsdp_config.tensor_parallel_size={degree}")
+        (ledger,) = cards(given, SEVEN)
+        by_degree[degree] = phase_of(ledger, "actor backward")
+        (model,) = ledgers._pools(given, {"actor": SEVEN}, "cuda")[0].models
+        assert model.tokens == 8192, "all processes of a group have all tokens of a micro-batch"
+    for stored in ("actor weights", "actor gradients", "actor moments"):
+        assert by_degree[1][stored] == by_degree[2][stored]
+    for gathered in ("actor gathered weights", "actor gradients being summed"):
+        assert by_degree[2][gathered] == by_degree[1][gathered] / 2
+    streams, kept = 4 * 7168, SEVEN.kept_bytes_per_token
+    saved = 1.45 * 8192 * (kept - streams) / 2
+    assert by_degree[1]["actor activations"] - by_degree[2]["actor activations"] == pytest.approx(saved)

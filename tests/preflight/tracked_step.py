@@ -173,6 +173,7 @@ def said_of(case: Case, size: Footprint) -> dict[str, float]:
         master_bytes=4,
         compute_bytes=2,
         shards=case.ranks,
+        tensor=1,
         tokens=case.tokens,
         accumulates=True,
         recomputed=size.num_layers if case.recompute else 0,
