@@ -21,7 +21,7 @@ GIB = 1 << 30
 RUN_TIMEOUT_S = 900.0
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
-#: A step whose micro-batches are full: the model tells stories until it is stopped.
+#: A step of one micro-batch that is as large as it may be: the model tells stories until it is stopped.
 ONE_STEP = (
     "trainer.total_training_steps=1",
     "trainer.val_before_train=false",
@@ -29,7 +29,7 @@ ONE_STEP = (
     "data.val_files=[]",
     "data.train_batch_size=8",
     f"{_ACTOR}.ppo_mini_batch_size=8",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu=4096",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu=8192",
     f"{_ROLLOUT}.n=8",
     f"{_RECOMPUTE}=false",
     "data.max_prompt_length=48",
@@ -42,9 +42,9 @@ CONFIGURATIONS = {
     "critic and reference": ("recipe=ppo",),
     "two ranks": ("trainer.n_gpus_per_node=2",),
     "long responses": (
-        "data.max_response_length=512",
+        "data.max_response_length=256",
         f"{_RECOMPUTE}=true",
-        f"{_ACTOR}.ppo_max_token_len_per_gpu=4608",
+        f"{_ACTOR}.ppo_max_token_len_per_gpu=17408",
     ),
 }
 
