@@ -10,20 +10,29 @@ from hrl.nearest import did_you_mean
 ALGORITHMS = {"ppo": "ppo", "grpo": "ppo", "dpo": "dpo", "sft": "sft", "rm": "rm"}
 """Word after `hrl train` and `hrl check` → kind of run."""
 _RECIPES = ("ppo", "grpo")
+_MODULE = "hrl.trainer.main_"
+KINDS_OF_MODULES = frozenset(ALGORITHMS.values())
+"""What follows `hrl.trainer.main_` in the name of a program."""
 
 
 def kind_and_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the kind of run and its arguments.
+    """Return the kind of run and its arguments, also of a whole launch line.
 
     `grpo` and `ppo` stand for the recipe of this name, as `hrl.GRPO` and `hrl.PPO` do in Python; another `recipe=…`
     takes its place. Without a word, the kind is `ppo` and every value is the default's.
 
     Args:
-        words: A word of `ALGORITHMS` or none, then the arguments of the run.
+        words: A word of `ALGORITHMS` or none, then the arguments of the run; or these after `hrl train`, or after
+            `python -m hrl.trainer.main_ppo` and its like.
 
     Raises:
         ConfigError: The first word is another one.
     """
+    for place, word in enumerate(words):
+        if word.startswith(_MODULE) and word.removeprefix(_MODULE) in KINDS_OF_MODULES:
+            return word.removeprefix(_MODULE), list(words[place + 1 :])
+    if list(words[:2]) == ["hrl", "train"]:
+        words = words[2:]
     if not words or words[0] not in ALGORITHMS:
         # a word, and neither `key=value`, also with blanks around the sign, nor an option
         if words and words[0].replace("_", "").isalpha() and not "".join(words[1:2]).startswith("="):

@@ -49,7 +49,7 @@ def look_at_models(
     if folder is not None:
         found[first] = folder
         findings.facts.append(Fact("model", _in_words(learner.path, folder)))
-        _look_at_positions(findings, outline, folder)
+        look_at_positions(findings, outline, folder)
     for role, model in others:
         if model.path == learner.path and not model.override_config:
             # A model in the same folder as the trained one has the same vocabulary.
@@ -65,8 +65,7 @@ def look_at_models(
         if role == "rm":
             with findings.about(model.key):
                 check_scores(other)
-    for role, folder in found.items():
-        _look_at_heads(findings, outline.models[role], folder, trust_remote_code=trust)
+    look_at_heads(findings, outline, found)
     return found, tokenizer
 
 
@@ -182,7 +181,7 @@ def _tokenizer_is_cached(hub_id: str) -> bool:
         raise ModelSourceError(f"{hub_id} is neither a folder nor a hub id") from error
 
 
-def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> None:
+def look_at_positions(findings: Findings, outline: Outline, folder: Path) -> None:
     """Check that the longest sequence fits the model's positions."""
     model, wanted, keys = outline.model, outline.lengths.total, outline.lengths.keys
     used = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
@@ -194,15 +193,23 @@ def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> No
         findings.problem(" + ".join(keys), what, hint)
 
 
-def _look_at_heads(findings: Findings, model: NamedModel, folder: Path, *, trust_remote_code: bool) -> None:
-    """Check that the ranks of a sequence group can share the model's attention heads."""
-    used = load_config(folder, model.override_config, trust_remote_code=trust_remote_code).get_text_config()
-    heads = getattr(used, "num_attention_heads", None)
-    for key, degree in model.degrees.items():
-        if isinstance(heads, int) and heads % degree:
-            fitting = [size for size in range(1, heads + 1) if heads % size == 0]
-            what = f"is {degree}, which does not divide the {heads} attention heads of {folder.name}."
-            findings.problem(key, what, f"Set it to one of {', '.join(map(str, fitting))}.")
+def look_at_heads(findings: Findings, outline: Outline, folders: Mapping[str, Path]) -> None:
+    """Check that the ranks of a sequence group and those of an engine can share the attention heads of every model.
+
+    Args:
+        findings: Collects problems.
+        outline: Outline of the run.
+        folders: Role → folder of its model.
+    """
+    for role, folder in folders.items():
+        model = outline.models[role]
+        used = load_config(folder, model.override_config, trust_remote_code=outline.model.trust_remote_code)
+        heads = getattr(used.get_text_config(), "num_attention_heads", None)
+        for key, degree in model.degrees.items():
+            if isinstance(heads, int) and heads % degree:
+                fitting = [size for size in range(1, heads + 1) if heads % size == 0]
+                what = f"is {degree}, which does not divide the {heads} attention heads of {folder.name}."
+                findings.problem(key, what, f"Set it to one of {', '.join(map(str, fitting))}.")
 
 
 def _look_at_vocabulary(
