@@ -1,8 +1,8 @@
 """A tiny model of the same family as a given one, with random weights, the same vocabulary and the same tokenizer.
 
-It is made from a folder's config and tokenizer alone, so a model that fits no machine at hand has one too. Where
-`hrl.models.cut` keeps what decides how a family computes, and only in memory, a twin keeps what decides whether a launch
-line works: the vocabulary, the positions, the kinds of layers, and the ways in which heads can be shared by processes.
+It is made from a folder's config and tokenizer alone, so a model that fits no machine at hand has one too. A cut
+(`hrl.models.cut`) keeps what decides how a family computes, and has no folder; a twin keeps what decides whether a
+launch line works: the vocabulary, the positions, the kinds of layers, and the ways in which processes can share heads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from hrl.errors import RefusedError
 from hrl.models.cut import Heads, changed, first_of_every_kind, resize
@@ -142,6 +143,7 @@ def write_twin(
         raise TwinError(
             f"no small copy of {source.name} ({config.model_type}) can be made: {type(error).__name__}: {error}"
         ) from error
+    disable_progress_bar()
     model.save_pretrained(target)
     _copy_others(source, target)
     text, whole = small.get_text_config(), config.get_text_config()

@@ -19,6 +19,7 @@ import psutil
 
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.precision import with_dtypes
+from hrl.config.arithmetic import count
 from hrl.config.compose import compose_kind, to_yaml
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
@@ -33,7 +34,7 @@ from hrl.models.twin import Sharing, Twin, write_twin
 from hrl.preflight.data_look import look_at_batch, look_at_rows
 from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
-from hrl.preflight.memory_ledger import GIB, Ledger, gib, ledgers_of
+from hrl.preflight.memory_ledger import Ledger, gib, ledgers_of
 from hrl.preflight.model_look import look_at_heads, look_at_positions
 from hrl.processes.lifetime import guarded_environment
 from hrl.rehearse.child import Child, StuckError
@@ -48,6 +49,9 @@ _GONE_S = 60.0
 _AFTER_A_RANK_S = 180.0
 _FILE = "rehearsal"
 _CONFIG_STATUS = 2
+_SHOWN_S = 0.05
+_AFTER_THE_START = ("validating",)
+"""Stages that begin when a run is up."""
 
 
 class RehearsalError(HrlError):
@@ -167,15 +171,16 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _environment(mark: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the runs: they join no cluster, and no log of theirs is cut."""
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | mark
+    """Return the environment of the runs, which join no cluster."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | dict(mark)
 
 
 def _layout_in_words(config: RunConfiguration) -> str:
     shapes = shapes_of(config)
-    pools = [f"{shape.processes} processes" + (f" of pool {name}" if len(shapes) > 1 else "")
-             for name, shape in shapes.items()]  # fmt: skip
-    return ", ".join(pools)
+    return ", ".join(
+        count(shape.processes, "process", "processes") + (f" of pool {name}" if len(shapes) > 1 else "")
+        for name, shape in shapes.items()
+    )
 
 
 def _engine_here(config: RunConfiguration) -> str | None:
@@ -318,55 +323,83 @@ def _start(program: str, folder: Path, environ: Mapping[str, str], options: Opti
 
 
 class _Follower:
-    """Takes what a run says into the table, as parts with their seconds."""
+    """Takes what a run says into the table, as parts with their seconds.
 
-    def __init__(self, found: Rehearsal) -> None:
-        self._found = found
+    Args:
+        found: Takes them.
+        start: Name of the part up to the first step.
+    """
+
+    def __init__(self, found: Rehearsal, start: str) -> None:
+        self._found, self._start = found, start
         self._began = time.monotonic()
-        self.phase = "preflight"
+        self._stages: dict[str, float] = {}
+        self._stage = "the beginning"
+        self._is_up = False
         self.steps: list[int] = []
-        self.notes: list[str] = []
+
+    @property
+    def phase(self) -> str:
+        """What goes on now."""
+        if not self._is_up:
+            return f"{self._start}: {self._stage}"
+        return self._stage if self._stages else f"step {self.steps[-1] + 1}" if self.steps else "the first step"
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Take one event."""
         what = event["event"]
         if what == "stage" and "now" not in event:
-            self._stage(event)
-        elif what == "banner":
-            self._end("preflight", "rows, reward, environment and packed forward of the tiny models")
-            self.phase = "start"
-        elif what == "note":
-            self.notes.append(event["text"])
+            self._take_stage(event)
         elif what == "validation":
-            scores = {name: value for name, value in event.items() if name.startswith("val/") and "/mean@" in name}
+            self._up()
+            scores = {name: value for name, value in event.items() if name.startswith("val/") and "mean" in name}
             self._end(f"validation after step {event['step']}", _numbers(scores))
-            self.phase = f"step {event['step'] + 1}"
         elif what == "step":
+            self._up()
             self.steps.append(event["step"])
             seconds = {name.removeprefix("timing_s/"): value for name, value in event.items() if "timing_s/" in name}
-            took = seconds.pop("step", 0.0)
-            parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
-            self._found.add(f"step {event['step']}", took, f"seconds: {parts}" if parts else "")
-            self._began, self.phase = time.monotonic(), f"step {event['step'] + 1}"
+            seconds.pop("step", None)
+            self._end(f"step {event['step']}", _in_seconds(seconds))
 
-    def _stage(self, event: Mapping[str, Any]) -> None:
+    def _take_stage(self, event: Mapping[str, Any]) -> None:
+        title = event["title"]
         if "seconds" not in event:
-            self._found.show(event["title"])
-            self.phase = event["title"] if self.phase != "preflight" else self.phase
-        elif self.phase != "preflight":
-            self._end(event["title"])
+            self._stage = title
+            self._found.show(f"{self.phase}")
+            if title in _AFTER_THE_START:
+                self._up()
+            if self._is_up:
+                self._stages = {title: 0.0}
+        elif self._is_up:
+            self._stages = {}
+        else:
+            self._stages[title] = event["seconds"]
+
+    def _up(self) -> None:
+        """Note that everything has started."""
+        if not self._is_up:
+            self._is_up = True
+            self._end(self._start, _in_seconds(self._stages))
 
     def _end(self, name: str, detail: str = "") -> None:
         self._found.add(name, time.monotonic() - self._began, detail)
-        self._began = time.monotonic()
+        self._began, self._stages = time.monotonic(), {}
+
+    def ended(self) -> None:
+        """Note that the run has ended in order."""
+        self._end("end of the run")
 
     def failed(self, child: Child, why: str) -> RehearsalError:
         """Note that the present phase failed; return what to raise."""
-        said = child.last_words()
+        said, phase = child.last_words(), self.phase
         detail = f"{why}\n{said}" if said else why
-        self._found.add(self.phase, time.monotonic() - self._began, detail, "failed")
+        self._found.add(phase, time.monotonic() - self._began, detail, "failed")
         self._found.status = self._found.status or 1
-        return RehearsalError(self.phase)
+        return RehearsalError(phase)
+
+
+def _in_seconds(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if value >= _SHOWN_S)
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:
@@ -378,7 +411,7 @@ def _first_start(
 ) -> int:
     """Run until two steps are saved, and kill; return the step of the newest checkpoint."""
     store = CheckpointStore(RunFolder.checkpoints_in(run.trainer.default_local_dir))
-    child, follower = _start(program, folder, environ, options, "first"), _Follower(found)
+    child, follower = _start(program, folder, environ, options, "first"), _Follower(found, "start")
     try:
         for event in child.events():
             if event is not None:
@@ -434,7 +467,7 @@ def _second_start(
     program: str, folder: Path, environ: Mapping[str, str], options: Options, found: Rehearsal, step: int
 ) -> None:
     """Start the same run again, which goes on after its checkpoint, makes one more step and ends."""
-    child, follower = _start(program, folder, environ, options, "second"), _Follower(found)
+    child, follower = _start(program, folder, environ, options, "second"), _Follower(found, "start again")
     try:
         for event in child.events():
             if event is not None:
@@ -443,11 +476,12 @@ def _second_start(
         if status != 0:
             found.status = status if status > 0 else 1
             raise follower.failed(child, f"the run ended with status {status}")
+        follower.ended()
     except StuckError as error:
         raise follower.failed(child, str(error)) from error
     finally:
         child.end()
-    with found.part("end") as said:
+    with found.part("resume") as said:
         if follower.steps != [step + 1]:
             raise RehearsalError(f"it was to resume after step {step}, and made the steps {follower.steps}")
         records = [json.loads(line) for line in (folder / "run" / METRICS).read_text().splitlines()]
@@ -478,6 +512,3 @@ def _absent(config: RunConfiguration) -> Iterator[tuple[str, str]]:
         yield "trainer.default_remote_dir", "nothing of yours is written to"
     if any(not name.startswith("console") and name != "file" for name in config.trainer.logger):
         yield "trackers", "nobody else is told of a rehearsal"
-
-
-__all__ = ["GIB", "Kill", "Options", "Part", "Rehearsal", "RehearsalError", "rehearse"]

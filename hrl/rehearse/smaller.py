@@ -305,7 +305,8 @@ def _shrink_policy(values: dict[str, Any], config: PPOTrainerConfig, layout: Map
         for key in ("environment.episode_timeout_s", "environment.step_timeout_s"):
             share = 0.5 if "episode" in key else 0.4
             values[key] = min(values[key], share * _LONGEST_WAIT_S)
-    _shrink_passes(values, config, longest)
+    # A preference loss takes a prompt with both its answers for one row.
+    _shrink_passes(values, config, longest + (0 if config.algorithm.preference_loss is None else response))
 
 
 def _shrink_passes(values: dict[str, Any], config: RunConfiguration, longest: int) -> None:
