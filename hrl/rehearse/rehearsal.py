@@ -42,7 +42,6 @@ from hrl.rehearse.smaller import MOST_PROCESSES, Change, lost, shapes_of, smalle
 from hrl.report.run_folder import METRICS, RunFolder
 
 Kill = Literal["driver", "rank"]
-Outcome = Literal["ok", "failed"]
 STEPS = 2
 """Steps before the kill."""
 _GONE_S = 60.0
@@ -64,13 +63,13 @@ class Part:
 
     Attributes:
         name: What was rehearsed.
-        outcome: Whether it passed.
+        passed: Whether it did.
         seconds: How long it took.
         detail: What was seen, or the error.
     """
 
     name: str
-    outcome: Outcome
+    passed: bool
     seconds: float
     detail: str = ""
 
@@ -86,6 +85,7 @@ class Rehearsal:
         lost: What of the layout's shape could not be kept.
         absent: What was not rehearsed, and why.
         status: The exit status.
+        has_run: Whether the run was started.
     """
 
     show: Callable[[Part | str], None]
@@ -94,10 +94,11 @@ class Rehearsal:
     lost: list[str] = field(default_factory=list)
     absent: list[tuple[str, str]] = field(default_factory=list)
     status: int = 0
+    has_run: bool = False
 
-    def add(self, name: str, seconds: float, detail: str = "", outcome: Outcome = "ok") -> None:
+    def add(self, name: str, seconds: float, detail: str = "", *, passed: bool = True) -> None:
         """Note a part that has ended."""
-        self.parts.append(Part(name, outcome, seconds, detail))
+        self.parts.append(Part(name, passed, seconds, detail))
         self.show(self.parts[-1])
 
     @contextmanager
@@ -108,7 +109,7 @@ class Rehearsal:
         try:
             yield said
         except HrlError as error:
-            self.add(name, time.monotonic() - began, str(error), "failed")
+            self.add(name, time.monotonic() - began, str(error), passed=False)
             self.status = _CONFIG_STATUS if isinstance(error, RefusedError) else 1
             raise RehearsalError(name) from error
         self.add(name, time.monotonic() - began, "; ".join(said))
@@ -153,6 +154,7 @@ def rehearse(kind: RunKind[RunConfiguration], arguments: Sequence[str], options:
         _look_at_rows(config, small, found)
         _write(small, folder)
         environ = _environment(mark)
+        found.has_run = True
         program = f"hrl.trainer.main_{kind.name}"
         step = _first_start(program, small, folder, environ, options, found)
         changed = small.trainer.model_copy(update={"total_training_steps": step + 1})
@@ -217,7 +219,7 @@ def _smaller(
         said += [f"{role}: {twin.in_words()}" for role, twin in twins.items()]
     if ledger.peak.num_bytes > free:
         found.add("memory", 0.0, f"{ledger.where} has {gib(free)} GiB free, and the rehearsal may take "
-                  f"{gib(ledger.peak.num_bytes)} with one process in a pool", "failed")  # fmt: skip
+                  f"{gib(ledger.peak.num_bytes)} with one process in a pool", passed=False)  # fmt: skip
         found.status = 1
         raise RehearsalError("memory")
     found.changes += small.changes
@@ -238,8 +240,8 @@ def _described(config: RunConfiguration) -> dict[str, Path]:
                 folders[role] = describe_model(model.path)
             except ModelSourceError as error:
                 raise ModelSourceError(
-                    f"{error}. A rehearsal needs config and tokenizer alone: {model.key}=HUB_ID_OR_FOLDER at the end "
-                    "of the line names them"
+                    f"{str(error).removesuffix('.')}. A rehearsal needs its config and tokenizer alone: to name "
+                    f"another place of them, add {model.key}=… to the line"
                 ) from error
     findings.raise_problems()
     look_at_heads(findings, outline, folders)
@@ -393,7 +395,7 @@ class _Follower:
         """Note that the present phase failed; return what to raise."""
         said, phase = child.last_words(), self.phase
         detail = f"{why}\n{said}" if said else why
-        self._found.add(phase, time.monotonic() - self._began, detail, "failed")
+        self._found.add(phase, time.monotonic() - self._began, detail, passed=False)
         self._found.status = self._found.status or 1
         return RehearsalError(phase)
 

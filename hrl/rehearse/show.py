@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from hrl.masking import masked_text
 from hrl.rehearse.rehearsal import Part, Rehearsal
+from hrl.rehearse.smaller import MOST_PROCESSES
 
 
 class Shown:
@@ -39,38 +41,41 @@ class Shown:
     def table(self, found: Rehearsal) -> None:
         """Show what came of it."""
         for line in lines(found):
-            self._console.print(line)
+            self._console.print(line, soft_wrap=isinstance(line, Text))
 
 
 def _line(part: Part) -> Text:
-    return Text(masked_text(f"{part.seconds:7.1f} s  {part.name}"), style="" if part.outcome == "ok" else "red")
+    return Text(masked_text(f"{part.seconds:7.1f} s  {part.name}"), style="" if part.passed else "red")
 
 
 def lines(found: Rehearsal) -> list[Text | Table]:
-    """Return the table, what was reduced, what was not rehearsed, and the verdict."""
+    """Return the table, what was reduced, what was not rehearsed, and the verdict; of what never ran, that alone."""
+    failed = next((part for part in found.parts if not part.passed), None)
+    if failed is not None and not found.has_run:
+        return [Text(""), Text(masked_text(f"{failed.name}: {failed.detail}"), style="red")]
     shown: list[Text | Table] = [Text(""), Text("Rehearsed", style="bold")]
     table = Table.grid(padding=(0, 2))
     for part in found.parts:
-        style = "green" if part.outcome == "ok" else "red"
-        table.add_row(Text(part.outcome, style=style), Text(masked_text(part.name)),
-                      Text(f"{part.seconds:.1f} s", justify="right"), Text(masked_text(part.detail)))  # fmt: skip
+        outcome = Text("ok", style="green") if part.passed else Text("failed", style="red")
+        detail = Text(masked_text(part.detail if part.passed else part.detail.partition("\n")[0]))
+        table.add_row(outcome, Text(masked_text(part.name)), Text(f"{part.seconds:.1f} s", justify="right"), detail)
     shown.append(table)
-    if found.changes:
-        shown += [Text(""), Text("Reduced", style="bold")]
-        reduced = Table.grid(padding=(0, 2))
-        for change in found.changes:
-            reduced.add_row(Text(change.what), Text(masked_text(f"{change.was} → {change.now}")))
-        shown.append(reduced)
-    shown += [Text(""), Text("Not rehearsed", style="bold")]
-    missing = Table.grid(padding=(0, 2))
-    for what, why in (*((one, "needs more processes: --processes 4") for one in found.lost), *found.absent):
-        missing.add_row(Text(what), Text(why))
-    shown.append(missing)
-    failed = [part for part in found.parts if part.outcome == "failed"]
+    shown += _section("Reduced", [(change.what, f"{change.was} → {change.now}") for change in found.changes])
+    more = f"needs more processes: --processes {MOST_PROCESSES}"
+    shown += _section("Not rehearsed", [*((one, more) for one in found.lost), *found.absent])
     seconds = sum(part.seconds for part in found.parts)
-    verdict = f"failed: {failed[0].name}" if failed else "passed"
-    shown += [Text(""), Text(f"{verdict}, {seconds:.0f} s", style="red" if failed else "green")]
-    return shown
+    if failed is None:
+        return [*shown, Text(""), Text(f"passed, {seconds:.0f} s", style="green")]
+    return [*shown, Text(""), Text(masked_text(f"failed: {failed.name}: {failed.detail}"), style="red")]
+
+
+def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[Text | Table]:
+    if not rows:
+        return []
+    table = Table.grid(padding=(0, 2))
+    for what, detail in rows:
+        table.add_row(Text(masked_text(what)), Text(masked_text(detail)))
+    return [Text(""), Text(title, style="bold"), table]
 
 
 def as_data(found: Rehearsal) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def as_data(found: Rehearsal) -> dict[str, Any]:
     return {
         "passed": found.status == 0,
         "rehearsed": [
-            {"part": one.name, "outcome": one.outcome, "seconds": round(one.seconds, 3), "detail": one.detail}
+            {"part": one.name, "passed": one.passed, "seconds": round(one.seconds, 3), "detail": one.detail}
             for one in found.parts
         ],
         "reduced": [change._asdict() for change in found.changes],

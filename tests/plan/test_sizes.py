@@ -64,7 +64,6 @@ def test_check_says_no_to_nothing(size, monkeypatch):
 def test_a_smaller_card_does_not_fit(monkeypatch):
     monkeypatch.setattr(memory_look, "device_and_capacity", lambda trainer: ("cuda", 40e9))
     findings, config = Findings(), compose_kind(PPO, ["size=7b_1x80gb", ROWS])
-    memory_look.look_at_memory(
-        findings, config, outline_of(config), {"actor": folder_of_model("Qwen/Qwen2.5-7B-Instruct")}
-    )
+    folders = {"actor": folder_of_model("Qwen/Qwen2.5-7B-Instruct")}
+    memory_look.look_at_memory(findings, config, outline_of(config), folders)
     assert "does not fit" in findings.problems[0].what

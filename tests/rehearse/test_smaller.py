@@ -100,8 +100,9 @@ def test_a_step_keeps_its_mini_batches_and_passes():
 
 
 def test_nothing_of_the_users_is_written_to_and_nobody_is_told():
-    _, small = made("trainer.default_remote_dir=s3://mine/runs", "trainer.logger=[console,wandb]", "trainer.dashboard=true",
-                    "trainer.resume_mode=resume_path", "trainer.resume_from_path=/mine/step_3",
+    _, small = made("trainer.default_remote_dir=s3://mine/runs", "trainer.logger=[console,wandb]",
+                    "trainer.dashboard=true", "trainer.resume_mode=resume_path",
+                    "trainer.resume_from_path=/mine/step_3",
                     "trainer.ray_kwargs={address: auto}", "trainer.max_restarts=3")  # fmt: skip
     trainer = small.config.trainer
     assert trainer.default_local_dir == "/tmp/rehearsal/run"
@@ -137,8 +138,9 @@ def test_runs_on_data_sets_too(kind):
 
 
 def test_twins_take_the_place_of_models_and_an_adapter_of_their_size_begins_anew():
-    config, small = made("recipe=ppo", "actor_rollout_ref.model.lora_adapter_path=/mine/adapter", "critic.model.path=/mine/critic",
-                         "actor_rollout_ref.model.override_config={rope_theta: 1e6}")  # fmt: skip
+    _, small = made("recipe=ppo", "actor_rollout_ref.model.lora_adapter_path=/mine/adapter",
+                    "critic.model.path=/mine/critic",
+                    "actor_rollout_ref.model.override_config={rope_theta: 1e6}")  # fmt: skip
     run = with_twins(PPO, small.config, {"actor": Path("/t/actor"), "critic": Path("/t/critic")})
     model = run.actor_rollout_ref.model
     assert (model.path, run.critic.model.path) == ("/t/actor", "/t/critic")
