@@ -66,10 +66,12 @@ def line_in(folder: Path, size: str) -> list[str]:
     ]
 
 
-def rehearsed(size: str, home: Path, folder: Path, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def rehearsed(
+    size: str, home: Path, folder: Path, options: Sequence[str] = (), keys: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run `hrl rehearse` on a size, offline."""
     environ = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "150"}
-    command = [sys.executable, "-m", "hrl", "rehearse", *options, *line_in(folder, size)]
+    command = [sys.executable, "-m", "hrl", "rehearse", *options, *line_in(folder, size), *keys]
     return subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True, timeout=LIMIT_S, check=False)
 
 
