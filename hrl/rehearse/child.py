@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -107,7 +108,7 @@ class Child:
         return "\n".join([*self._others, *text.splitlines()][-_LAST_LINES:]).strip()
 
     def end(self) -> None:
-        """Kill what is left of it."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        """Kill what is left of it; its guards end what has left its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
+        self._process.wait()

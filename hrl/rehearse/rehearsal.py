@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from hrl.preflight.given import Given
 from hrl.preflight.memory_ledger import Ledger, gib, ledgers_of
 from hrl.preflight.model_look import look_at_heads, look_at_positions
 from hrl.processes.lifetime import guarded_environment
+from hrl.processes.signals import answer_with
 from hrl.rehearse.child import Child, StuckError
 from hrl.rehearse.smaller import MOST_PROCESSES, Change, lost, shapes_of, smaller, with_twins
 from hrl.report.run_folder import METRICS, RunFolder
@@ -47,6 +49,8 @@ STEPS = 2
 _GONE_S = 60.0
 _AFTER_A_RANK_S = 180.0
 _FILE = "rehearsal"
+_LONGEST_TEMPORARY = 36
+"""Characters of a temporary folder below which Ray's sockets lie: a socket's path has 107 at most."""
 _CONFIG_STATUS = 2
 _SHOWN_S = 0.05
 _AFTER_THE_START = ("validating",)
@@ -149,11 +153,11 @@ def rehearse(kind: RunKind[RunConfiguration], arguments: Sequence[str], options:
     config = compose_kind(kind, arguments)
     found.add("configuration", time.monotonic() - began, f"{kind.name} run, {_layout_in_words(config)}")
     found.absent += _absent(config)
-    with _folder(options.keep) as folder, guarded_environment() as mark:
+    with _ended_by_signals(), _folder(options.keep) as folder, guarded_environment() as mark:
         small = _smaller(kind, config, folder, options, found)
         _look_at_rows(config, small, found)
         _write(small, folder)
-        environ = _environment(mark)
+        environ = _environment(folder, mark)
         found.has_run = True
         program = f"hrl.trainer.main_{kind.name}"
         step = _first_start(program, small, folder, environ, options, found)
@@ -172,9 +176,32 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def _environment(mark: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the runs, which join no cluster."""
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | dict(mark)
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have the first signal that asks for an end raise KeyboardInterrupt; others come while everything is ended."""
+    asked: list[int] = []
+
+    def once(number: int, _: Any) -> None:
+        asked.append(number)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    before = answer_with(once)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _environment(folder: Path, mark: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the runs, which join no cluster and leave their temporary files in the folder."""
+    inner = folder / "t"
+    inner.mkdir()
+    own = {"TMPDIR": str(inner)}
+    if len(str(inner)) > _LONGEST_TEMPORARY:
+        own["RAY_TMPDIR"] = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own | dict(mark)
 
 
 def _layout_in_words(config: RunConfiguration) -> str:

@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -141,8 +141,7 @@ def left_of(folder):
 
 @pytest.mark.cluster
 def test_a_line_for_eight_cards_is_rehearsed_from_its_models_description(tmp_path, monkeypatch):
-    temporary, files = tmp_path / "tmp", tmp_path / "files"
-    temporary.mkdir()
+    temporary, files = Path(tempfile.mkdtemp(dir="/tmp")), tmp_path / "files"  # sockets have short paths
     files.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     home = cache_in(tmp_path / "home")
@@ -159,19 +158,29 @@ def test_a_line_for_eight_cards_is_rehearsed_from_its_models_description(tmp_pat
     assert files_in(temporary) == [] and left_of(temporary) == []
     assert sorted(path.name for path in files.iterdir()) == ["held_out.jsonl", "sums.py", "train.jsonl"]
     assert not list(home.rglob("*.safetensors"))
+    shutil.rmtree(temporary)
 
 
-def test_ctrl_c_leaves_nothing(tmp_path):
-    command = [sys.executable, "-m", "hrl", "rehearse", "sft", "data.train_batch_size=16"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not left_of(f"{tmp_path}/hrl-rehearsal-") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert files_in(tmp_path) == [] and left_of(tmp_path) == []
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_everything_and_leaves_nothing(number, quiet_tmp, monkeypatch, capsys):
+    children = []
+
+    def start(program, folder, environ, options, name):
+        environ = {**environ, "PYTHONPATH": str(ROOT)}
+        children.append(Child("tests.rehearse.talker", ["waits"], environ, folder / "said", 60.0))
+        return children[-1]
+
+    def interrupted(self, event):
+        if event.get("step") == 2:  # it has a child of its own by then, or soon
+            families.append(children[-1].family())
+            signal.raise_signal(number)
+
+    families = []
+    monkeypatch.setattr("hrl.rehearse.rehearsal._start", start)
+    monkeypatch.setattr(_Follower, "take", interrupted)
+    handler = signal.getsignal(number)
+    assert cli.main(["rehearse", "sft", "data.train_batch_size=16"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert files_in(quiet_tmp) == [] and left_of(quiet_tmp) == []
+    assert families and not psutil.wait_procs(families[0], timeout=5)[1]
+    assert signal.getsignal(number) is handler
