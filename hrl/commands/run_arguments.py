@@ -10,9 +10,8 @@ from hrl.nearest import did_you_mean
 ALGORITHMS = {"ppo": "ppo", "grpo": "ppo", "dpo": "dpo", "sft": "sft", "rm": "rm"}
 """Word after `hrl train` and `hrl check` → kind of run."""
 _RECIPES = ("ppo", "grpo")
-_MODULE = "hrl.trainer.main_"
-KINDS_OF_MODULES = frozenset(ALGORITHMS.values())
-"""What follows `hrl.trainer.main_` in the name of a program."""
+_PROGRAMS = {f"hrl.trainer.main_{kind}": kind for kind in ALGORITHMS.values()} | {"verl.trainer.main_ppo": "ppo"}
+"""Module of a launch line → kind of run; verl's has the same keys."""
 
 
 def kind_and_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -29,8 +28,8 @@ def kind_and_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
         ConfigError: The first word is another one.
     """
     for place, word in enumerate(words):
-        if word.startswith(_MODULE) and word.removeprefix(_MODULE) in KINDS_OF_MODULES:
-            return word.removeprefix(_MODULE), list(words[place + 1 :])
+        if word in _PROGRAMS:
+            return _PROGRAMS[word], list(words[place + 1 :])
     if list(words[:2]) == ["hrl", "train"]:
         words = words[2:]
     if not words or words[0] not in ALGORITHMS:

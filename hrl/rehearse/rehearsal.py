@@ -384,10 +384,9 @@ class _Follower:
             scores = {name: value for name, value in event.items() if name.startswith("val/") and "mean" in name}
             self._end(f"validation after step {event['step']}", _numbers(scores))
         elif what == "step":
-            self._up()
-            self.steps.append(event["step"])
             seconds = {name.removeprefix("timing_s/"): value for name, value in event.items() if "timing_s/" in name}
-            seconds.pop("step", None)
+            self._up(seconds.pop("step", 0.0))
+            self.steps.append(event["step"])
             self._end(f"step {event['step']}", _in_seconds(seconds))
 
     def _take_stage(self, event: Mapping[str, Any]) -> None:
@@ -404,11 +403,13 @@ class _Follower:
         else:
             self._stages[title] = event["seconds"]
 
-    def _up(self) -> None:
-        """Note that everything has started."""
+    def _up(self, ago_s: float = 0.0) -> None:
+        """Note that everything has started, so many seconds ago."""
         if not self._is_up:
             self._is_up = True
-            self._end(self._start, _in_seconds(self._stages))
+            now = time.monotonic() - ago_s
+            self._found.add(self._start, max(0.0, now - self._began), _in_seconds(self._stages))
+            self._began, self._stages = max(now, self._began), {}
 
     def _end(self, name: str, detail: str = "") -> None:
         self._found.add(name, time.monotonic() - self._began, detail)

@@ -219,7 +219,7 @@ def _changed_shape(name: str, was: Shape, now: Shape, machines: int) -> Iterator
         ("sharing a sequence", was.sequences, now.sequences),
         ("sharing an engine", was.engine, now.engine),
     ):
-        if old != new:
+        if old != new and (old < was.processes or title != "sharing a copy"):
             yield Change(f"{name} {title}", str(old), str(new))
 
 
