@@ -19,6 +19,7 @@ from typing import Any, Literal
 import psutil
 
 from hrl.cluster.checkpoints import CheckpointStore
+from hrl.cluster.machine import MOST_RANKS_PER_CORE, available_cores
 from hrl.cluster.precision import with_dtypes
 from hrl.config.arithmetic import count
 from hrl.config.compose import compose_kind, to_yaml
@@ -230,28 +231,38 @@ def _smaller(
     kind: RunKind[RunConfiguration], config: RunConfiguration, folder: Path, options: Options, found: Rehearsal
 ) -> RunConfiguration:
     """Return the small run with its twins, of as many processes as fit."""
-    engine = _engine_here(config)
-    most = options.processes or MOST_PROCESSES
+    engine, free = _engine_here(config), float(psutil.virtual_memory().available)
     with found.part("tiny models") as said:
         sources = _described(config)
-        while True:
+        for most in _pool_sizes(options):
             small = smaller(kind, config, folder / "run", most, engine=engine)
+            processes = sum(shape.processes for shape in shapes_of(small.config).values())
+            crowded = processes > MOST_RANKS_PER_CORE * available_cores()
+            if crowded and most > 1 and options.processes is None:  # else the run says so itself
+                continue
             twins = _twins(config, small.config, sources, folder / f"models-{most}")
             run = with_twins(kind, small.config, {role: twin.folder for role, twin in twins.items()})
-            ledger = _ledger(run)
-            free = float(psutil.virtual_memory().available)
-            if ledger.peak.num_bytes <= free or most == 1:
+            needed = _ledger(run).peak.num_bytes
+            if needed <= free:
                 break
-            most = most // 2 if options.processes is None else 1
+        else:
+            raise RehearsalError(
+                f"this machine has {gib(free)} GiB free, and the rehearsal may take {gib(needed)} with pools of "
+                f"{count(most, 'process', 'processes')}"
+            )
         said += [f"{role}: {twin.in_words()}" for role, twin in twins.items()]
-    if ledger.peak.num_bytes > free:
-        found.add("memory", 0.0, f"{ledger.where} has {gib(free)} GiB free, and the rehearsal may take "
-                  f"{gib(ledger.peak.num_bytes)} with one process in a pool", passed=False)  # fmt: skip
-        found.status = 1
-        raise RehearsalError("memory")
     found.changes += small.changes
     found.lost += lost(config, small.config)
     return run
+
+
+def _pool_sizes(options: Options) -> Iterator[int]:
+    """Yield sizes of the largest pool, the wanted one first; what was asked for is the only one."""
+    most = options.processes or MOST_PROCESSES
+    yield most
+    while options.processes is None and most > 1:
+        most //= 2
+        yield most
 
 
 def _described(config: RunConfiguration) -> dict[str, Path]:

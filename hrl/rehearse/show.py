@@ -61,7 +61,7 @@ def lines(found: Rehearsal) -> list[Text | Table]:
         table.add_row(outcome, Text(masked_text(part.name)), Text(f"{part.seconds:.1f} s", justify="right"), detail)
     shown.append(table)
     shown += _section("Reduced", [(change.what, f"{change.was} → {change.now}") for change in found.changes])
-    more = f"needs more processes: --processes {MOST_PROCESSES}"
+    more = f"needs {MOST_PROCESSES} processes in a pool, and memory for them"
     shown += _section("Not rehearsed", [*((one, more) for one in found.lost), *found.absent])
     seconds = sum(part.seconds for part in found.parts)
     if failed is None:
