@@ -173,7 +173,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=True)
         yield Path(tempfile.mkdtemp(prefix="rehearsal-", dir=keep))
         return
-    with tempfile.TemporaryDirectory(prefix="hrl-rehearsal-") as name:
+    with tempfile.TemporaryDirectory(prefix="rehearse-") as name:
         yield Path(name)
 
 

@@ -26,7 +26,7 @@ from hrl.config.section import flatten
 from hrl.models.adapter import adapter_of
 from hrl.models.footprint import Footprint, footprint
 from hrl.models.loading import ModelSource
-from hrl.preflight.memory_ledger import GIB, Ledger, gib, ledgers_of
+from hrl.preflight.memory_ledger import GIB, Column, Ledger, gib, ledgers_of
 from tests.plan.models import NAMED, folder_of
 
 #: In the order of the page: from the least hardware to the most.
@@ -47,7 +47,7 @@ Any key can be set beside it, `actor_rollout_ref.model.path` first: another mode
 same ledger, and `hrl check` on the machine, or `hrl plan --gpus N --gpu NAME` anywhere, adds it up. No GPU has run any
 of these yet ([status](status.md)); each has been rehearsed.
 
-| size | model | cards | lengths | largest phase | GiB |
+| size | model | cards | lengths | GiB of a card | of a machine's own memory |
 | --- | --- | --- | --- | --- | --- |
 """
 _REHEARSING = """
@@ -73,9 +73,10 @@ there, and never the weights. It says nothing about the memory of a GPU, which i
 """
 _LEDGERS = """## Ledgers
 
-What is on the fullest card in each phase, in GiB, with `recipe=grpo`: computed by the arithmetic of `hrl check`, upper
-estimates and not measured ([what it counts](gpus-and-memory.md#see-what-a-run-would-take)). A card of 24 GB is counted
-as 22.4 GiB and one of 80 GB as 74.5.
+What is on the fullest card at the worst moment of each phase, in GiB, with `recipe=grpo`: the sums of `hrl check`,
+upper estimates ([what it counts](gpus-and-memory.md#see-what-a-run-would-take), [how right it
+is](gpus-and-memory.md#how-right-it-is)). A card of 24 GB is counted as 22.4 GiB and one of 80 GB as 74.5. Host memory
+is that of one machine, most of it while a checkpoint is written.
 """
 
 
@@ -104,27 +105,26 @@ def size_of(name: str, rank: int) -> Footprint:
     return footprint(ModelSource.to_look_at(folder_of_model(name), {}, adapter=adapter, **options))
 
 
-def ledger_of(size: str, *more: str) -> Ledger:
-    """The ledger of a card."""
+def ledgers(size: str, *more: str) -> tuple[Ledger, Ledger]:
+    """The ledgers of a card, and of the host memory of a machine."""
     config = configuration(size, *more)
     model = config.actor_rollout_ref.model
     sizes = {role: size_of(model.path, model.lora_rank) for role in outline_of(config).models}
-    (ledger,) = ledgers_of(config, sizes, "cuda", capacity_of(size))
-    return ledger
+    card, host = ledgers_of(config, sizes, "cuda", capacity_of(size))
+    return card, host
 
 
 def page() -> Iterator[str]:
     """Yield the page."""
     yield _INTRODUCTION
     for size in SIZES:
-        config, peak = configuration(size, RECIPE), ledger_of(size, RECIPE).peak
+        config, (card, host) = configuration(size, RECIPE), ledgers(size, RECIPE)
         data, trainer = config.data, config.trainer
-        cards, memory = trainer.nnodes * trainer.n_gpus_per_node, re.search(r"x(\d+)gb$", size)[1]
+        cards = f"{trainer.nnodes * trainer.n_gpus_per_node} × {capacity_of(size) / 1e9:.0f} GB"
         lengths = f"{data.max_prompt_length:,} + {data.max_response_length:,}"
-        largest = f"{gib(peak.num_bytes)} of {capacity_of(size) / GIB:.1f}"
-        model = config.actor_rollout_ref.model.path
-        link = f"[`{size}`](#{size.replace('_', '-')})"
-        yield f"| {link} | {model} | {cards} × {memory} GB | {lengths} | {peak.name} | {largest} |\n"
+        most = f"{gib(card.peak.num_bytes)} of {capacity_of(size) / GIB:.1f}"
+        cells = (f"[`{size}`](#{size.replace('_', '-')})", config.actor_rollout_ref.model.path, cards, lengths)
+        yield f"| {' | '.join((*cells, f'{most} ({card.peak.name})', gib(host.peak.num_bytes)))} |\n"
     yield _REHEARSING
     yield _LEDGERS
     for size in SIZES:
@@ -140,10 +140,14 @@ def _section(size: str) -> Iterator[str]:
     for key in keys:
         value = attrgetter(key)(config)
         yield f"| `{key}` | {str(value).lower() if isinstance(value, bool) else value} |\n"
-    yield "\n| phase | GiB | of that |\n| --- | --- | --- |\n"
-    for phase in ledger_of(size, RECIPE).phases:
-        total, _, parts = phase.in_words().partition(" GiB: ")
-        yield f"| {phase.name} | {total} | {parts} |\n"
+    card, host = ledgers(size, RECIPE)
+    yield f"\n| phase | {' | '.join(Column)} | together |\n| --- {'| --- ' * len(Column)}| --- |\n"
+    for phase in card.phases:
+        cells = [phase.in_column(column) for column in Column]
+        shown = " | ".join(gib(number) if number else "" for number in (*cells, phase.num_bytes))
+        yield f"| {phase.name} | {shown} |\n"
+    peaks = "; ".join(f"{phase.name} {gib(phase.num_bytes)}" for phase in host.phases)
+    yield f"\nMost of it in {card.peak.name}: {card.peak.largest.label}. Host memory of a machine: {peaks}.\n"
 
 
 if __name__ == "__main__":

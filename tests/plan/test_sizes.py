@@ -17,6 +17,8 @@ from hrl.preflight.model_look import look_at_heads, look_at_positions
 from tests.plan.models import NAMED
 from tests.plan.sizes import RECIPE, ROWS, SIZES, capacity_of, configuration, folder_of_model, page, size_of
 
+#: Bytes of the machine that a size is for: a desktop, a cloud's machine with one card; others have eight.
+HOSTS = {"7b_adapter_1x24gb": 64e9, "7b_1x80gb": 256e9}
 PAGE = Path(__file__).parents[2] / "docs" / "sizes.md"
 
 
@@ -47,6 +49,7 @@ def test_no_key_is_set_by_a_size_and_by_a_recipe():
 @pytest.mark.parametrize("size", SIZES)
 def test_check_says_no_to_nothing(size, monkeypatch):
     monkeypatch.setattr(memory_look, "device_and_capacity", lambda trainer: ("cuda", capacity_of(size)))
+    monkeypatch.setattr(memory_look, "memory_here", lambda: HOSTS.get(size, 1e12))
     config = compose_kind(PPO, [f"size={size}", ROWS, RECIPE])
     model = config.actor_rollout_ref.model
     monkeypatch.setattr(memory_look, "footprint", lambda source: size_of(model.path, model.lora_rank))  # takes seconds

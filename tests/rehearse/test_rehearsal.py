@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -139,9 +138,16 @@ def left_of(folder):
     return [one.pid for one in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(one.info["cmdline"] or [])]
 
 
+@pytest.fixture
+def short_tmp():
+    """A folder with a short path, as those of sockets have to be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
 @pytest.mark.cluster
-def test_a_line_for_eight_cards_is_rehearsed_from_its_models_description(tmp_path, monkeypatch):
-    temporary, files = Path(tempfile.mkdtemp(dir="/tmp")), tmp_path / "files"  # sockets have short paths
+def test_a_line_for_eight_cards_is_rehearsed_from_its_models_description(tmp_path, short_tmp, monkeypatch):
+    temporary, files = short_tmp, tmp_path / "files"
     files.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     home = cache_in(tmp_path / "home")
@@ -158,7 +164,6 @@ def test_a_line_for_eight_cards_is_rehearsed_from_its_models_description(tmp_pat
     assert files_in(temporary) == [] and left_of(temporary) == []
     assert sorted(path.name for path in files.iterdir()) == ["held_out.jsonl", "sums.py", "train.jsonl"]
     assert not list(home.rglob("*.safetensors"))
-    shutil.rmtree(temporary)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
