@@ -37,7 +37,8 @@ def run(options: Namespace) -> int:
         sys.stdout.write(parser.format_help())
         return 0
     from hrl.config.run_kind import KINDS
-    from hrl.rehearse.rehearsal import Options, Rehearsal, RehearsalError, rehearse
+    from hrl.rehearse.parts import Rehearsal, RehearsalError
+    from hrl.rehearse.rehearsal import Options, rehearse
     from hrl.rehearse.show import Shown, as_data
 
     kind, arguments = kind_and_arguments(options.overrides)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hrl.masking import masked_text
-from hrl.rehearse.rehearsal import Part, Rehearsal
+from hrl.rehearse.parts import Part, Rehearsal
 from hrl.rehearse.smaller import MOST_PROCESSES
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from hrl import cli
 from hrl.rehearse.child import Child, StuckError
-from hrl.rehearse.rehearsal import Rehearsal, _Follower
+from hrl.rehearse.follow import Follower
+from hrl.rehearse.parts import Rehearsal
 from hrl.rehearse.show import as_data, lines
 from tests.rehearse.sizes import ROOT, cache_in, rehearsed
 from tests.rehearse.talker import EVENTS
@@ -72,7 +73,7 @@ def talking(how, folder, limit_s=60.0):
 
 def test_a_run_is_followed_part_by_part():
     found = Rehearsal(lambda what: None)
-    follower = _Follower(found, "start")
+    follower = Follower(found, "start")
     for event in EVENTS:
         follower.take(event)
     assert [part.name for part in found.parts] == ["start", "validation after step 0", "step 1", "step 2"]
@@ -84,7 +85,7 @@ def test_a_run_is_followed_part_by_part():
 
 def test_a_run_that_ends_early_is_told_with_its_phase_and_its_last_words(tmp_path):
     found = Rehearsal(lambda what: None)
-    follower, child = _Follower(found, "start"), talking("fails", tmp_path)
+    follower, child = Follower(found, "start"), talking("fails", tmp_path)
     for event in child.events():
         if event is not None:
             follower.take(event)
@@ -182,7 +183,7 @@ def test_a_signal_ends_everything_and_leaves_nothing(number, quiet_tmp, monkeypa
 
     families = []
     monkeypatch.setattr("hrl.rehearse.rehearsal._start", start)
-    monkeypatch.setattr(_Follower, "take", interrupted)
+    monkeypatch.setattr(Follower, "take", interrupted)
     handler = signal.getsignal(number)
     assert cli.main(["rehearse", "sft", "data.train_batch_size=16"]) == 130
     assert "interrupted" in capsys.readouterr().err
