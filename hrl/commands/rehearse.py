@@ -12,14 +12,14 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hrl.commands.argument_types import at_least_one, positive
+from hrl.commands.argument_types import positive
 from hrl.commands.run_arguments import kind_and_arguments
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add how it is rehearsed."""
     parser.add_argument(
-        "--processes", type=at_least_one, metavar="N", help="the largest pool; as many as keep the layout's shape, or 4"
+        "--processes", type=int, choices=(1, 2, 4), help="the largest pool; otherwise 4, or fewer where memory is short"
     )
     parser.add_argument("--kill", choices=("driver", "rank"), default="driver", help="what SIGKILL ends; driver")
     parser.add_argument(

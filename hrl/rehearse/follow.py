@@ -10,8 +10,10 @@ from hrl.rehearse.child import Child
 from hrl.rehearse.parts import Rehearsal, RehearsalError
 
 _SHOWN_S = 0.05
-_AFTER_THE_START = ("validating",)
-"""Stages that begin when a run is up."""
+_LAST_OF_THE_START = ("giving the engine the weights", "taking the weights to start from")
+"""Stages at whose end a run is up: of runs that sample, and of others."""
+_OF_THE_END = ("ending the processes", "ending Ray", "writing the report")
+"""Stages of every end, also of one after an error, which was before them."""
 
 
 class Follower:
@@ -54,17 +56,18 @@ class Follower:
 
     def _take_stage(self, event: Mapping[str, Any]) -> None:
         title = event["title"]
-        if "seconds" not in event:
+        if title in _OF_THE_END:
+            self._found.show(title)
+        elif "seconds" not in event:
             self._stage = title
-            self._found.show(f"{self.phase}")
-            if title in _AFTER_THE_START:
-                self._up()
-            if self._is_up:
-                self._stages = {title: 0.0}
+            self._found.show(self.phase)
+            self._stages |= {title: 0.0} if self._is_up else {}
         elif self._is_up:
             self._stages = {}
         else:
             self._stages[title] = event["seconds"]
+            if title in _LAST_OF_THE_START:
+                self._up()
 
     def _up(self, ago_s: float = 0.0) -> None:
         """Note that everything has started, so many seconds ago."""

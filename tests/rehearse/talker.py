@@ -14,6 +14,8 @@ EVENTS = (
     {"event": "stage", "title": "starting Ray", "seconds": 2.0},
     {"event": "stage", "title": "loading actor"},
     {"event": "stage", "title": "loading actor", "seconds": 3.0},
+    {"event": "stage", "title": "giving the engine the weights"},
+    {"event": "stage", "title": "giving the engine the weights", "seconds": 0.5},
     {"event": "stage", "title": "validating"},
     {"event": "stage", "title": "validating", "seconds": 1.0},
     {"event": "validation", "step": 0, "val/sums/mean@1": 0.25},

@@ -13,9 +13,11 @@ import pytest
 
 from hrl import cli
 from hrl.rehearse.child import Child, StuckError
-from hrl.rehearse.follow import Follower
+from hrl.rehearse.follow import _LAST_OF_THE_START, Follower
 from hrl.rehearse.parts import Rehearsal
 from hrl.rehearse.show import as_data, lines
+from hrl.trainer.loop import TrainingLoop
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from tests.rehearse.sizes import ROOT, cache_in, rehearsed
 from tests.rehearse.talker import EVENTS
 
@@ -81,6 +83,21 @@ def test_a_run_is_followed_part_by_part():
     assert "starting Ray 2.0 s, loading actor 3.0 s" in details[0]
     assert details[1:3] == ["val/sums/mean@1 0.25", "gen 1.0 s"]
     assert follower.steps == [1, 2] and follower.phase == "step 3"
+
+
+def test_the_stages_that_end_the_start_are_the_trainers():
+    assert set(_LAST_OF_THE_START) == {TrainingLoop.beginning, RayPPOTrainer.beginning}
+
+
+def test_an_error_in_a_step_is_the_steps_whatever_is_done_after_it():
+    follower = Follower(Rehearsal(lambda what: None), "start")
+    for event in EVENTS[:10]:
+        follower.take(event)
+    assert follower.phase == "the first step"
+    for title in ("ending the processes", "writing the report"):
+        follower.take({"event": "stage", "title": title})
+        follower.take({"event": "stage", "title": title, "seconds": 1.0})
+    assert follower.phase == "the first step"
 
 
 def test_a_run_that_ends_early_is_told_with_its_phase_and_its_last_words(tmp_path):
