@@ -27,7 +27,7 @@ from hrl.preflight.given import Given
 from hrl.preflight.memory_ledger import Ledger, gib, ledgers_of
 from hrl.preflight.model_look import look_at_heads, look_at_positions
 from hrl.rehearse.parts import Rehearsal, RehearsalError
-from hrl.rehearse.smaller import MOST_PROCESSES, lost, shapes_of, smaller, with_twins
+from hrl.rehearse.smaller import MOST_PROCESSES, TRAIN_ROWS, lost, shapes_of, smaller, with_twins
 
 
 def _engine_here(config: RunConfiguration) -> str | None:
@@ -180,3 +180,5 @@ def look_at_all_rows(config: RunConfiguration, small: RunConfiguration, found: R
         findings.raise_problems()
         said += [f"{fact.label}: {fact.text}" for fact in findings.facts if fact.label.endswith("rows")]
         said.append(f"{config.data.train_batch_size:,} of them a step")
+        if len(train) > TRAIN_ROWS:
+            said.append(f"the run reads {TRAIN_ROWS:,}")

@@ -191,8 +191,9 @@ def _kill(child: Child, kill: Kill, found: Rehearsal) -> None:
                 one.kill()
             raise RehearsalError(f"after {limit_s:.0f} s there was still {names}")
         said.append(f"all {len(family)} processes are gone")
-        if victim is not None and (words := child.last_words()):
-            said.append(words.splitlines()[-1])
+        if victim is not None:  # the driver has said why it ended
+            errors = re.findall(r"^\w+Error: .*", child.last_words(), re.MULTILINE)
+            said += errors[-1:] or ["the run said nothing of it"]
 
 
 def _command(process: psutil.Process) -> list[str]:

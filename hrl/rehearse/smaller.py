@@ -24,7 +24,7 @@ MOST_PROCESSES = 4
 RESPONSE_TOKENS = 16
 EPISODE_TOKENS = 1024
 """Longest response of a rehearsal, and longest episode, in which the environment's words count too."""
-_TRAIN_ROWS = 1024
+TRAIN_ROWS = 1024
 """Rows that the two starts read; all of them are read once before."""
 _TURNS, _SAMPLES, _VAL_ROWS, _ROWS, _PASSES = 2, 2, 4, 4, 2
 _KV_CACHE_GIB = 0.25
@@ -158,7 +158,7 @@ def smaller(
     values |= _UNTOUCHED | {"trainer.default_local_dir": str(run_folder)}
     for key in ("trainer.timeouts.init_s", "trainer.timeouts.call_s"):
         values[key] = min(values[key], _LONGEST_WAIT_S)
-    values["data.train_max_samples"] = _at_most(values["data.train_max_samples"], _TRAIN_ROWS)
+    values["data.train_max_samples"] = _at_most(values["data.train_max_samples"], TRAIN_ROWS)
     values["data.val_max_samples"] = _at_most(values["data.val_max_samples"], _VAL_ROWS)
     if engine is not None and isinstance(config, PPOTrainerConfig):
         values[f"{ROLLOUT}.name"] = engine
@@ -180,7 +180,6 @@ def smaller(
 
 
 _TOLD = (
-    "data.train_max_samples",
     "data.train_batch_size",
     f"{ACTOR}.ppo_mini_batch_size",
     f"{ACTOR}.ppo_epochs",
@@ -206,8 +205,6 @@ def _differs(key: str, before: Mapping[str, Any], values: Mapping[str, Any]) -> 
 
 
 def _told(value: Any) -> str:
-    if value == -1:
-        return "all"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
