@@ -32,6 +32,7 @@ from tests.plan.models import NAMED, folder_of
 #: In the order of the page: from the least hardware to the most.
 SIZES = ("7b_adapter_1x24gb", "7b_1x80gb", "7b_8x80gb", "32b_8x80gb", "30b_a3b_16x80gb", "70b_64x80gb")
 ROWS = "data.train_files=rows.jsonl"
+_MODELS = tempfile.TemporaryDirectory(prefix="sizes-")  # goes with the process
 RECIPE = "recipe=grpo"
 """Has a reference, which most recipes have not: what fits with it fits without."""
 _INTRODUCTION = """# Sizes
@@ -93,7 +94,7 @@ def configuration(size: str, *more: str) -> PPOTrainerConfig:
 @cache
 def folder_of_model(name: str) -> Path:
     """A folder with the config.json of a model on the hub."""
-    return folder_of(NAMED[name], Path(tempfile.mkdtemp(prefix="sizes-")) / name.rpartition("/")[2])
+    return folder_of(NAMED[name], Path(_MODELS.name) / name.rpartition("/")[2])
 
 
 @cache
