@@ -12,6 +12,7 @@ import psutil
 from hrl.cluster.machine import MOST_RANKS_PER_CORE, available_cores
 from hrl.cluster.precision import with_dtypes
 from hrl.config.arithmetic import count
+from hrl.config.compose import YOURS
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import RunKind
@@ -28,6 +29,8 @@ from hrl.preflight.memory_ledger import Ledger, gib, ledgers_of
 from hrl.preflight.model_look import look_at_heads, look_at_positions
 from hrl.rehearse.parts import Rehearsal, RehearsalError
 from hrl.rehearse.smaller import MOST_PROCESSES, TRAIN_ROWS, lost, shapes_of, smaller, with_twins
+
+_BATCH = "data.train_batch_size"
 
 
 def _engine_here(config: RunConfiguration) -> str | None:
@@ -176,7 +179,8 @@ def look_at_all_rows(config: RunConfiguration, small: RunConfiguration, found: R
             trust_remote_code=model.trust_remote_code,
         )
         train, _ = look_at_rows(findings, config, Given(), tokenizer, token_ids(tokenizer, folder))
-        look_at_batch(findings, config, train)
+        # The line is for GPUs: a batch that nobody chose is not too large for this machine.
+        look_at_batch(findings, config.with_origins({**(config.origins or {}), _BATCH: YOURS}), train)
         findings.raise_problems()
         said += [f"{fact.label}: {fact.text}" for fact in findings.facts if fact.label.endswith("rows")]
         said.append(f"{config.data.train_batch_size:,} of them a step")

@@ -12,9 +12,13 @@ import psutil
 import pytest
 
 from hrl import cli
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import PPO
+from hrl.models.source import resolve_model
 from hrl.rehearse.child import Child, StuckError
 from hrl.rehearse.follow import _LAST_OF_THE_START, Follower
 from hrl.rehearse.parts import Rehearsal
+from hrl.rehearse.prepare import look_at_all_rows
 from hrl.rehearse.show import as_data, lines
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -64,6 +68,15 @@ def test_a_bad_row_is_named(capsys, quiet_tmp, tmp_path_factory):
     rows.write_text("\n".join([*good[:5], '{"prompt": "What is 5 + 1?", "answ', *good[5:]]))
     assert cli.main(["rehearse", "grpo", f"data.train_files={rows}", "data.train_batch_size=8"]) == 2
     assert f"{rows} line 6: is not JSON" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_batch_that_nobody_chose_is_the_lines_own(tmp_path):
+    rows = tmp_path / "train.jsonl"
+    rows.write_text("".join(f"{json.dumps({'prompt': f'{n} + 1?', 'answer': str(n + 1)})}\n" for n in range(1100)))
+    model = f"actor_rollout_ref.model.path={resolve_model('bundled:smollm2-135m-instruct')}"  # a folder, as a twin is
+    config, found = compose_kind(PPO, [f"data.train_files={rows}", model]), Rehearsal(lambda what: None)
+    look_at_all_rows(config, config, found)
+    assert "1,024 of them a step; the run reads 1,024" in found.parts[0].detail
 
 
 # ---------------------------------------------------------------------------------------------- a run is followed
