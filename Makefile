@@ -20,7 +20,7 @@ DEV_STAMP := $(VENV)/.installed-from-dev.lock
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install install-dev demo bench docs test test-engines test-one-half test-other-half test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos mutation sbom audit models lint type format clean
+.PHONY: help install install-dev demo bench docs test test-engines test-one-half test-other-half test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos rehearse mutation sbom audit models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -103,6 +103,9 @@ first-light:  ## what to run first on a machine with a GPU: 45 minutes at most, 
 
 chaos: install-dev  ## every known fault against real runs: fault, score, seconds, message; NAME="is killed" injects those of that name
 	$(BIN)/python -m tests.chaos $(if $(NAME),"$(NAME)")
+
+rehearse: install-dev  ## every file of configs/size on this machine, with tiny models (minutes); NAME="7b_8x80gb" rehearses one
+	$(BIN)/python -m tests.rehearse.sizes $(NAME)
 
 sbom: install-dev  ## build/sbom.json: every pinned package with version and licence, as CycloneDX
 	mkdir -p build

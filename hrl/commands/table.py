@@ -45,6 +45,7 @@ COMMANDS: Sequence[Command] = (
     Command("demo", "run the quickstart: GRPO teaches a small model to add", True),
     Command("check", "say what a run would do and everything that is wrong with it; starts nothing", True),
     Command("plan", "say what a step would take on other hardware, and the best layout; starts nothing", True),
+    Command("rehearse", "run a launch line small on this machine: tiny models, real rows, a kill and a resume", True),
     Command("eval", "score a model on rows: mean@k, pass@k, maj@k, and a file with every sample"),
     Command("serve", "serve a model to programs that speak OpenAI's protocol, on this machine alone"),
     Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),

@@ -137,13 +137,15 @@ def config_problems(kind: RunKind[WholeConfig], argv: Sequence[str]) -> tuple[Pr
     return ()
 
 
-def to_yaml(config: Section) -> str:
+def to_yaml(config: Section, *, with_secrets: bool = False) -> str:
     """Return the whole configuration as YAML with all defaults; composing it again gives the same configuration.
 
-    Secrets are masked, and a configuration with one that was masked is refused.
+    Secrets are masked, and a configuration with one that was masked is refused, unless they are asked for: for a file
+    that only this user can read, and that goes with the run.
     """
     names = config.trainer.secrets if isinstance(config, PPOTrainerConfig | OfflineConfig) else []
-    return OmegaConf.to_yaml(OmegaConf.create(_literal(masked(config.model_dump(), names))))
+    values = config.model_dump() if with_secrets else masked(config.model_dump(), names)
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(values)))
 
 
 def _literal(value: Any) -> Any:

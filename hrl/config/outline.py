@@ -8,7 +8,7 @@ from hrl.config.model import LearnerConfig, ModelConfig
 from hrl.config.offline import OfflineConfig, RMTrainerConfig
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.section import ACTOR, REF
+from hrl.config.section import ACTOR, REF, ROLLOUT
 
 RunConfiguration = PPOTrainerConfig | OfflineConfig
 
@@ -22,8 +22,8 @@ class NamedModel:
         path: Value of that key, a folder or hub id.
         override_config: Fields of the model's config.json to replace.
         is_scalar: Whether the model gives one number per token, as critics and reward models do.
-        degrees: Keys of `ulysses_sequence_parallel_size`, `tensor_parallel_size` and `expert_parallel_size` of the
-            roles that train or score with it → their values.
+        degrees: Keys of the numbers of processes that share its heads, weights or experts, in the groups of the roles
+            that train or score with it and in engines → their values.
         learner: Its section, if it learns.
         replays: Key and value that have its choices of experts replayed; empty where nothing does.
         balances: Key and value that have the load of its experts balanced; empty likewise.
@@ -95,6 +95,7 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     degrees, of_ref = _degree(ACTOR, policy.actor), _degree(REF, policy.ref)
     if config.needs_reference and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
         degrees |= of_ref
+    degrees |= {f"{ROLLOUT}.tensor_model_parallel_size": policy.rollout.tensor_model_parallel_size}
     mode, balance = policy.actor.router_replay.mode, _balance(ACTOR, policy.actor)
     replays = "" if mode == "disabled" else f"{ACTOR}.router_replay.mode={mode}"
     models = {

@@ -90,7 +90,7 @@ PPO = RunKind(
     spellings=PPO_SPELLINGS,
     help=Help(
         summary="Without arguments this runs the quickstart: GRPO on a small model that learns to add.",
-        groups=("placement", "recipe"),
+        groups=("placement", "recipe", "size"),
         most_used=(
             "actor_rollout_ref.model.path",
             "data.train_files",

@@ -9,7 +9,7 @@ sequences are long enough to cross them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ _LENGTHS = (
     "floor_scale",
     "original_max_position_embeddings",
 )
-_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
+WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 _VOCABULARY, _POSITIONS, _WIDTH, _MLA_HIDDEN, _WIDE_HEAD = 128, 64, 16, 256, 128
 _MIN_LAYERS = 2
 #: Two copies of a cut and their gradients in float32 take 16 bytes for each parameter.
@@ -52,10 +52,10 @@ def cuts(
         build: Builds the model of a config.
     """
     for change in (_narrow, _shorten):
-        candidate = _changed(config, change, max_length)
+        candidate = changed(config, change, max_length)
         if candidate is None:
             continue
-        for smaller in (_first_of_every_kind(candidate, build), candidate):
+        for smaller in (first_of_every_kind(candidate, build), candidate):
             if smaller is not None and _num_parameters(smaller, build) <= MAX_PARAMETERS:
                 yield smaller
 
@@ -65,7 +65,7 @@ def _num_parameters(config: PretrainedConfig, build: Callable[[PretrainedConfig]
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
-def _changed(
+def changed(
     config: PretrainedConfig, change: Callable[[dict[str, Any], PretrainedConfig, int], None], max_length: int
 ) -> PretrainedConfig | None:
     """Return a copy of the configuration with `change` applied to all its sections; None if that is not valid."""
@@ -74,10 +74,10 @@ def _changed(
     fields = config.to_dict()
     for name, section in vars(config).items():
         if isinstance(section, PretrainedConfig):
-            changed = _changed(section, change, max_length)
-            if changed is None:
+            inner = changed(section, change, max_length)
+            if inner is None:
                 return None
-            fields[name] = changed.to_dict()
+            fields[name] = inner.to_dict()
     fields.pop("quantization_config", None)
     change(fields, config, max_length)
     try:
@@ -109,32 +109,68 @@ def _shorten(fields: dict[str, Any], config: PretrainedConfig, max_length: int) 
 def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -> None:
     """Reduce the number of heads, with all that depends on it, and the width of feed-forward layers."""
     _shorten(fields, config, max_length)
+    resize(fields, config, _WIDTH, _few_heads)
+
+
+class Heads(NamedTuple):
+    """Sizes of a model's attention.
+
+    Attributes:
+        queries: Number of query heads.
+        keys: Number of key heads; None where the family does not tell them from query heads.
+        width: Width of a head.
+    """
+
+    queries: int
+    keys: int | None
+    width: int
+
+
+def _few_heads(heads: Heads) -> Heads:
+    """Return two key heads, or a wide one, with one or two query heads for each."""
+    if heads.keys is None:
+        return heads._replace(queries=min(heads.queries, 2))
+    keys = min(heads.keys, 2 if heads.width <= _WIDE_HEAD else 1)
+    return heads._replace(queries=keys * min(max(heads.queries // heads.keys, 1), 2), keys=keys)
+
+
+def resize(
+    fields: dict[str, Any], config: PretrainedConfig, feed_forward: int, heads_of: Callable[[Heads], Heads]
+) -> None:
+    """Reduce the width of feed-forward layers and the number of heads, with all that depends on it.
+
+    Args:
+        fields: Fields of `config`, which are changed.
+        config: Tells the family's names of fields.
+        feed_forward: The largest width of feed-forward layers.
+        heads_of: Returns the heads in place of the config's; a section without heads keeps its width.
+    """
     for key, value in fields.items():
-        if any(word in key for word in _WIDTHS):
+        if any(word in key for word in WIDTHS):
             if isinstance(value, list):
-                fields[key] = [min(item, _WIDTH) for item in value]
+                fields[key] = [min(item, feed_forward) for item in value]
             elif isinstance(value, int):
-                fields[key] = min(value, _WIDTH)
+                fields[key] = min(value, feed_forward)
     names = {name: config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")}
-    hidden, heads = (fields.get(name) for name in names.values())
-    if not isinstance(hidden, int) or not isinstance(heads, int):
+    hidden, queries = (fields.get(name) for name in names.values())
+    if not isinstance(hidden, int) or not isinstance(queries, int):
         return
-    head_dim = fields.get("head_dim") or hidden // heads
-    key_heads = fields.get("num_key_value_heads")
-    if not isinstance(key_heads, int):
-        fewer = min(heads, 2)
-    else:
-        fields["num_key_value_heads"] = min(key_heads, 2 if head_dim <= _WIDE_HEAD else 1)
-        fewer = fields["num_key_value_heads"] * min(max(heads // key_heads, 1), 2)
-    narrower = _MLA_HIDDEN if fields.get("kv_lora_rank") else fewer * head_dim
-    fields[names["num_attention_heads"]] = fewer
+    keys = fields.get("num_key_value_heads")
+    given = Heads(queries, keys if isinstance(keys, int) else None, fields.get("head_dim") or hidden // queries)
+    fewer = heads_of(given)
+    if fewer.keys is not None:
+        fields["num_key_value_heads"] = fewer.keys
+    if fields.get("head_dim"):
+        fields["head_dim"] = fewer.width
+    narrower = _MLA_HIDDEN if fields.get("kv_lora_rank") else fewer.queries * fewer.width
+    fields[names["num_attention_heads"]] = fewer.queries
     for key, value in fields.items():  # the width may have several names
         if value == hidden and not isinstance(value, bool) and any(word in key for word in ("size", "width", "dim")):
             fields[key] = narrower
     fields[names["hidden_size"]] = narrower
 
 
-def _first_of_every_kind(
+def first_of_every_kind(
     config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> PretrainedConfig | None:
     """Return the configuration with only its first layers, up to the last new kind; None if kinds can't be told."""
@@ -151,7 +187,7 @@ def _first_of_every_kind(
         if fields.get(name) == depth:
             fields |= {name: count} | {key: fields[key][:count] for key in per_layer if key in fields}
 
-    shallow = _changed(config, keep_first, 0)
+    shallow = changed(config, keep_first, 0)
     if shallow is None or _kinds_of_layers(shallow, build, per_layer) != kinds[:count]:
         return None
     return shallow

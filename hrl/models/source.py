@@ -41,9 +41,10 @@ CONVERTER_VERSION = 2
 CONVERSION_WAIT_S = 300.0
 """How long to wait for another process that is converting the same bundled model."""
 
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # what is fetched from a hub's repository
+_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja"]  # config, tokenizer and chat template of a hub's repository
+_PATTERNS = [*_DESCRIPTION, "*.safetensors"]  # what is fetched of it
 _CONVERTED = "models"  # the cache's folder of converted models
-_TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer, of which all files are read
+TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer, of which all files are read
 _HUB_REPOSITORY = "models--"  # prefix of a repository's folder in huggingface_hub's cache
 
 _INDEX = "model.safetensors.index.json"
@@ -124,6 +125,32 @@ def find_model(path: str) -> Path | None:
     return folder if _is_model(folder) and any(folder.glob("*.safetensors")) else None
 
 
+def describe_model(path: str) -> Path:
+    """Return a folder with the config and tokenizer of a model; of a hub's, no weights are fetched.
+
+    Args:
+        path: As for `resolve_model`.
+
+    Raises:
+        ModelSourceError: There is no such model here, and none can be described; says what to fetch.
+        UnreachableError: The hub can't be reached; says what to fetch.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if path.startswith(BUNDLED_PREFIX):
+        return resolve_model(path)
+    folder = _local_folder(path)
+    if folder is not None:
+        return folder
+    try:
+        folder = _snapshot(path, local_files_only=True)
+    except LocalEntryNotFoundError:
+        folder = None
+    if folder is not None and _is_model(folder):
+        return folder
+    return _download(path, weights=False)
+
+
 def is_path(name: str) -> bool:
     """Return whether the name of a model can only be a path: a hub id is `<name>` or `<owner>/<name>`."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
@@ -183,7 +210,7 @@ def _snapshot(hub_id: str, **options: Any) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_PATTERNS, **options))
+        return Path(snapshot_download(hub_id, **{"allow_patterns": _PATTERNS, **options}))
     except HFValidationError as error:
         raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{_advice()}") from error
 
@@ -228,12 +255,13 @@ def _make_again(folder: Path) -> Path | None:
     return None
 
 
-def _download(hub_id: str, revision: str | None = None) -> Path:
+def _download(hub_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    advice = _advice()
+    fetched = _PATTERNS if weights else _DESCRIPTION
+    advice = _advice() if weights else f"; where it can be reached, fetch its description: {_fetching(hub_id)}"
     try:
-        folder = _snapshot(hub_id, revision=revision)
+        folder = _snapshot(hub_id, revision=revision, allow_patterns=fetched)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" …")  # of several lines
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
@@ -241,11 +269,18 @@ def _download(hub_id: str, revision: str | None = None) -> Path:
         kind = ModelSourceError if is_refused else UnreachableError
         here = f" (and there is {no_folder(hub_id)})" if revision is None else ""
         raise kind(f"can't fetch model {hub_id!r} from the hub{here}: {why}{advice}") from error
-    if not any(folder.glob("*.safetensors")):
+    if not weights and not _is_model(folder):
+        raise ModelSourceError(f"hub model {hub_id!r} has no config.json{_advice()}")
+    if weights and not any(folder.glob("*.safetensors")):
         raise ModelSourceError(
             f"hub model {hub_id!r} has no safetensors weights, and hrl loads no pickled ones{advice}"
         )
     return folder
+
+
+def _fetching(hub_id: str) -> str:
+    """Return the command that fetches a model's config and tokenizer, and no weights, into the hub's cache."""
+    return f"hf download {hub_id} " + " ".join(f"--include '{pattern}'" for pattern in _DESCRIPTION)
 
 
 def _advice() -> str:
@@ -396,7 +431,7 @@ def check_links(folder: Path) -> None:
     Raises:
         ModelSourceError: A file is such a link; names it and where it leads.
     """
-    for path in sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*"))):
+    for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
         if path.suffix != ".safetensors" and path.is_symlink():
             target = Path(os.path.realpath(path))
             if not target.is_relative_to(os.path.realpath(folder)) and not _is_in_hub_cache(target):

@@ -49,7 +49,7 @@ def look_at_models(
     if folder is not None:
         found[first] = folder
         findings.facts.append(Fact("model", _in_words(learner.path, folder)))
-        _look_at_positions(findings, outline, folder)
+        look_at_positions(findings, outline, folder)
     for role, model in others:
         if model.path == learner.path and not model.override_config:
             # A model in the same folder as the trained one has the same vocabulary.
@@ -65,8 +65,7 @@ def look_at_models(
         if role == "rm":
             with findings.about(model.key):
                 check_scores(other)
-    for role, folder in found.items():
-        _look_at_heads(findings, outline.models[role], folder, trust_remote_code=trust)
+    look_at_heads(findings, outline, found)
     return found, tokenizer
 
 
@@ -182,7 +181,7 @@ def _tokenizer_is_cached(hub_id: str) -> bool:
         raise ModelSourceError(f"{hub_id} is neither a folder nor a hub id") from error
 
 
-def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> None:
+def look_at_positions(findings: Findings, outline: Outline, folder: Path) -> None:
     """Check that the longest sequence fits the model's positions."""
     model, wanted, keys = outline.model, outline.lengths.total, outline.lengths.keys
     used = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
@@ -194,23 +193,31 @@ def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> No
         findings.problem(" + ".join(keys), what, hint)
 
 
-def _look_at_heads(findings: Findings, model: NamedModel, folder: Path, *, trust_remote_code: bool) -> None:
-    """Check that sequence groups can share the model's attention heads, and others its weights or its experts."""
+def look_at_heads(findings: Findings, outline: Outline, folders: Mapping[str, Path]) -> None:
+    """Check that the ranks of a group, or of an engine, can share the heads, weights or experts of every model.
+
+    Args:
+        findings: Collects problems.
+        outline: Outline of the run.
+        folders: Role → folder of its model.
+    """
     from hrl.models.tensor_parallel import TensorParallelError, require_cuttable, require_experts
 
-    whole = load_config(folder, model.override_config, trust_remote_code=trust_remote_code)
-    heads = getattr(whole.get_text_config(), "num_attention_heads", None)
-    for key, degree in model.degrees.items():
-        if not key.endswith(".ulysses_sequence_parallel_size"):
-            require = require_cuttable if key.endswith(".tensor_parallel_size") else require_experts
-            try:
-                require(whole, degree)
-            except TensorParallelError as error:
-                findings.problem(key, f"is {degree}, and {folder.name} can't be cut so: {error}.", error.hint)
-        elif isinstance(heads, int) and heads % degree:
-            fitting = [size for size in range(1, heads + 1) if heads % size == 0]
-            what = f"is {degree}, which does not divide the {heads} attention heads of {folder.name}."
-            findings.problem(key, what, f"Set it to one of {', '.join(map(str, fitting))}.")
+    cutting = {"tensor_parallel_size": require_cuttable, "expert_parallel_size": require_experts}
+    for role, folder in folders.items():
+        model = outline.models[role]
+        whole = load_config(folder, model.override_config, trust_remote_code=outline.model.trust_remote_code)
+        heads = getattr(whole.get_text_config(), "num_attention_heads", None)
+        for key, degree in model.degrees.items():
+            if (require := cutting.get(key.rpartition(".")[2])) is not None:
+                try:
+                    require(whole, degree)
+                except TensorParallelError as error:
+                    findings.problem(key, f"is {degree}, and {folder.name} can't be cut so: {error}.", error.hint)
+            elif isinstance(heads, int) and heads % degree:
+                fitting = [size for size in range(1, heads + 1) if heads % size == 0]
+                what = f"is {degree}, which does not divide the {heads} attention heads of {folder.name}."
+                findings.problem(key, what, f"Set it to one of {', '.join(map(str, fitting))}.")
 
 
 def _look_at_vocabulary(

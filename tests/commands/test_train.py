@@ -26,9 +26,12 @@ def started(monkeypatch):
         (["rm", "--cfg"], "rm", ["--cfg"]),
         (["--config-name", "mine", "trainer.seed=3"], "ppo", ["--config-name", "mine", "trainer.seed=3"]),
         (["grpo", "--config-name", "mine"], "ppo", ["recipe=grpo", "--config-name", "mine"]),
+        (["python", "-m", "hrl.trainer.main_dpo", "trainer.seed=3"], "dpo", ["trainer.seed=3"]),
+        (["python3", "-u", "-m", "verl.trainer.main_ppo", "trainer.seed=3"], "ppo", ["trainer.seed=3"]),
+        (["hrl", "train", "grpo", "trainer.seed=3"], "ppo", ["recipe=grpo", "trainer.seed=3"]),
     ],
 )
-def test_the_first_word_names_the_algorithm_and_the_rest_is_the_runs(started, words, kind, arguments):
+def test_the_first_word_or_the_program_names_the_algorithm_and_the_rest_is_the_runs(started, words, kind, arguments):
     assert cli.main(["train", *words]) == 0
     assert started == [(kind, arguments)]
 

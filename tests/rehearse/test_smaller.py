@@ -1,0 +1,154 @@
+"""A small run keeps the shape of its layout, is valid whatever the line, and touches nothing of the user's."""
+
+from pathlib import Path
+
+import pytest
+
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import DPO, PPO, SFT, config_folder
+from hrl.rehearse.smaller import MOST_PROCESSES, Shape, lost, shapes_of, smaller, with_twins
+
+ROWS = "data.train_files=rows.jsonl"
+ACTOR = "actor_rollout_ref.actor"
+FSDP = f"{ACTOR}.fsdp_config"
+TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+CLUSTER = ("trainer.nnodes=8", "trainer.n_gpus_per_node=8")
+
+
+def choices(group):
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
+def made(*line, kind=PPO, most=MOST_PROCESSES, **options):
+    config = compose_kind(kind, [ROWS, *line])
+    return config, smaller(kind, config, Path("/tmp/rehearsal/run"), most, **options)
+
+
+@pytest.mark.parametrize(
+    ("line", "shape"),
+    [
+        ((), Shape(1, 1, 1, 1)),
+        (CLUSTER, Shape(2, 2, 1, 1)),
+        ((*CLUSTER, f"{FSDP}.fsdp_size=8"), Shape(4, 2, 1, 1)),
+        ((*CLUSTER, f"{FSDP}.fsdp_size=1"), Shape(2, 1, 1, 1)),
+        ((*CLUSTER, f"{FSDP}.ulysses_sequence_parallel_size=8"), Shape(4, 4, 2, 1)),
+        (("trainer.n_gpus_per_node=8", f"{FSDP}.ulysses_sequence_parallel_size=8"), Shape(2, 2, 2, 1)),
+        ((*CLUSTER, f"{TP}=8"), Shape(4, 4, 1, 2)),
+        (("trainer.n_gpus_per_node=8", f"{TP}=8"), Shape(2, 2, 1, 2)),
+        ((*CLUSTER, f"{TP}=4", f"{FSDP}.fsdp_size=16", f"{FSDP}.ulysses_sequence_parallel_size=2"), Shape(4, 2, 2, 2)),
+    ],
+)
+def test_processes_that_shared_something_still_do(line, shape):
+    config, small = made(*line)
+    assert shapes_of(small.config) == {"global": shape}
+    assert lost(config, small.config) == []
+
+
+def test_what_few_processes_can_not_keep_is_said():
+    line = (*CLUSTER, f"{TP}=8", f"{FSDP}.fsdp_size=8")
+    config, small = made(*line, most=2)
+    assert shapes_of(small.config) == {"global": Shape(2, 2, 1, 2)}
+    assert lost(config, small.config) == ["copies beside each other", "several engines"]
+    config, small = made(*line, most=1)
+    assert lost(config, small.config) == ["several processes"]
+
+
+def test_pools_stay_apart_and_keep_their_roles():
+    pools = "trainer.resource_pools={train: [8, 8], sample: [4, 4]}"
+    roles = "trainer.role_pools={actor: train, ref: train, rollout: sample}"
+    config, small = made("recipe=grpo", pools, roles, f"{TP}=4")
+    assert shapes_of(config) == {"train": Shape(16, 16, 1, 1), "sample": Shape(8, 1, 1, 4)}
+    assert shapes_of(small.config) == {"train": Shape(2, 2, 1, 1), "sample": Shape(4, 1, 1, 2)}
+    assert small.config.trainer.role_pools == config.trainer.role_pools
+
+
+@pytest.mark.parametrize(
+    ("recipe", "placement", "most"),
+    [*((recipe, "colocated", 4) for recipe in choices("recipe")), *(("ppo", name, 2) for name in choices("placement"))],
+)
+def test_every_recipe_and_placement_is_valid_when_small(recipe, placement, most):
+    line = (f"recipe={recipe}", f"placement={placement}", "trainer.nnodes=2", "trainer.n_gpus_per_node=8", f"{TP}=2")
+    config, small = made(*line, most=most)
+    assert max(shape.processes for shape in shapes_of(small.config).values()) <= most
+    assert small.config.algorithm.adv_estimator == config.algorithm.adv_estimator
+    assert small.config.needs_critic == config.needs_critic
+    assert small.config.needs_reference == config.needs_reference
+
+
+@pytest.mark.parametrize("size", choices("size"))
+def test_every_size_is_valid_when_small_and_loses_nothing(size):
+    config, small = made("recipe=grpo", f"size={size}")
+    assert lost(config, small.config) == []
+    assert small.config.trainer.nnodes == 1
+
+
+def test_a_row_that_is_too_long_for_a_rank_still_is():
+    line = ("trainer.n_gpus_per_node=8", f"{FSDP}.ulysses_sequence_parallel_size=4", "data.max_prompt_length=2000",
+            "data.max_response_length=6000", f"{ACTOR}.ppo_max_token_len_per_gpu=2000")  # fmt: skip
+    _, small = made(*line)
+    actor = small.config.actor_rollout_ref.actor
+    assert small.config.data.max_response_length == 16
+    assert actor.ppo_max_token_len_per_gpu == 1008  # half of 2016, of which two ranks run each half
+
+
+def test_a_step_keeps_its_mini_batches_and_passes():
+    _, small = made("data.train_batch_size=1024", f"{ACTOR}.ppo_mini_batch_size=256", f"{ACTOR}.ppo_epochs=4")
+    actor = small.config.actor_rollout_ref.actor
+    assert (small.config.data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_epochs) == (4, 2, 2)
+    _, small = made("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=256")
+    assert (small.config.data.train_batch_size, small.config.actor_rollout_ref.actor.ppo_mini_batch_size) == (2, 2)
+
+
+def test_nothing_of_the_users_is_written_to_and_nobody_is_told():
+    _, small = made("trainer.default_remote_dir=s3://mine/runs", "trainer.logger=[console,wandb]",
+                    "trainer.dashboard=true", "trainer.resume_mode=resume_path",
+                    "trainer.resume_from_path=/mine/step_3",
+                    "trainer.ray_kwargs={address: auto}", "trainer.max_restarts=3")  # fmt: skip
+    trainer = small.config.trainer
+    assert trainer.default_local_dir == "/tmp/rehearsal/run"
+    assert trainer.default_remote_dir is None and trainer.resume_from_path is None and trainer.ray_kwargs == {}
+    assert trainer.logger == ["console-json"] and trainer.dashboard is False and trainer.max_restarts == 0
+    told = {change.what: (change.was, change.now) for change in small.changes}
+    assert told["trainer.default_remote_dir"] == ("s3://mine/runs", "null")
+    assert told["trainer.resume_mode"] == ("resume_path", "auto")
+
+
+def test_groups_are_not_filtered_because_a_random_model_is_never_right():
+    _, small = made("recipe=dapo")
+    assert not small.config.algorithm.filter_groups.enable
+    assert ("algorithm.filter_groups.enable", "true", "false") in small.changes
+    assert small.config.reward.overlong_buffer.enable and small.config.reward.overlong_buffer.len == 3
+
+
+def test_episodes_keep_some_turns_and_room_for_what_the_environment_says():
+    _, small = made("environment.path=single_turn", "environment.max_turns=9", "data.max_response_length=8000",
+                    f"{ACTOR}.ppo_max_token_len_per_gpu=16384")  # fmt: skip
+    settings = small.config.environment
+    assert (settings.max_turns, settings.max_turn_tokens, small.config.data.max_response_length) == (2, 16, 1024)
+
+
+@pytest.mark.parametrize("kind", [SFT, DPO], ids=["sft", "dpo"])
+def test_runs_on_data_sets_too(kind):
+    line = (*CLUSTER, "model.fsdp_config.ulysses_sequence_parallel_size=2", "data.max_token_len_per_gpu=4096")
+    config, small = made(*line, kind=kind)
+    assert shapes_of(small.config) == {"global": Shape(4, 4, 2, 1)}
+    pair = 2 if kind is DPO else 1
+    assert small.config.data.max_token_len_per_gpu == pair * config.data.max_length // 2
+    assert small.config.data.train_batch_size == 4
+
+
+def test_twins_take_the_place_of_models_and_an_adapter_of_their_size_begins_anew():
+    _, small = made("recipe=ppo", "actor_rollout_ref.model.lora_adapter_path=/mine/adapter",
+                    "critic.model.path=/mine/critic",
+                    "actor_rollout_ref.model.override_config={rope_theta: 1e6}")  # fmt: skip
+    run = with_twins(PPO, small.config, {"actor": Path("/t/actor"), "critic": Path("/t/critic")})
+    model = run.actor_rollout_ref.model
+    assert (model.path, run.critic.model.path) == ("/t/actor", "/t/critic")
+    assert (model.lora_adapter_path, model.lora_rank, model.override_config) == (None, 8, {})
+
+
+def test_an_engine_that_can_not_run_here_is_replaced_and_told():
+    _, small = made(*CLUSTER, f"{TP}=8", "actor_rollout_ref.rollout.engine_kwargs={vllm: {seed: 3}}", engine="hf")
+    rollout = small.config.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.tensor_model_parallel_size, rollout.engine_kwargs) == ("hf", 1, {})
+    assert ("actor_rollout_ref.rollout.name", "vllm", "hf") in small.changes
