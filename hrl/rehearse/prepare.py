@@ -125,7 +125,7 @@ def _twins(
     """Write the twin of every role's model; roles with the same model share one."""
     outline, made = outline_of(config), dict[tuple[Path, str], Twin]()
     twins = {}
-    degrees = [size for shape in shapes_of(small).values() for size in (shape.sequences, shape.engine)]
+    degrees = [size for shape in shapes_of(small).values() for size in (shape.sequences, shape.engine, shape.weights)]
     most = max(size for shape in shapes_of(config).values() for size in (shape.sequences, shape.engine))
     for role, model in outline.models.items():
         key = (sources[role], repr(sorted(model.override_config.items())))

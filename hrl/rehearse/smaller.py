@@ -47,6 +47,10 @@ _UNTOUCHED = {
 """Values of every rehearsal: nothing of the user's is written to, and nobody else is told of it."""
 
 
+_GROUPS = ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+"""Keys of a sharding that say how many processes do something together."""
+
+
 class Change(NamedTuple):
     """What was reduced.
 
@@ -81,18 +85,22 @@ class Shape(NamedTuple):
         copy: Those that share one sharded copy of a model.
         sequences: Those that run a micro-batch together.
         engine: Those that share an engine.
+        weights: Those that compute parts of each product together.
+        experts: Those that share out a mixture's experts.
     """
 
     processes: int
     copy: int
     sequences: int
     engine: int
+    weights: int = 1
+    experts: int = 1
 
     def wanted(self) -> int:
         """Return the least number of processes with which nothing of the shape is lost."""
         if self.processes == 1:
             return 1
-        groups = (self.copy, self.sequences, self.engine)
+        groups = self[1:]
         return 4 if any(1 < size < self.processes for size in groups) else 2
 
     def within(self, processes: int) -> Shape:
@@ -101,7 +109,7 @@ class Shape(NamedTuple):
         def fewer(size: int) -> int:
             return processes if size == self.processes else min(size, 2, processes)
 
-        return Shape(processes, fewer(self.copy), fewer(self.sequences), fewer(self.engine))
+        return Shape(processes, *map(fewer, self[1:]))
 
 
 def shapes_of(config: RunConfiguration) -> dict[str, Shape]:
@@ -109,19 +117,20 @@ def shapes_of(config: RunConfiguration) -> dict[str, Shape]:
     if not isinstance(config, PPOTrainerConfig):
         sharding, processes = config.model.fsdp_config, config.num_processes
         copy = processes if sharding.fsdp_size == -1 else sharding.fsdp_size
-        return {"global": Shape(processes, copy, sharding.ulysses_sequence_parallel_size, 1)}
+        sequences, weights, experts = (getattr(sharding, name) for name in _GROUPS)
+        return {"global": Shape(processes, copy, sequences, 1, weights, experts)}
     placement = resolve_placement(config)
     found = {}
     for pool, counts in placement.pools.items():
         roles, processes = placement.roles_on(pool), sum(counts)
         shardings = [sharding for role, sharding in _shardings(config).items() if role in roles]
         copies = [processes if one.fsdp_size == -1 else one.fsdp_size for one in shardings]
-        degrees = [one.ulysses_sequence_parallel_size for one in shardings]
         samples = placement.rollout in roles
         engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size if samples else 1
         # Where roles of a pool differ, the one that splits it counts.
         split = [size for size in copies if 1 < size < processes]
-        found[pool] = Shape(processes, (split or copies or [1])[0], max(degrees, default=1), engine)
+        sequences, weights, experts = (max((getattr(one, name) for one in shardings), default=1) for name in _GROUPS)
+        found[pool] = Shape(processes, (split or copies or [1])[0], sequences, engine, weights, experts)
     return found
 
 
@@ -221,6 +230,8 @@ def _changed_shape(name: str, was: Shape, now: Shape, machines: int) -> Iterator
         ("sharing a copy", was.copy, now.copy),
         ("sharing a sequence", was.sequences, now.sequences),
         ("sharing an engine", was.engine, now.engine),
+        ("sharing weights", was.weights, now.weights),
+        ("sharing out experts", was.experts, now.experts),
     ):
         if old != new and (old < was.processes or title != "sharing a copy"):
             yield Change(f"{name} {title}", str(old), str(new))
@@ -229,7 +240,8 @@ def _changed_shape(name: str, was: Shape, now: Shape, machines: int) -> Iterator
 def lost(config: RunConfiguration, small: RunConfiguration) -> list[str]:
     """Return what of the layout's shape the processes of the small run are too few for, in words."""
     words = {"copy": "copies beside each other", "sequences": "sequence groups beside each other",
-             "engine": "several engines"}  # fmt: skip
+             "engine": "several engines", "weights": "tensor groups beside each other",
+             "experts": "expert groups beside each other"}  # fmt: skip
     found = []
     pools = shapes_of(small)
     for pool, was in shapes_of(config).items():
@@ -251,7 +263,8 @@ def _place(values: dict[str, Any], owner: str, sharding: Any, shape: Shape, proc
     if sharding.fsdp_size != -1:
         size = within(sharding.fsdp_size)
         values[f"{owner}.fsdp_config.fsdp_size"] = -1 if size == shape.processes > 1 else size
-    values[f"{owner}.fsdp_config.ulysses_sequence_parallel_size"] = within(sharding.ulysses_sequence_parallel_size)
+    for name in _GROUPS:
+        values[f"{owner}.fsdp_config.{name}"] = within(getattr(sharding, name))
 
 
 def _shrink_processes(values: dict[str, Any], config: RunConfiguration, layout: Mapping[str, Shape]) -> None:
@@ -274,8 +287,8 @@ def _shrink_policy(values: dict[str, Any], config: PPOTrainerConfig, layout: Map
             pool = placement.roles[role]
             _place(values, owners[role], sharding, layout[pool], sum(placement.pools[pool]))
     if config.reference_is_actor or "ref" not in placement.roles:
-        same = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
-        values[f"{REF}.fsdp_config.ulysses_sequence_parallel_size"] = values.get(same, 1)
+        for name in _GROUPS:
+            values[f"{REF}.fsdp_config.{name}"] = values.get(f"{ACTOR}.fsdp_config.{name}", 1)
         values[f"{REF}.fsdp_config.fsdp_size"] = -1
     shape = layout[placement.roles[placement.rollout]]
     runs_alone = values[f"{ROLLOUT}.name"] != "vllm"
@@ -318,7 +331,7 @@ def _shrink_passes(values: dict[str, Any], config: RunConfiguration, longest: in
     for name, each in config.micro_batches().items():
         together = values[f"{sections[name]}.fsdp_config.ulysses_sequence_parallel_size"]
         if each.max_tokens is not None:
-            values[each.tokens_key] = each._replace(processes=together).budget_for(longest)
+            values[each.tokens_key] = each._replace(slices=together).budget_for(longest)
         elif each.max_rows is not None:
             values[each.rows_key] = min(each.max_rows, 2)
 

@@ -35,6 +35,8 @@ def made(*line, kind=PPO, most=MOST_PROCESSES, **options):
         (("trainer.n_gpus_per_node=8", f"{FSDP}.ulysses_sequence_parallel_size=8"), Shape(2, 2, 2, 1)),
         ((*CLUSTER, f"{TP}=8"), Shape(4, 4, 1, 2)),
         (("trainer.n_gpus_per_node=8", f"{TP}=8"), Shape(2, 2, 1, 2)),
+        ((*CLUSTER, f"{FSDP}.tensor_parallel_size=4"), Shape(4, 4, 1, 1, 2)),
+        ((*CLUSTER, f"{FSDP}.expert_parallel_size=8"), Shape(4, 4, 1, 1, 1, 2)),
         ((*CLUSTER, f"{TP}=4", f"{FSDP}.fsdp_size=16", f"{FSDP}.ulysses_sequence_parallel_size=2"), Shape(4, 2, 2, 2)),
     ],
 )
