@@ -46,8 +46,9 @@ _CUDA_OVERHEAD_BYTES = int(1.5 * GIB)
 _ASLEEP_BYTES = int(1.5 * GIB)
 #: Memory of a running engine besides weights and cache: the activations of one iteration.
 _ENGINE_WORK_BYTES = 1 * GIB
-#: Libraries and interpreter of processes on a CPU: a rank, an engine's two processes, the driver with those of Ray.
-_RANK_BYTES, _ENGINE_BYTES, _DRIVER_BYTES = int(1.0 * GIB), int(1.1 * GIB), int(0.9 * GIB)
+#: Libraries, interpreter and what the allocator keeps, of processes on a CPU: a rank, an engine's two processes, the
+#: driver with those of Ray.
+_RANK_BYTES, _ENGINE_BYTES, _DRIVER_BYTES = int(1.3 * GIB), int(1.1 * GIB), int(0.9 * GIB)
 
 
 class Column(StrEnum):
