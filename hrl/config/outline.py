@@ -93,7 +93,8 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     section, model, data = "actor_rollout_ref.model", config.actor_rollout_ref.model, config.data
     policy = config.actor_rollout_ref
     degrees, of_ref = _degree(ACTOR, policy.actor), _degree(REF, policy.ref)
-    if config.needs_reference and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
+    has_own = config.needs_reference and not config.reference_is_actor
+    if has_own and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
         degrees |= of_ref
     degrees |= {f"{ROLLOUT}.tensor_model_parallel_size": policy.rollout.tensor_model_parallel_size}
     mode, balance = policy.actor.router_replay.mode, _balance(ACTOR, policy.actor)

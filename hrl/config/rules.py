@@ -940,10 +940,10 @@ def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
     actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice."
-    degree = config.actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size
-    if config.reference_is_actor and degree != actor.fsdp_config.ulysses_sequence_parallel_size:
-        key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
-        yield f"{key} has no effect: the reference is the policy with its adapter off."
+    for name in ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
+        own = getattr(config.actor_rollout_ref.ref.fsdp_config, name)
+        if config.reference_is_actor and own != getattr(actor.fsdp_config, name):
+            yield f"{REF}.fsdp_config.{name} has no effect: the reference is the policy with its adapter off."
     if config.critic.enable and not estimator_traits(estimator).needs_critic:
         yield f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads."
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:

@@ -314,7 +314,10 @@ def recompute_layers(model: nn.Module, first: int | None = None) -> int:
         The number of layers that do.
     """
     # transformers' own switch is tied to `module.training`, and models here stay in evaluation mode.
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)][:first]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if first is not None:  # a tower's layers, which come before, are not counted
+        decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+        layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)][:first]
     for layer in layers:
         # `forward` lies inside FSDP's hooks: a layer is gathered once for its recomputation and its gradient.
         layer.forward = _recomputed(layer.forward)

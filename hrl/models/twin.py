@@ -31,7 +31,10 @@ from hrl.models.source import TEMPLATES
 #: Widths of feed-forward layers, experts' included, and of heads: the least that vLLM's kernels take, on a CPU too.
 _FEED_FORWARD, _HEAD = 128, 32
 #: Files of a folder that are the model's own, and not those of its tokenizer or code.
-_OF_THE_MODEL = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf")
+_OF_THE_MODEL = (
+    *("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf"),
+    *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx"),
+)
 _CLASSIFIER = "ForSequenceClassification"
 #: What the code of a family raises for sizes that do not go together.
 _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)

@@ -29,6 +29,8 @@ GIB = 1 << 30
 #: columns are hardly anything. Muon keeps a momentum of layers' matrices, and AdamW's moments of the rest.
 _MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "adafactor": 0.0}
 _MOMENTUM_BYTES = 4.0
+#: Two buckets of offloaded moments (`hrl.workers.engine.adamw`).
+_VISITING_BYTES = 512 << 20
 #: Gradients are reduced, and the head's gradient summed up, in float32.
 _REDUCE_BYTES = 4
 #: Ratio of a layer's activations and their gradients in the backward pass to the activations that it keeps, as torch's
@@ -156,7 +158,9 @@ class ResidentModel:
         has_head: Whether it computes log-probs; a value or reward model has a head of one row.
         chunk: Number of logits held at once.
         forwards: Names of the phases in which it runs without gradients.
-        scores_beside_engine: Whether it runs while an engine on its device is awake, for further samples of the step.
+        scores_beside_engine: Whether it runs while an engine on its device is awake, for further samples of the step
+            or for a validation.
+        exports: Whether a checkpoint has the folder `hf`, whose weights rank 0 holds until they are written.
     """
 
     name: str
@@ -179,6 +183,7 @@ class ResidentModel:
     chunk: int
     forwards: tuple[str, ...]
     scores_beside_engine: bool = False
+    exports: bool = False
 
     # ------------------------------------------------------------------ what it holds
 
@@ -242,6 +247,12 @@ class ResidentModel:
         if self.activation_offload:
             yield self._entry(Column.ACTIVATIONS, self._kept, certain=False)
 
+    def exported(self) -> Iterator[Entry]:
+        """Yield the weights of the folder `hf`, which rank 0 holds in host memory until they are written."""
+        if self.exports:
+            size = self.size.adapter if self.has_adapter else self.size.parameters
+            yield self._entry(Column.WEIGHTS, self.compute_bytes * size, "folder hf", certain=False)
+
     @property
     def _moments_are_off(self) -> bool:
         return self.optimizer_offload or self.all_offload
@@ -258,7 +269,7 @@ class ResidentModel:
         if self.trained:
             yield f"{self.name} forward", _worst(self._forward(learns=True))
             yield f"{self.name} backward", _worst(self._backward())
-            yield f"{self.name} optimizer", self._moment(gradients=self.trained_weights)
+            yield f"{self.name} optimizer", self._moment(gradients=self.trained_weights, visiting=self._visiting)
 
     def _moment(
         self,
@@ -268,6 +279,7 @@ class ResidentModel:
         reduced: float = 0.0,
         activations: float = 0.0,
         logits: float = 0.0,
+        visiting: float = 0.0,
     ) -> list[Entry]:
         """Return what is there at a moment; offloaded parameters are on the device in every phase of the model.
 
@@ -277,11 +289,12 @@ class ResidentModel:
             reduced: Bytes of unsharded gradients, and of the buffers through which they are summed.
             activations: Bytes of what the layers keep and work with.
             logits: Bytes of tiles of logits.
+            visiting: Bytes of moments that have come from host memory for the optimizer's step.
         """
         stays = 0.0 if self.all_offload else 1.0
         found = [
             self._entry(Column.WEIGHTS, stays * self.weights),
-            self._entry(Column.MOMENTS, 0.0 if self._moments_are_off else self.moments),
+            self._entry(Column.MOMENTS, visiting if self._moments_are_off else self.moments),
             self._entry(Column.WEIGHTS, gathered, "gathered weights"),
             self._entry(Column.GRADIENTS, stays * gradients),
             self._entry(Column.GRADIENTS, reduced, "gradients being summed", certain=False),
@@ -289,6 +302,11 @@ class ResidentModel:
             self._entry(Column.ACTIVATIONS, logits, "logits", certain=False),
         ]
         return [entry for entry in found if entry.num_bytes > 0]
+
+    @property
+    def _visiting(self) -> float:
+        """Bytes of the moments that are on the device together in a step, if they live in host memory."""
+        return 0.0 if self.all_offload else min(_VISITING_BYTES, self.moments)
 
     @property
     def _layer(self) -> float:
@@ -543,6 +561,7 @@ def _resident(
     forwards: tuple[str, ...],
     head: bool = True,
     scores_beside_engine: bool = False,
+    exports: bool = False,
 ) -> ResidentModel:
     off = device != "cpu"
     recomputed = 0
@@ -571,6 +590,7 @@ def _resident(
         chunk=default_chunk(torch.device(device)),
         forwards=forwards,
         scores_beside_engine=scores_beside_engine,
+        exports=exports,
     )
 
 
@@ -632,9 +652,14 @@ def _model_of(
         optim=optim,
         forwards=forwards,
         head=name in ("actor", "ref"),
-        # Groups without spread are replaced before the engine goes to sleep.
-        scores_beside_engine=name == "rm" and config.algorithm.filter_groups.enable,
+        # Groups without spread are replaced before the engine goes to sleep, and it is awake in a validation.
+        scores_beside_engine=name == "rm" and (config.algorithm.filter_groups.enable or _validates(config)),
+        exports=name == "actor" and "hf_model" in policy.actor.checkpoint.save_contents,
     )
+
+
+def _validates(config: PPOTrainerConfig) -> bool:
+    return bool(config.data.val_files) and (config.trainer.val_before_train or config.trainer.test_freq > 0)
 
 
 def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
@@ -652,6 +677,7 @@ def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
         backbone=config.model,
         optim=config.optim,
         forwards=("reference",) if refers else (),
+        exports="hf_model" in config.checkpoint.save_contents,
         head=not isinstance(config, RMTrainerConfig),
     )
     return _Pool("each GPU", config.trainer.n_gpus_per_node, [model])
@@ -716,8 +742,8 @@ def _card(pool: _Pool, capacity_bytes: float | None, *, saves: bool) -> Iterator
         beside = [awake] if engine is not None and engine.shares and model.scores_beside_engine else asleep
         for name, work in model.phases():
             yield MemoryPhase(name, (*work, *others, *beside, *_overhead()))
-    actor = next((model for model in models if model.trained), None)
-    whole = [] if actor is None else [Entry("a whole tensor", actor.largest_gathered, Column.WEIGHTS, certain=False)]
+    largest = max((model.largest_gathered for model in models if model.trained), default=0.0)
+    whole = [Entry("a whole tensor", largest, Column.WEIGHTS, certain=False)] if largest else []
     if engine is not None and engine.shares:
         weights = Entry("engine weights", engine.weights, Column.ENGINE)
         half_awake = [weights, _asleep()] if engine.sleeps else [awake]
@@ -736,12 +762,13 @@ def _host(pools: list[_Pool], *, saves: bool) -> Ledger:
     for pool in pools:
         always.append(Entry("ranks' libraries", pool.processes * _RANK_BYTES, certain=False))
         for model in pool.models:
-            always += [Entry(e.label, pool.processes * e.num_bytes, e.column) for e in model.offloaded()]
+            always += [e._replace(num_bytes=pool.processes * e.num_bytes) for e in model.offloaded()]
             whole = model.weights * model.shards
             loading.append(Entry(f"{model.name} as rank 0 loads it", whole, Column.WEIGHTS, certain=False))
             if saves and model.trained:
                 written = pool.processes * (model.trained_weights + model.moments)
                 copies.append(Entry(f"{model.name} checkpoint being written", written, certain=False))
+                copies += model.exported()
         if (engine := pool.engine) is not None:
             always.append(Entry("engine's libraries", pool.engines * _ENGINE_BYTES, certain=False))
             if engine.sleeps and engine.sent < engine.weights:  # those that no sync would bring again
@@ -807,6 +834,8 @@ def _machine(pools: list[_Pool], *, saves: bool) -> Ledger:
                     label = f"{model.name} checkpoint being written"
                     added.append(Entry(label, copies, certain=False))
                 scaled = [entry._replace(num_bytes=pool.processes * entry.num_bytes) for entry in added]
+                if saves and name == f"{model.name} backward":
+                    scaled += model.exported()
                 phases.append(MemoryPhase(name, (*base, *scaled)))
     return Ledger("this machine", tuple(phases))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from hrl.preflight.memory_savings import savings
 from hrl.preflight.memory_table import Saving
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_SMALLER_ENGINES = frozenset({"quantization", "kv_cache_dtype", "cpu_offload_gb"})
+"""vLLM's own arguments with which an engine holds less than its dtype says; how much is not added up."""
 _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
@@ -67,6 +70,8 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
             key = f"{model.key.rpartition('.')[0]}.{'lora_adapter_path' if by_folder else 'target_modules'}"
             findings.problem(key, f"can't be used: {sentence(str(error))}")
             return
+        if model.is_scalar:  # in place of the language model's head it has one of a row
+            sizes[role] = replace(sizes[role], parameters=sizes[role].parameters - sizes[role].head, head=0)
         if sizes[role].adapter:
             findings.facts.append(Fact(f"adapter of {role}", _share(sizes[role])))
     learner = next(iter(sizes.values()))
@@ -79,7 +84,8 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
             findings.problem(_UTILIZATION, f"{small}.", hint)
 
     def ledgers_with(changed: RunConfiguration) -> list[Ledger]:
-        if isinstance(changed, PPOTrainerConfig) and _engine_too_small(changed, learner, device, capacity) is not None:
+        is_new = not (isinstance(config, PPOTrainerConfig) and _engine_too_small(config, learner, device, capacity))
+        if is_new and isinstance(changed, PPOTrainerConfig) and _engine_too_small(changed, learner, device, capacity):
             return []
         return ledgers_of(changed, sizes, device, capacity)
 
@@ -101,7 +107,8 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
 
 def _engine_too_small(config: PPOTrainerConfig, size: Footprint, device: str, capacity: float | None) -> str | None:
     """Return why a card's share for the engine holds none; None if it does, or if nothing is known of the card."""
-    if device == "cpu" or capacity is None:
+    given = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+    if device == "cpu" or capacity is None or _SMALLER_ENGINES & given.keys():
         return None
     return engine_too_small(config.actor_rollout_ref.rollout.gpu_memory_utilization * capacity, config, size)
 

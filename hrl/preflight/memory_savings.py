@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
@@ -85,7 +86,8 @@ def _of_model(config: RunConfiguration, section: str, device: str, model: str = 
     """Yield those of a trained model; `section` has its `fsdp_config`, `model` the other keys, if not the same."""
     yield f"{model or section}.enable_gradient_checkpointing", True
     optim = {"critic.model": "critic.optim", "model": "optim"}.get(section, f"{section}.optim")
-    yield f"{optim}.name", "adamw8bit"
+    if find_spec("torchao") is not None:
+        yield f"{optim}.name", "adamw8bit"
     if device != "cpu":
         yield f"{model or section}.enable_activation_offload", True
     yield from _of_sharding(f"{section}.fsdp_config", attrgetter(f"{section}.fsdp_config")(config), device)

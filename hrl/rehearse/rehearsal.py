@@ -91,7 +91,7 @@ def rehearse(kind: RunKind[RunConfiguration], arguments: Sequence[str], options:
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-        yield Path(tempfile.mkdtemp(prefix="rehearsal-", dir=keep))
+        yield Path(tempfile.mkdtemp(prefix="rehearsal-", dir=keep.resolve()))
         return
     with tempfile.TemporaryDirectory(prefix="rehearse-") as name:
         yield Path(name)

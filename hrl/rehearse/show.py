@@ -81,12 +81,17 @@ def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[Text | Table]:
 def as_data(found: Rehearsal) -> dict[str, Any]:
     """Return a rehearsal as plain data."""
     return {
-        "passed": found.status == 0,
+        "passed": found.status == 0 and all(one.passed for one in found.parts),
         "rehearsed": [
-            {"part": one.name, "passed": one.passed, "seconds": round(one.seconds, 3), "detail": one.detail}
+            {
+                "part": masked_text(one.name),
+                "passed": one.passed,
+                "seconds": round(one.seconds, 3),
+                "detail": masked_text(one.detail),
+            }
             for one in found.parts
         ],
-        "reduced": [change._asdict() for change in found.changes],
-        "not_rehearsed": [{"what": what, "why": why} for what, why in found.absent]
+        "reduced": [{name: masked_text(text) for name, text in change._asdict().items()} for change in found.changes],
+        "not_rehearsed": [{"what": masked_text(what), "why": masked_text(why)} for what, why in found.absent]
         + [{"what": what, "why": "too few processes"} for what in found.lost],
     }

@@ -46,7 +46,7 @@ hrl train grpo size=7b_8x80gb data.train_files=train.parquet 'reward.functions=[
 
 Any key can be set beside it, `actor_rollout_ref.model.path` first: another model of about the same size has about the
 same ledger, and `hrl check` on the machine, or `hrl plan --gpus N --gpu NAME` anywhere, adds it up. No GPU has run any
-of these yet ([status](status.md)); each has been rehearsed.
+of these yet ([status](status.md)); [status](status.md) says which have been rehearsed.
 
 | size | model | cards | lengths | GiB of a card | of a machine's own memory |
 | --- | --- | --- | --- | --- | --- |

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hrl.workers.engine.host_memory import Lane
+from hrl.workers.engine.host_memory import Lane, local
 
 #: Smaller tensors stay on the device.
 LEAST_BYTES = 1 << 20
@@ -82,7 +82,8 @@ class _OfLayer:
         self._before = None if before is None else weakref.ref(before)
         # Gathered weights and their transposes are saved too. They are there for the backward pass anyway.
         weights = [*layer.parameters(), *layer.buffers()]
-        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        # What autograd saves of a weight that several ranks hold in parts is this rank's.
+        self._weights = {local(weight).untyped_storage()._cdata for weight in weights}
         self._packed: dict[int, _Saved] = {}
         self._saved: list[weakref.ref[_Saved]] = []
         self._gone: torch.cuda.Event | None = None

@@ -27,6 +27,7 @@ from hrl.models.loading import Loaded, decoder_layers
 from hrl.models.ops.exchange import SequenceGroup
 from hrl.models.ops.tensor_parallel import WeightGroup
 from hrl.models.packed_model import PackedModel
+from hrl.models.tensor_parallel import TensorParallelError
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 from hrl.workers.engine.casts import keeps_cast_parameters
 
@@ -153,6 +154,9 @@ def build_sharded(
 
     Returns:
         The sharded module, and how it was loaded on rank 0 (on other ranks, how its structure was).
+
+    Raises:
+        TensorParallelError: The model can't be cut or shared out so.
     """
     if mesh.size() == 1:
         loaded = load(False)
@@ -177,6 +181,7 @@ def build_sharded(
     if weight_mesh is not None:
         share = module.share_out_experts if weight_mesh.of_experts else module.cut
         share(weight_mesh.group)
+        _require_equal_shards(module, weight_mesh)
     _shard(module, loaded, fsdp, mesh, towers, policy, weight_mesh)
     tied = _tied_names(module)
     module.to_empty(device=device if policy is None else torch.device("cpu"))
@@ -191,6 +196,27 @@ def build_sharded(
     # What transformers converted when rank 0 read the weights, all ranks convert back.
     loaded.model._weight_conversions = _broadcast_object(None if full is None else full.model._weight_conversions)
     return module, loaded if full is None else replace(full, model=loaded.model, out_of_reach=loaded.out_of_reach)
+
+
+def _require_equal_shards(module: nn.Module, weights: WeightMesh) -> None:
+    """Check that the parts of a weight are sharded in pieces of one size.
+
+    torch takes the first part's pieces for those of all (`_StridedShard`), which is right where two ranks share a part.
+
+    Raises:
+        TensorParallelError: They are not.
+    """
+    ranks, degree = weights.shards.size(weights.shards.ndim - 1), weights.group.size
+    for name, parameter in module.named_parameters():
+        if ranks <= 2 or not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+            continue
+        rows = len(parameter)
+        part = -(-rows // degree)
+        if -(-part // ranks) != -(-(rows - (degree - 1) * part) // ranks):
+            raise TensorParallelError(
+                f"the {rows} rows of {name} can't be shared by {degree} processes whose parts lie on {ranks} each",
+                "Set it to 1, or fsdp_config.fsdp_size to twice the size of a group.",
+            )
 
 
 def _frozen(loaded: Loaded, names: Collection[str]) -> tuple[Loaded, list[nn.Module]]:
