@@ -370,3 +370,29 @@ def test_a_tensor_group_divides_what_is_gathered_and_not_what_is_stored():
     streams, kept = 4 * 7168, SEVEN.kept_bytes_per_token
     saved = 1.45 * 8192 * (kept - streams) / 2
     assert by_degree[1]["actor activations"] - by_degree[2]["actor activations"] == pytest.approx(saved)
+
+
+def test_a_reward_model_scores_validations_beside_an_engine_that_is_awake():
+    keys = (*OFFLOADED, "reward.reward_model.enable=true", "reward.reward_model.model.path=rm")
+    engines = {}
+    for validates in (True, False):
+        more = (
+            ("trainer.val_before_train=true",)
+            if validates
+            else ("trainer.val_before_train=false", "trainer.test_freq=-1")
+        )
+        (ledger,) = [
+            one
+            for one in ledgers_of(config(*keys, *more), {"actor": SEVEN, "rm": SEVEN}, "cuda", CARD)
+            if not one.is_host
+        ]
+        engines[validates] = phase_of(ledger, "rm scores")
+    assert engines[True]["engine"] == 0.5 * CARD
+    assert "engine" not in engines[False] and "engine asleep" in engines[False]
+
+
+def test_the_first_rank_holds_the_folder_of_weights_until_it_is_written():
+    for contents, copies in (("[model,optimizer,hf_model]", 2 * SEVEN.parameters), ("[model,optimizer]", 0)):
+        keys = ("trainer.save_freq=5", f"actor_rollout_ref.actor.checkpoint.save_contents={contents}")
+        _, host = ledgers_of(config(*ONE_CARD, *keys), {"actor": SEVEN}, "cuda", CARD)
+        assert phase_of(host, "checkpoint").get("actor folder hf", 0) == copies
