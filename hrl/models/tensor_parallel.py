@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hrl.errors import HrlError
 from hrl.models.ops.expert_parallel import exchanged_experts
 from hrl.models.ops.tensor_parallel import WeightGroup, gathered, summed
 
@@ -48,7 +49,7 @@ _OF_KEYS = ("k_proj", "v_proj")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-class TensorParallelError(ValueError):
+class TensorParallelError(HrlError, ValueError):
     """A model, or its experts, can't be cut over so many ranks.
 
     Attributes:

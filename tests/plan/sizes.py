@@ -124,7 +124,7 @@ def page() -> Iterator[str]:
         cards = f"{trainer.nnodes * trainer.n_gpus_per_node} × {capacity_of(size) / 1e9:.0f} GB"
         lengths = f"{data.max_prompt_length:,} + {data.max_response_length:,}"
         most = f"{gib(card.peak.num_bytes)} of {capacity_of(size) / GIB:.1f}"
-        cells = (f"[`{size}`](#{size.replace('_', '-')})", config.actor_rollout_ref.model.path, cards, lengths)
+        cells = (f"[`{size}`](#{size})", config.actor_rollout_ref.model.path, cards, lengths)
         yield f"| {' | '.join((*cells, f'{most} ({card.peak.name})', gib(host.peak.num_bytes)))} |\n"
     yield _REHEARSING
     yield _LEDGERS

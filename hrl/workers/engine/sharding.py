@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -264,10 +264,20 @@ def _shard(
                 unit.set_gradient_divide_factor(1.0)
 
 
-def _placed_on(mesh: DeviceMesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
-    """Return where FSDP2 shards a parameter: on this mesh what is not cut, on the unit's own mesh what is."""
-    of_all = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
-    return lambda parameter: None if isinstance(parameter, DTensor) else ShardPlacementResult(None, of_all)
+def _placed_on(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Return where FSDP2 shards a parameter: on this mesh what is not cut, on the unit's own mesh what is.
+
+    Raises:
+        TensorParallelError: This torch has one mesh for all parameters of a unit.
+    """
+    placement = getattr(_fsdp_common, "ShardPlacementResult", None)
+    if placement is None:
+        raise TensorParallelError(
+            f"torch {torch.__version__} shards all weights of a layer over the same processes; 2.12 is the first that "
+            "need not"
+        )
+    of_all = _fsdp_common.FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else _fsdp_common.HSDPMeshInfo(mesh, 1, 0)
+    return lambda parameter: None if isinstance(parameter, DTensor) else placement(None, of_all)
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, bool]]:
