@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from hrl.models.cut import UNREACHED_TOKENS
 from hrl.models.experts import PackedRouting, RoutingError
 from hrl.models.loading import prepare
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, pack_micro_batch
-from hrl.models.probe import FAILURES, Family, first_that_runs, probe_rows
+from hrl.models.probe import FAILURES, Family, first_that_runs, probe_rows, unnoticed
 from hrl.routing import routing_dtype
 
 _CPU = torch.device("cpu")
@@ -61,19 +60,13 @@ def probe_experts(config: PretrainedConfig, max_model_len: int, *, trust_remote_
     Raises:
         ProbeError: No cut runs.
     """
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            family = Family(AutoModelForCausalLM, max_model_len, trust_remote_code)
-            cut, own = first_that_runs(config, family)
-            model = family.build(cut, ATTENTION_NAME)
-            model.load_state_dict(own.state_dict())
-            prepare(model, max_model_len=UNREACHED_TOKENS, recompute=False)
-            return _found(model, cut)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+    with unnoticed():
+        family = Family(AutoModelForCausalLM, max_model_len, trust_remote_code)
+        cut, own = first_that_runs(config, family)
+        model = family.build(cut, ATTENTION_NAME)
+        model.load_state_dict(own.state_dict())
+        prepare(model, max_model_len=UNREACHED_TOKENS, recompute=False)
+        return _found(model, cut)
 
 
 @torch.no_grad()

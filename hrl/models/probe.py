@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -147,17 +148,24 @@ def probe_config(
         ProbeError: No cut runs alone, or the cut that does cannot run packed.
     """
     start = time.perf_counter()
+    with unnoticed():
+        family = Family(auto, max_model_len, trust_remote_code)
+        cut, own = first_that_runs(config, family)
+        result = _compare(cut, own, family)
+    return replace(result, seconds=time.perf_counter() - start)
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Let cuts be built from one seed, with nothing said by transformers and no random number of the caller's taken."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            family = Family(auto, max_model_len, trust_remote_code)
-            cut, own = first_that_runs(config, family)
-            result = _compare(cut, own, family)
+            yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-    return replace(result, seconds=time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
