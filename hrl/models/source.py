@@ -111,18 +111,26 @@ def find_model(path: str) -> Path | None:
     Raises:
         ModelSourceError: As `resolve_model`, except for what only a download can tell.
     """
+    if (folder := _not_of_a_hub(path)) is not None:
+        return folder
+    folder = _cached(path)
+    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
+
+
+def _not_of_a_hub(path: str) -> Path | None:
+    """Return the folder of a bundled or a local model; None for a hub id."""
+    return resolve_model(path) if path.startswith(BUNDLED_PREFIX) else _local_folder(path)
+
+
+def _cached(hub_id: str) -> Path | None:
+    """Return the folder of a model in this machine's cache, perhaps without its weights; None if there is none."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if path.startswith(BUNDLED_PREFIX):
-        return resolve_model(path)
-    folder = _local_folder(path)
-    if folder is not None:
-        return folder
     try:
-        folder = _snapshot(path, local_files_only=True)
+        folder = _snapshot(hub_id, local_files_only=True)
     except LocalEntryNotFoundError:
         return None
-    return folder if _is_model(folder) and any(folder.glob("*.safetensors")) else None
+    return folder if _is_model(folder) else None
 
 
 def describe_model(path: str) -> Path:
@@ -135,18 +143,7 @@ def describe_model(path: str) -> Path:
         ModelSourceError: There is no such model here, and none can be described; says what to fetch.
         UnreachableError: The hub can't be reached; says what to fetch.
     """
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    if path.startswith(BUNDLED_PREFIX):
-        return resolve_model(path)
-    folder = _local_folder(path)
-    if folder is not None:
-        return folder
-    try:
-        folder = _snapshot(path, local_files_only=True)
-    except LocalEntryNotFoundError:
-        folder = None
-    if folder is not None and _is_model(folder):
+    if (folder := _not_of_a_hub(path)) is not None or (folder := _cached(path)) is not None:
         return folder
     return _download(path, weights=False)
 
