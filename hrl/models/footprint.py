@@ -46,6 +46,8 @@ class Footprint:
         vocab_size: Rows of the head.
         kept_bytes_per_token: What one layer keeps for its backward if activations are not recomputed.
         stream_bytes_per_token: What it keeps if they are recomputed: the residual stream between two layers.
+        wide_kept_bytes_per_token: The same where the stream is in float32, see `hrl.models.ops.residual`.
+        wide_stream_bytes_per_token: The same.
         kv_bytes_per_token: Keys and values of all layers.
         adapter: Number of weights of the adapter that is trained instead of the others; 0 if there is none.
         adapted_layers: Number of layers' matrices that it is added to.
@@ -60,6 +62,8 @@ class Footprint:
     vocab_size: int
     kept_bytes_per_token: int
     stream_bytes_per_token: int
+    wide_kept_bytes_per_token: int
+    wide_stream_bytes_per_token: int
     kv_bytes_per_token: int
     adapter: int = 0
     adapted_layers: int = 0
@@ -82,12 +86,15 @@ def footprint(source: ModelSource) -> Footprint:
     """
     from hrl.models.adapter import AdapterError, adapted_layers, add_adapter, is_part
     from hrl.models.loading import decoder_layers, load_causal_lm  # imports transformers
+    from hrl.models.ops.residual import widen_residual
 
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
         if source.adapter is not None:
             add_adapter(loaded, source.adapter, torch.bfloat16)  # as FSDP2 casts it for its products
         kept, streams = _bytes_of_layers(loaded, decoder_layers(loaded))
+        widen_residual(loaded, "meta")
+        wide_kept, wide_streams = _bytes_of_layers(loaded, decoder_layers(loaded))
     except AdapterError:
         raise
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
@@ -108,6 +115,8 @@ def footprint(source: ModelSource) -> Footprint:
         vocab_size=head.weight.shape[0],
         kept_bytes_per_token=max(kept) // _PROBE_TOKENS,
         stream_bytes_per_token=max(streams) // _PROBE_TOKENS,
+        wide_kept_bytes_per_token=max(wide_kept) // _PROBE_TOKENS,
+        wide_stream_bytes_per_token=max(wide_streams) // _PROBE_TOKENS,
         kv_bytes_per_token=2 * len(layers) * _cache_width(text),
         adapter=adapter,
         adapted_layers=len(adapted_layers(loaded)),

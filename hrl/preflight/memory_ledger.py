@@ -144,6 +144,7 @@ class ResidentModel:
         trained: Whether it has gradients and moments.
         master_bytes: Bytes of a stored weight.
         compute_bytes: Bytes of a weight in a matrix product.
+        wide_stream: Whether the residual stream is in float32 beside products of two bytes, as on a CPU.
         shards: Number of processes that share one copy.
         tensor: Of these, those that compute parts of each product of the same tokens.
         tokens: Tokens of its largest micro-batch on one process.
@@ -168,6 +169,7 @@ class ResidentModel:
     trained: bool
     master_bytes: int
     compute_bytes: int
+    wide_stream: bool
     shards: int
     tensor: int
     tokens: int
@@ -311,14 +313,16 @@ class ResidentModel:
     @property
     def _layer(self) -> float:
         """Bytes that one layer's activations take; in a tensor group, the streams whole and a share of the rest."""
-        whole = self.compute_bytes / 2 * self.size.kept_bytes_per_token * self.tokens
+        kept = self.size.wide_kept_bytes_per_token if self.wide_stream else self.size.kept_bytes_per_token
+        whole = self.compute_bytes / 2 * kept * self.tokens
         streams = min(whole, _STREAMS * self._stream)
         return streams + (whole - streams) / self.tensor
 
     @property
     def _stream(self) -> float:
         """Bytes of the residual stream at one place."""
-        return self.compute_bytes / 2 * self.size.stream_bytes_per_token * self.tokens
+        stream = self.size.wide_stream_bytes_per_token if self.wide_stream else self.size.stream_bytes_per_token
+        return self.compute_bytes / 2 * stream * self.tokens
 
     @property
     def _kept(self) -> float:
@@ -568,12 +572,14 @@ def _resident(
     if backbone is not None and backbone.enable_gradient_checkpointing:
         wanted = backbone.recompute_num_layers
         recomputed = size.num_layers if wanted is None else min(wanted, size.num_layers)
+    compute_bytes = dtype_of(fsdp.dtype).itemsize
     return ResidentModel(
         name=name,
         size=size,
         trained=isinstance(fsdp, FsdpConfig),
         master_bytes=dtype_of(fsdp.model_dtype).itemsize,
-        compute_bytes=dtype_of(fsdp.dtype).itemsize,
+        compute_bytes=compute_bytes,
+        wide_stream=device == "cpu" and compute_bytes == 2,
         shards=ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
         tensor=fsdp.tensor_parallel_size,
         tokens=batch.tokens,

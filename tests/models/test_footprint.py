@@ -34,6 +34,13 @@ def test_the_stream_and_the_cache_are_as_wide_as_the_config_says(tmp_path):
     assert size.kv_bytes_per_token == 2 * 2 * 2 * SHAPE["num_key_value_heads"] * 8  # keys and values, layers, bytes
 
 
+def test_a_stream_in_float32_is_twice_as_wide_where_only_sums_and_norms_touch_it(tmp_path):
+    size, other = footprint(source(save_llama(tmp_path / "llama"))), footprint(source(save_gemma3(tmp_path / "gemma")))
+    assert size.wide_stream_bytes_per_token == 2 * size.stream_bytes_per_token
+    assert size.wide_kept_bytes_per_token >= size.kept_bytes_per_token + 2 * 2 * SHAPE["hidden_size"]  # two norms
+    assert other.wide_stream_bytes_per_token == other.stream_bytes_per_token
+
+
 def test_a_layer_keeps_at_least_what_its_products_are_made_of(tmp_path):
     hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     products = 2 * (4 * hidden + 2 * inner)  # two norms, attention's output, its input; gate and up

@@ -172,6 +172,7 @@ def said_of(case: Case, size: Footprint) -> dict[str, float]:
         trained=True,
         master_bytes=4,
         compute_bytes=2,
+        wide_stream=False,
         shards=case.ranks,
         tensor=1,
         tokens=case.tokens,

@@ -22,17 +22,21 @@ PLAIN_RESIDUAL_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def widen_residual(model: Any) -> bool:
+def widen_residual(model: Any, device: str = "cpu") -> bool:
     """Let the residual stream of a transformers model on a CPU begin in float32; sums then stay in float32.
 
     Its norms must return their weight's dtype, see `hrl.models.ops.rms_norm`.
+
+    Args:
+        model: In bfloat16 or another dtype; a stream in float32 stays as it is.
+        device: Type of the device where that is done; `meta` shows what a CPU would hold.
 
     Returns:
         Whether that was done. It is enough in `PLAIN_RESIDUAL_FAMILIES`; other models keep their stream.
     """
     if model.config.model_type not in PLAIN_RESIDUAL_FAMILIES:
         return False
-    stream = _WideStream()
+    stream = _WideStream(device)
     model.get_input_embeddings().register_forward_hook(stream.widen)
     model.base_model.rotary_emb.register_forward_hook(stream.keep_narrow)
     return True
@@ -41,13 +45,14 @@ def widen_residual(model: Any) -> bool:
 class _WideStream:
     """Hooks at the two places of a forward pass where the width of the stream matters."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._dtype = torch.float32
 
     def widen(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
         """Return the embeddings, with which the stream begins, in float32."""
         self._dtype = embedded.dtype
-        return embedded.float() if embedded.device.type == "cpu" and embedded.dtype in _NARROW else embedded
+        return embedded.float() if embedded.device.type == self._device and embedded.dtype in _NARROW else embedded
 
     def keep_narrow(self, module: nn.Module, args: Any, rotary: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return sines and cosines in the dtype of queries and keys, not in that of the stream."""
