@@ -49,6 +49,8 @@ class Footprint:
         wide_kept_bytes_per_token: The same where the stream is in float32, see `hrl.models.ops.residual`.
         wide_stream_bytes_per_token: The same.
         kv_bytes_per_token: Keys and values of all layers.
+        kv_heads: Heads of keys and values, of which each rank of an engine caches one at least; 1 where the cache has a
+            latent vector for all heads.
         adapter: Number of weights of the adapter that is trained instead of the others; 0 if there is none.
         adapted_layers: Number of layers' matrices that it is added to.
     """
@@ -65,6 +67,7 @@ class Footprint:
     wide_kept_bytes_per_token: int
     wide_stream_bytes_per_token: int
     kv_bytes_per_token: int
+    kv_heads: int
     adapter: int = 0
     adapted_layers: int = 0
 
@@ -72,6 +75,10 @@ class Footprint:
     def trained(self) -> int:
         """Number of weights that have gradients and moments."""
         return self.adapter or self.parameters
+
+    def cache_share(self, ranks: int) -> float:
+        """Return the share of a token's cache that one of an engine's ranks has: whole heads of keys and values."""
+        return max(1.0 / ranks, 1.0 / self.kv_heads)
 
 
 def footprint(source: ModelSource) -> Footprint:
@@ -118,6 +125,7 @@ def footprint(source: ModelSource) -> Footprint:
         wide_kept_bytes_per_token=max(wide_kept) // _PROBE_TOKENS,
         wide_stream_bytes_per_token=max(wide_streams) // _PROBE_TOKENS,
         kv_bytes_per_token=2 * len(layers) * _cache_width(text),
+        kv_heads=_kv_heads(text),
         adapter=adapter,
         adapted_layers=len(adapted_layers(loaded)),
     )
@@ -132,9 +140,14 @@ def _cache_width(text: Any) -> int:
     latent = getattr(text, "kv_lora_rank", None)
     if latent:  # vLLM caches the latent vector, which all heads share, and its rotary part
         return int(latent + text.qk_rope_head_dim)
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(2 * (getattr(text, "num_key_value_heads", None) or heads) * head_dim)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * _kv_heads(text) * head_dim)
+
+
+def _kv_heads(text: Any) -> int:
+    if getattr(text, "kv_lora_rank", None):
+        return 1
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
 def _bytes_of_layers(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[list[int], list[int]]:

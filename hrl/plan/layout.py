@@ -126,7 +126,7 @@ def _sampling(model: CostModel) -> Iterator[Changes]:
     """Yield layouts of the engines."""
     hardware, shape, ranks = model.hardware, model.shapes["actor"], model.ranks("rollout")
     inside = min(hardware.per_machine, ranks)
-    heads, groups = shape.heads, shape.kv_heads
+    heads, groups = shape.heads, shape.size.kv_heads
     widths = [
         width
         for width in (1, 2, 4, 8)

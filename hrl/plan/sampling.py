@@ -62,7 +62,7 @@ class Engines:
     @property
     def cache_share(self) -> float:
         """Share of a token's cache that one device of an engine has: whole heads of keys and values at least."""
-        return max(1.0 / self.ranks, 1.0 / self.shape.kv_heads)
+        return self.shape.size.cache_share(self.ranks)
 
     def working(self, work: Workload) -> int:
         """Return how many engines have something to do: a group of samples is not divided, one of episodes is."""

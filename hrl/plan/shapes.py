@@ -43,15 +43,12 @@ class ModelShape:
         size: Parameters and bytes.
         flops: FLOPs of a token; those of visited experts only.
         heads: Attention heads, over which an engine can be spread.
-        kv_heads: Heads of keys and values, of which each of an engine's ranks caches one at least; 1 where the cache
-            has a latent vector for all heads.
         tensors: Tensors of the checkpoint, which a weight sync sends.
     """
 
     size: Footprint
     flops: ModelFlops
     heads: int
-    kv_heads: int
     tensors: int
 
     @property
@@ -146,14 +143,7 @@ def _counted(
     if counted is None:
         raise ShapeError(f"{model.key}: the FLOPs of {model.path} can't be counted from its {_CONFIG}")
     text = built.config.get_text_config()
-    heads = int(text.num_attention_heads)
-    return ModelShape(size, counted, heads, _kv_heads(text, heads), _tensors(built))
-
-
-def _kv_heads(text: Any, heads: int) -> int:
-    if getattr(text, "kv_lora_rank", None):
-        return 1
-    return int(getattr(text, "num_key_value_heads", None) or heads)
+    return ModelShape(size, counted, int(text.num_attention_heads), _tensors(built))
 
 
 def _tensors(model: PreTrainedModel) -> int:

@@ -130,7 +130,7 @@ class Learner:
         once to each. The ranks of a tensor group add up what leaves attention and MLP instead, and a sum moves its
         tensor twice.
         """
-        size, copies = self.shape.size, max(1.0, self.degree / self.shape.kv_heads)
+        size, copies = self.shape.size, max(1.0, self.degree / self.shape.size.kv_heads)
         per_token = 2 * size.hidden_size * size.num_layers + copies * size.kv_bytes_per_token / 2
         tokens = work.packed_tokens(self.groups, self.budget) / self.ranks
         calls = 2 * size.num_layers * self._micro_batches(work)

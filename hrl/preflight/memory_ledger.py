@@ -700,7 +700,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool, is_sy
         sent=width * (size.adapter if sends_adapter else size.parameters) / ranks,
         utilization=rollout.gpu_memory_utilization,
         cache=rollout.kv_cache_gib * GIB,
-        one_sequence=size.kv_bytes_per_token * width / 2 * longest / ranks,
+        one_sequence=size.kv_bytes_per_token * width / 2 * longest * size.cache_share(ranks),
         buckets=(2 if shares else 1) * rollout.weight_sync.bucket_mb * (1 << 20),
         largest_tensor=width * (size.adapter // size.num_layers if sends_adapter else max(size.embedding, size.head)),
         sleeps=rollout.free_cache_engine and shares,

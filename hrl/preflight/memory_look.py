@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from hrl.cluster.precision import with_dtypes
 from hrl.config.arithmetic import Fact
-from hrl.config.outline import Outline, RunConfiguration
+from hrl.config.outline import Outline, RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import RunConfig
 from hrl.models.adapter import AdapterError, adapter_of
@@ -31,6 +32,7 @@ from hrl.preflight.memory_ledger import (
 )
 from hrl.preflight.memory_savings import savings
 from hrl.preflight.memory_table import Saving
+from hrl.preflight.model_look import look_at_heads
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SMALLER_ENGINES = frozenset({"quantization", "kv_cache_dtype", "cpu_offload_gb"})
@@ -83,15 +85,22 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
             hint = "Raise it, or spread the engine: tensor_model_parallel_size."
             findings.problem(_UTILIZATION, f"{small}.", hint)
 
-    def ledgers_with(changed: RunConfiguration) -> list[Ledger]:
-        is_new = not (isinstance(config, PPOTrainerConfig) and _engine_too_small(config, learner, device, capacity))
-        if is_new and isinstance(changed, PPOTrainerConfig) and _engine_too_small(changed, learner, device, capacity):
-            return []
-        return ledgers_of(changed, sizes, device, capacity)
-
     ledgers = ledgers_of(config, sizes, device, capacity)
     # The memory beside GPUs is known where they are on this machine.
     host = None if device == "cpu" or joins_a_cluster(config.trainer) or capacity is None else memory_here()
+    most_in_host = max([host or inf, *(ledger.peak.num_bytes for ledger in ledgers if ledger.is_host)])
+
+    def ledgers_with(changed: RunConfiguration) -> list[Ledger]:
+        """Return those of a configuration that this one may become, nothing if it would not run for another reason."""
+        shared = Findings()
+        look_at_heads(shared, outline_of(changed), folders)
+        is_new = not (isinstance(config, PPOTrainerConfig) and _engine_too_small(config, learner, device, capacity))
+        if is_new and isinstance(changed, PPOTrainerConfig) and _engine_too_small(changed, learner, device, capacity):
+            return []
+        found = ledgers_of(changed, sizes, device, capacity)
+        overflows = any(ledger.is_host and ledger.peak.num_bytes > most_in_host for ledger in found)
+        return [] if shared.problems or overflows else found
+
     peaks = []
     for ledger in ledgers:
         there = host if ledger.is_host else capacity

@@ -32,6 +32,7 @@ def test_the_stream_and_the_cache_are_as_wide_as_the_config_says(tmp_path):
     size = footprint(source(save_llama(tmp_path)))
     assert size.stream_bytes_per_token == 2 * SHAPE["hidden_size"]
     assert size.kv_bytes_per_token == 2 * 2 * 2 * SHAPE["num_key_value_heads"] * 8  # keys and values, layers, bytes
+    assert [size.cache_share(ranks) for ranks in (1, 2, 4)] == [1.0, 0.5, 0.5]  # two heads
 
 
 def test_a_stream_in_float32_is_twice_as_wide_where_only_sums_and_norms_touch_it(tmp_path):
@@ -69,6 +70,7 @@ def test_latent_attention_caches_one_vector_for_all_heads(tmp_path):
     experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
     DeepseekV3Config(**SHAPE | latent | experts | {"num_key_value_heads": 4}).save_pretrained(tmp_path)
     assert footprint(source(tmp_path)).kv_bytes_per_token == 2 * 2 * (16 + 4)  # bytes, layers
+    assert footprint(source(tmp_path)).cache_share(8) == 1.0
 
 
 def test_experts_count_with_all_their_weights(tmp_path):

@@ -18,19 +18,17 @@ from hrl.plan.shapes import ModelShape
 TWO_CORES = cpu(445e9, 35e9, 24 * 2**30)
 #: SmolLM2-135M, as `shapes_of` counts it.
 SMOL = ModelShape(
-    Footprint(134515008, 28311552, 0, 3540096, 30, 576, 49152, 20268, 1152, 22572, 2304, 23040),
+    Footprint(134515008, 28311552, 0, 3540096, 30, 576, 49152, 20268, 1152, 22572, 2304, 23040, 3),
     ModelFlops(212336640.0, 69120.0, 56623104.0),
     heads=9,
-    kv_heads=3,
     tensors=272,
 )
 
 #: Qwen2.5-7B, likewise.
 SEVEN = ModelShape(
-    Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 0, 7168, 0, 14336, 57344),
+    Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 0, 7168, 0, 14336, 57344, 4),
     ModelFlops(13050576896.0, 401408.0, 1089994752.0),
     heads=28,
-    kv_heads=4,
     tensors=339,
 )
 

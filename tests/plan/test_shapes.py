@@ -32,7 +32,7 @@ def shape_of(config, place):
 def test_a_dense_model_reads_all_weights_for_every_token(tmp_path):
     shape = shape_of(SEVEN, tmp_path)
     size = shape.size
-    assert (size.parameters, shape.heads, shape.kv_heads) == (7615616512, 28, 4)
+    assert (size.parameters, shape.heads, size.kv_heads) == (7615616512, 28, 4)
     assert shape.active_share == pytest.approx(1.0, abs=1e-4)  # but for norms and biases
     assert shape.flops.per_head_token == 2 * 3584 * 152064
     assert shape.weights_read(1) == pytest.approx(size.parameters - size.embedding, rel=1e-4)  # of it, one row

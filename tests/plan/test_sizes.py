@@ -64,6 +64,31 @@ def test_check_says_no_to_nothing(size, monkeypatch):
     assert size.split("_")[-1].startswith(f"{cards}x")
 
 
+@pytest.mark.parametrize(
+    ("host", "spread", "key", "is_offered"),
+    [
+        (2e12, 2, "offload_policy", True),
+        (100e9, 2, "offload_policy", False),  # 8 copies of moments and weights are more than that
+        (2e12, 2, "tensor_model_parallel_size", True),
+        (2e12, 4, "tensor_model_parallel_size", False),  # 28 heads
+    ],
+)
+def test_a_key_that_would_lower_a_peak_is_offered_where_the_run_would_start(
+    monkeypatch, host, spread, key, is_offered
+):
+    monkeypatch.setattr(memory_look, "device_and_capacity", lambda trainer: ("cuda", 80e9))
+    monkeypatch.setattr(memory_look, "memory_here", lambda: host)
+    model = "Qwen/Qwen2.5-7B-Instruct"
+    monkeypatch.setattr(memory_look, "footprint", lambda source: size_of(model, 0))
+    engine = f"actor_rollout_ref.rollout.tensor_model_parallel_size={spread}"
+    cards = ("trainer.n_gpus_per_node=8", "data.train_batch_size=8", engine)
+    config = compose_kind(PPO, [f"actor_rollout_ref.model.path={model}", ROWS, *cards])
+    findings = Findings()
+    memory_look.look_at_memory(findings, config, outline_of(config), {"actor": folder_of_model(model)})
+    offered = {saving["key"].rpartition(".")[2] for table in findings.memory for saving in table["savings"]}
+    assert (key in offered) == is_offered, offered
+
+
 def test_a_smaller_card_does_not_fit(monkeypatch):
     monkeypatch.setattr(memory_look, "device_and_capacity", lambda trainer: ("cuda", 40e9))
     findings, config = Findings(), compose_kind(PPO, ["size=7b_1x80gb", ROWS])

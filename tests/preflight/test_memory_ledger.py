@@ -31,7 +31,7 @@ CASES = {
     "adapter": (SEVEN_CONFIG | FEW, 1, 8192, True, True, 32),
 }
 # Qwen2.5-7B at 16-bit products: the counts of its config, its activations as `footprint` finds them.
-SEVEN = Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 200_000, 7168, 240_000, 14336, 57344)
+SEVEN = Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 200_000, 7168, 240_000, 14336, 57344, 4)
 CARD = 80e9
 
 
@@ -205,7 +205,7 @@ def test_a_share_that_holds_no_sequence_is_told():
 
 
 def test_the_quickstart_needs_about_what_was_measured_on_a_cpu():
-    size = Footprint(134515008, 28311552, 0, 3540096, 30, 576, 49152, 20_268, 1152, 22_572, 2304, 23040)
+    size = Footprint(134515008, 28311552, 0, 3540096, 30, 576, 49152, 20_268, 1152, 22_572, 2304, 23040, 3)
     quickstart = with_dtypes(
         compose_kind(
             PPO, ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
