@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +22,8 @@ from hrl.errors import HrlError
 
 _LOOK_S = 0.1
 _LAST_LINES = 30
+_NEEDS: dict[str, tuple[str, type]] = {"stage": ("title", str), "step": ("step", int), "validation": ("step", int)}
+"""Event → a field that it has, and of what type."""
 
 
 class StuckError(HrlError):
@@ -44,7 +47,7 @@ class Child:
         self._errors, self._limit_s = errors, limit_s
         self._deadline = time.monotonic() + limit_s
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._others: list[str] = []
+        self._others: deque[str] = deque(maxlen=_LAST_LINES)
         with errors.open("ab") as written:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", program, *arguments],
@@ -63,7 +66,7 @@ class Child:
                 said = json.loads(line)
             except ValueError:
                 said = None
-            if isinstance(said, dict) and "event" in said:
+            if _is_event(said):
                 self._events.put(said)
             else:  # of a library, or of the user's code
                 self._others.append(line.decode(errors="replace").rstrip())
@@ -87,8 +90,15 @@ class Child:
                 raise StuckError(f"it has not come further in {self._limit_s:.0f} s; --timeout gives it more")
 
     def wait(self) -> int:
-        """Return the exit status of a run that has said its last."""
-        return self._process.wait(timeout=max(1.0, self._deadline - time.monotonic()))
+        """Return the exit status of a run that has said its last.
+
+        Raises:
+            StuckError: It has not ended in the time that it has.
+        """
+        try:
+            return self._process.wait(timeout=max(1.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise StuckError(f"it has said its last and not ended in {self._limit_s:.0f} s") from None
 
     def family(self) -> list[psutil.Process]:
         """Return its processes, itself first."""
@@ -99,8 +109,9 @@ class Child:
             return []
 
     def kill(self, victim: psutil.Process | None = None) -> None:
-        """Send SIGKILL to its driver, or to one of its other processes."""
-        os.kill(self._process.pid if victim is None else victim.pid, signal.SIGKILL)
+        """Send SIGKILL to its driver, or to one of its other processes; one that has ended by itself gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid if victim is None else victim.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
         """Return the end of what it wrote for people."""
@@ -112,3 +123,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
         self._process.wait()
+
+
+def _is_event(said: object) -> bool:
+    """Return whether a line of standard output is the run's own, not one of the user's code that looks like it."""
+    if not isinstance(said, dict) or not isinstance(said.get("event"), str):
+        return False
+    needs = _NEEDS.get(said["event"])
+    return needs is None or isinstance(said.get(needs[0]), needs[1])

@@ -73,9 +73,7 @@ def test_check_says_no_to_nothing(size, monkeypatch):
         (2e12, 4, "tensor_model_parallel_size", False),  # 28 heads
     ],
 )
-def test_a_key_that_would_lower_a_peak_is_offered_where_the_run_would_start(
-    monkeypatch, host, spread, key, is_offered
-):
+def test_a_key_that_would_lower_a_peak_is_offered_where_the_run_would_start(monkeypatch, host, spread, key, is_offered):
     monkeypatch.setattr(memory_look, "device_and_capacity", lambda trainer: ("cuda", 80e9))
     monkeypatch.setattr(memory_look, "memory_here", lambda: host)
     model = "Qwen/Qwen2.5-7B-Instruct"

@@ -31,7 +31,9 @@ CASES = {
     "adapter": (SEVEN_CONFIG | FEW, 1, 8192, True, True, 32),
 }
 # Qwen2.5-7B at 16-bit products: the counts of its config, its activations as `footprint` finds them.
-SEVEN = Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 200_000, 7168, 240_000, 14336, 57344, 4)
+SEVEN = Footprint(
+    7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 200_000, 7168, 240_000, 14336, 57344, 4
+)
 CARD = 80e9
 
 

@@ -33,6 +33,7 @@ def main(how: str) -> int:
     """Say some of the events, then end, fail, or wait."""
     for event in EVENTS[: 6 if how == "fails" else None]:
         _say(json.dumps(event))
+    _say('{"event": "step", "of": "the reward"}')
     _say("a print of the reward")
     if how == "fails":
         sys.stderr.write("SomeError: the port is taken\n")

@@ -125,6 +125,7 @@ def test_a_run_that_ends_early_is_told_with_its_phase_and_its_last_words(tmp_pat
     assert not part.passed and part.name == "start: starting Ray"
     assert part.detail.splitlines() == [
         "the run ended with status 3",
+        '{"event": "step", "of": "the reward"}',  # of the user's code, and like none of a run
         "a print of the reward",
         "SomeError: the port is taken",
     ]
