@@ -55,7 +55,7 @@ def chosen(kind: RunKind[Any], config: RunConfiguration, num_rows: int | None) -
             values["critic.optim.lr"] = ADAPTER_RATE if config.critic.model.trains_adapter else small_rate
     for key in BUDGETS:
         if key in values:
-            values[key] = max(values[key], _longest_row(config, values))
+            values[key] = max(values[key], _share_of_longest_row(config, values))
     return {key: value for key, value in values.items() if key not in set_by}
 
 
@@ -68,8 +68,11 @@ def _power_of_two_up_to(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def _longest_row(config: RunConfiguration, values: Mapping[str, Any]) -> int:
+def _share_of_longest_row(config: RunConfiguration, values: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest row that one process has, in the smallest sequence group of the run."""
     if isinstance(config, OfflineConfig):
-        return 2 * config.data.max_length
-    response: int = values.get(_RESPONSE, config.data.max_response_length)
-    return config.data.max_prompt_length + response
+        longest = 2 * config.data.max_length
+    else:
+        response: int = values.get(_RESPONSE, config.data.max_response_length)
+        longest = config.data.max_prompt_length + response
+    return max(passes.budget_for(longest) for passes in config.micro_batches().values())

@@ -88,6 +88,10 @@ def test_nothing_is_chosen_for_the_quickstart() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_a_budget_holds_the_longest_row() -> None:
     assert hrl.GRPO(data=ROWS, max_prompt_length=6000).config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 6128
+    groups = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 2}
+    shared = hrl.GRPO(data=ROWS, max_prompt_length=14001, config=groups)
+    # Two processes share a row of 14001 + 128 tokens.
+    assert shared.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 7065
     long = hrl.DPO(data=PAIRS, max_length=3000)
     assert long.resolved().data.max_token_len_per_gpu == 6000
 
