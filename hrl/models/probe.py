@@ -34,8 +34,16 @@ from hrl.models.cut import CROSSED_TOKENS, UNREACHED_TOKENS, cuts
 from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource, prepare
 from hrl.models.ops.attention import ATTENTION_NAME
+from hrl.models.ops.exchange import SequenceGroup
 from hrl.models.ops.rope import fix_rope_frequencies, require_long_factors
-from hrl.models.packed_model import PackedCausalLM, PackedScalarModel, TokenRows, Wanted, pack_micro_batch
+from hrl.models.packed_model import (
+    PackedCausalLM,
+    PackedModel,
+    PackedScalarModel,
+    TokenRows,
+    Wanted,
+    pack_micro_batch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +195,10 @@ class Family:
         """Whether their output is one number instead of logits."""
         return self.auto is AutoModelForSequenceClassification
 
+    def wrap(self, model: PreTrainedModel) -> PackedModel:
+        """Return what runs packed rows through a model."""
+        return PackedScalarModel(model) if self.is_scalar else PackedCausalLM(model)
+
     def build(self, config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel:
         """Return a new model with random weights."""
         own = type(config).from_dict(config.to_dict())
@@ -216,7 +228,7 @@ def first_that_runs(config: PretrainedConfig, family: Family) -> tuple[Pretraine
             return cut, model
     except FAILURES as error:
         failure = error
-    raise ProbeError(f"no small cut of it runs alone on plain tokens ({_first_line(failure)})") from failure
+    raise ProbeError(f"no small cut of it runs alone on plain tokens ({first_line(failure)})") from failure
 
 
 @torch.no_grad()
@@ -236,39 +248,67 @@ def _excite(model: PreTrainedModel) -> PreTrainedModel:
 
 def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: Family) -> ProbeResult:
     scalar, rows = family.is_scalar, probe_rows(cut)
-    plain = _plain(own, rows, scalar)
+    plain = plain_values(own, rows, scalar)
     try:
-        model = family.build(cut, ATTENTION_NAME)
-        model.load_state_dict(own.state_dict())
-        prepare(model, max_model_len=UNREACHED_TOKENS, recompute=True)
+        model = packed_copy(cut, own, family)
         require_long_factors(model)
-        module = (PackedScalarModel if scalar else PackedCausalLM)(model)
-        first, second = (_packed(module, rows, packing, scalar) for packing in PACKINGS)
+        module = family.wrap(model)
+        first, second = (packed_values(module, rows, packing, scalar) for packing in PACKINGS)
     except FAILURES as error:
         raise ProbeError(_why_not_packed(error)) from error
     result = ProbeResult(
         family=type(own).__name__,
         num_layers=cut.get_text_config().num_hidden_layers,
-        difference=_largest(first - plain),
-        packing_difference=_largest(first - second),
+        difference=largest(first - plain),
+        packing_difference=largest(first - second),
         gradient_difference=0.0,
         cause="",
         seconds=0.0,
     )
-    tolerance, seen = LOG_PROB_TOLERANCE, max(result.difference, result.packing_difference)
-    if tolerance < seen < MOST_ROUNDING:
-        tolerance = max(tolerance, min(SPREADS * _rounding(own, cut, family, rows, plain), MOST_ROUNDING))
+    seen = max(result.difference, result.packing_difference)
+    tolerance = tolerance_of(seen, own, cut, family, rows, plain)
     cause = _cause_of_values(result, first - plain, tolerance, own, module, rows)
     if cause:
         return replace(result, cause=cause)
     weights = torch.randn(plain.shape)
-    apart = _gradient_difference(_gradients(model, first, weights), _gradients(own, plain, weights))
-    if apart > min(GRADIENT_TOLERANCE * tolerance / LOG_PROB_TOLERANCE, MOST_GRADIENT_ROUNDING):
+    apart = gradient_difference(gradients_of(model, first, weights), gradients_of(own, plain, weights))
+    if apart > gradient_tolerance_of(tolerance):
         cause = "its log-probs agree and its gradients do not: part of it is differentiable in one of the two only"
     return replace(result, gradient_difference=apart, cause=cause)
 
 
-def _gradients(model: nn.Module, values: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def packed_copy(cut: PretrainedConfig, own: PreTrainedModel, family: Family) -> PreTrainedModel:
+    """Return a model with the weights of `own` that runs packed rows, and its layers again in the backward pass."""
+    model = family.build(cut, ATTENTION_NAME)
+    model.load_state_dict(own.state_dict())
+    prepare(model, max_model_len=UNREACHED_TOKENS, recompute=True)
+    return model
+
+
+def tolerance_of(
+    seen: float, own: PreTrainedModel, cut: PretrainedConfig, family: Family, rows: TokenRows, values: Tensor
+) -> float:
+    """Return up to which difference of a value only rounding is seen, for a model that amplifies it too.
+
+    Args:
+        seen: The largest difference.
+        own: The model.
+        cut: Its configuration.
+        family: How it was built.
+        rows: Its input.
+        values: Of its own forward.
+    """
+    if not LOG_PROB_TOLERANCE < seen < MOST_ROUNDING:
+        return LOG_PROB_TOLERANCE
+    return max(LOG_PROB_TOLERANCE, min(SPREADS * _rounding(own, cut, family, rows, values), MOST_ROUNDING))
+
+
+def gradient_tolerance_of(tolerance: float) -> float:
+    """Return the bound on the relative difference of gradients that goes with one on values."""
+    return min(GRADIENT_TOLERANCE * tolerance / LOG_PROB_TOLERANCE, MOST_GRADIENT_ROUNDING)
+
+
+def gradients_of(model: nn.Module, values: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Return the gradients of the weighted sum of the values, by parameter."""
     (values * weights).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -295,7 +335,7 @@ def _sequence(rows: TokenRows, row: int) -> Tensor:
     return torch.from_numpy(np.concatenate([rows.prompts[row], answer]))[None]
 
 
-def _plain(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tensor:
+def plain_values(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tensor:
     """Return log-probs `(B, R)` or scores `(B, 1)` of each row alone, without padding, by the model's own forward."""
     out = []
     for row, prompt in enumerate(rows.prompts):
@@ -309,28 +349,52 @@ def _plain(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tensor:
     return torch.stack(out)
 
 
-def _packed(module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool) -> Tensor:
+def packed_values(
+    module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool
+) -> Tensor:
     """Return the same as the engine computes it. Prompts are shared if all rows are in one micro-batch."""
-    wanted: Wanted = "last" if scalar else "next"
-    width = 1 if scalar else rows.responses.shape[1]
     parts: dict[int, Tensor] = {}
     for picked in packing:
-        packed = pack_micro_batch(rows, picked, share_prefix=len(packing) == 1, wanted=wanted, device=_CPU)
-        flat = module(packed) if scalar else module(packed, 1.0, False).log_prob
-        values = packed.unpack(flat.float())
-        padded = torch.nn.functional.pad(values, (0, width - values.shape[1]))
-        parts |= dict(zip(picked, padded, strict=True))
+        values = values_of_rows(module, rows, picked, scalar=scalar, share_prefix=len(packing) == 1)
+        parts |= dict(zip(picked, values, strict=True))
     return torch.stack([parts[row] for row in sorted(parts)])
+
+
+def values_of_rows(
+    module: nn.Module,
+    rows: TokenRows,
+    picked: tuple[int, ...],
+    *,
+    scalar: bool,
+    share_prefix: bool,
+    group: SequenceGroup | None = None,
+) -> Tensor:
+    """Return log-probs `(b, R)` or scores `(b, 1)` of the rows `picked`, which run as one micro-batch.
+
+    Args:
+        module: Runs packed rows.
+        rows: All rows.
+        picked: Which of them.
+        scalar: Whether scores are computed.
+        share_prefix: Compute equal prompts once.
+        group: Ranks that compute them together.
+    """
+    wanted: Wanted = "last" if scalar else "next"
+    width = 1 if scalar else rows.responses.shape[1]
+    packed = pack_micro_batch(rows, picked, share_prefix=share_prefix, wanted=wanted, device=_CPU, group=group)
+    (flat,) = packed.join((module(packed) if scalar else module(packed, 1.0, False).log_prob,))
+    values = packed.unpack(flat.float())
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
 # ---------------------------------------------------------------------------------------------- what a difference says
 
 
-def _largest(difference: Tensor) -> float:
+def largest(difference: Tensor) -> float:
     return float(difference.detach().abs().nan_to_num(torch.inf).max())
 
 
-def _gradient_difference(packed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
+def gradient_difference(packed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
     """Return the largest norm of a gradient's difference, relative to the norm of the model's own gradient."""
     # A gradient that consists of rounding is compared with the largest one.
     floor = 1e-2 * max((float(g.norm()) for g in own.values()), default=1.0)
@@ -355,7 +419,7 @@ def _cause_of_values(
     if result.difference > tolerance:
         if _same_hidden_states(own, module, rows):
             return "its head does something to the logits that the packed log-prob does not (a scale, a bias, a cap)"
-        if apart.shape[1] > 1 and _largest(_before(apart, rows)) <= tolerance < result.difference:
+        if apart.shape[1] > 1 and largest(_before(apart, rows)) <= tolerance < result.difference:
             return (
                 f"an attention mask that changes after some tokens ({CROSSED_TOKENS} in this comparison), such as a "
                 "sliding window or chunks, which packed attention is not told of"
@@ -393,7 +457,7 @@ def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: Family, rows:
     fix_rope_frequencies(moved, UNREACHED_TOKENS)
     for parameter in moved.parameters():
         parameter.mul_(1 + torch.finfo(torch.float32).eps * torch.randn_like(parameter).sign())
-    return _largest(_plain(moved, rows, family.is_scalar) - values)
+    return largest(plain_values(moved, rows, family.is_scalar) - values)
 
 
 def _why_not_packed(error: Exception) -> str:
@@ -401,9 +465,9 @@ def _why_not_packed(error: Exception) -> str:
         return "it does not take another attention than its own"
     if isinstance(error, ValueError):  # from packed attention, masks or head, whose messages say what is wanted
         return str(error)
-    return f"its packed forward fails ({_first_line(error)})"
+    return f"its packed forward fails ({first_line(error)})"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
