@@ -194,9 +194,14 @@ def add_adapter(model: PreTrainedModel, source: AdapterSource, dtype: torch.dtyp
     config.modules_to_save = None  # what is trained as a whole stays where it is
     config.base_model_name_or_path = model.config.name_or_path
     is_empty = next(model.parameters()).is_meta
+    # By a model's type peft takes the names of a mixture's linear layers for those of its experts, whose weights, many
+    # in one tensor, it would adapt in their place. It is given the modules alone, of which names are names.
+    modules = nn.ModuleDict(dict(model.named_children()))
+    model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(source.seed)
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=is_empty)
+        inject_adapter_in_model(config, modules, low_cpu_mem_usage=is_empty)
+        model.peft_config = modules.peft_config
         for name, parameter in model.named_parameters():
             if is_trained_whole(name):
                 parameter.requires_grad_(True)

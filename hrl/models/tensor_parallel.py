@@ -46,6 +46,7 @@ _OF_EXPERTS = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
 _OF_EXPERT_WEIGHTS = frozenset({"packed_colwise", "rowwise", "grouped_gemm"})
 _KEY_HEADS = "key heads"
 _OF_KEYS = ("k_proj", "v_proj")
+_OF_QUERIES, _GROUPS = "q_proj", "num_key_value_groups"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -115,14 +116,19 @@ def cut(model: PreTrainedModel, group: WeightGroup) -> None:
     parts = _Parts(group)
     decoder = model.get_decoder()
     text = model.config.get_text_config()
-    plan, key_heads = text.base_model_tp_plan, _counts(text).get(_KEY_HEADS, group.size)
+    plan, usual = text.base_model_tp_plan, _counts(text).get(_KEY_HEADS, group.size)
     for name, module in decoder.named_modules():
         style = plan.get(_pattern(name))
         if isinstance(module, nn.Linear) and style in _OF_LINEAR:
-            if style == "colwise" and key_heads < group.size and name.endswith(_OF_KEYS):
-                _pick_key_head(module, key_heads, group)
-            else:
-                _cut_linear(module, style, parts)
+            attention = decoder.get_submodule(name.rpartition(".")[0])
+            if style == "colwise" and name.endswith(_OF_KEYS):
+                key_heads = _require_shares(attention, usual, group.size)
+                if key_heads < group.size:
+                    _pick_key_head(module, key_heads, group)
+                    continue
+            _cut_linear(module, style, parts)
+            if style == "colwise" and name.endswith(_OF_QUERIES):
+                _cut_sinks(attention, parts)
         elif _holds_experts(module):
             _cut_experts(module, parts)
         elif style is not None and style not in _WITHOUT_CUT | _OF_EMBEDDING:
@@ -219,6 +225,22 @@ def _cut_linear(module: nn.Linear, style: str, parts: _Parts) -> None:
     module.forward = rowwise if dim else colwise
 
 
+def _require_shares(attention: nn.Module, usual: int, degree: int) -> int:
+    """Return the key heads of a layer, which may have others than the config says of the model.
+
+    Raises:
+        TensorParallelError: The ranks can't share its heads.
+    """
+    queries, width, groups = (getattr(attention, name, None) for name in (_OF_QUERIES, "head_dim", _GROUPS))
+    if not isinstance(queries, nn.Linear) or not isinstance(width, int) or not isinstance(groups, int):
+        return usual
+    heads = queries.out_features // width
+    for what, count in {"attention heads": heads, _KEY_HEADS: heads // groups}.items():
+        if not _shares(what, count, degree):
+            raise TensorParallelError(f"the {count} {what} of some layers can't be shared by {degree} processes")
+    return heads // groups
+
+
 def _pick_key_head(module: nn.Linear, heads: int, group: WeightGroup) -> None:
     """Let a projection, which stays whole, compute the one key head that this rank's queries read."""
     width, head = module.out_features // heads, group.place * heads // group.size
@@ -228,6 +250,20 @@ def _pick_key_head(module: nn.Linear, heads: int, group: WeightGroup) -> None:
         return functional.linear(states, module.weight[rows], None if module.bias is None else module.bias[rows])
 
     module.forward = forward
+
+
+def _cut_sinks(attention: nn.Module, parts: _Parts) -> None:
+    """Cut what an attention has beside its projections: a number for each head, `sinks (Hq,)`."""
+    if attention._parameters.get("sinks") is None:
+        return
+    _cut_parameters(attention, {"sinks": 0}, parts)
+    attend = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _LocalParameters(attention):
+            return attend(*args, **kwargs)
+
+    attention.forward = forward
 
 
 def _cut_embedding(module: nn.Embedding, parts: _Parts) -> None:
@@ -248,9 +284,12 @@ def _cut_embedding(module: nn.Embedding, parts: _Parts) -> None:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Return whether a module has all experts of a layer, each weight of all of them in one tensor."""
+    """Return whether a module has all experts of a layer, each weight of all of them in one tensor.
+
+    What transformers' `use_experts_implementation` has decorated takes tokens, their experts and their weights.
+    """
     own_parameters = list(module.parameters(recurse=False))
-    return isinstance(getattr(module, "num_experts", None), int) and any(p.ndim == 3 for p in own_parameters)
+    return hasattr(module, "_is_expert_parallel") and any(p.ndim == 3 for p in own_parameters)
 
 
 def _cut_experts(module: nn.Module, parts: _Parts, *, exchange: bool = False) -> None:

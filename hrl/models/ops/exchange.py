@@ -151,7 +151,8 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: SlicedLayout, out: Tensor) -> Tensor:
         ctx.layout = layout
-        return _heads_for_tokens((out,), layout)[0]
+        # As attention's own result is: models take it for one block, of any shape.
+        return _heads_for_tokens((out,), layout)[0].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:

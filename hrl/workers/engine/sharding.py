@@ -248,12 +248,15 @@ def _shard(
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=where)
     if weight_mesh is not None:
         shard = partial(shard, mesh=weight_mesh.shards, shard_placement_fn=_placed_on(mesh))
-    for layer in decoder_layers(loaded.model):
+    layers = decoder_layers(loaded.model)
+    for layer in layers:
         shard(layer, reshard_after_forward=reshard)
     for end, keeps in _vocabulary_modules(loaded.model):
         shard(end, reshard_after_forward=reshard and not keeps)
+    of_layers = {part for layer in layers for part in layer.modules()}
     for tower in towers:
-        if not isinstance(tower, FSDPModule):  # a unit of its own, since it never runs and is never gathered
+        # A unit of its own, since it never runs and is never gathered. A layer's frozen parts run with the layer.
+        if tower not in of_layers and not isinstance(tower, FSDPModule):
             shard(tower, reshard_after_forward=reshard)
     shard(module, reshard_after_forward=False)
     if mesh.size() > 1:
