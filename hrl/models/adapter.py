@@ -227,7 +227,7 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     heads = [model.get_output_embeddings(), getattr(model, _HEAD, None)]
     modules = dict(model.named_modules())
     in_decoder = {id(module) for module in model.get_decoder().modules()}
-    there = [name for name, module in modules.items() if isinstance(module, nn.Linear) and id(module) in in_decoder]
+    there = [name for name, module in modules.items() if _is_linear(module) and id(module) in in_decoder]
     linear = set(there)
     asked = config.target_modules
     if asked == ALL_LINEAR:
@@ -254,7 +254,7 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     if not found:
         excluded = config.exclude_modules
         without = f" without exclude_modules={_shown(excluded)}" if excluded else ""
-        is_text = isinstance(asked, str)
+        is_text = isinstance(asked, str) and asked != ALL_LINEAR
         hint = f". A text is a regular expression for whole names: [{asked}] is a list" if is_text else ""
         raise AdapterError(
             f"target_modules={_shown(asked)}{without} leaves no linear layer of {type(model).__name__}; it has "
@@ -262,6 +262,11 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         )
     ends = _ends(found)
     return ends if set(found) == {name for name in modules if name.rpartition(".")[2] in ends} else found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a product and nothing else, as a router that is made of one is not."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _require_known(key: str, asked: Iterable[str], modules: Iterable[str], there: Collection[str]) -> None:

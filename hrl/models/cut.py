@@ -33,7 +33,7 @@ _LENGTHS = (
     "original_max_position_embeddings",
 )
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
-_VOCABULARY, _POSITIONS, _WIDTH, _MLA_HIDDEN = 128, 64, 16, 256
+_VOCABULARY, _POSITIONS, _WIDTH, _MLA_HIDDEN, _WIDE_HEAD = 128, 64, 16, 256, 128
 _MIN_LAYERS = 2
 #: Two copies of a cut and their gradients in float32 take 16 bytes for each parameter.
 MAX_PARAMETERS = 200_000_000
@@ -127,10 +127,10 @@ class Heads(NamedTuple):
 
 
 def _few_heads(heads: Heads) -> Heads:
-    """Return two key heads, which two ranks can share, with one or two query heads for each."""
+    """Return two key heads with one or two query heads for each, or a wide one with two: two ranks can share them."""
     if heads.keys is None:
         return heads._replace(queries=min(heads.queries, 2))
-    keys = min(heads.keys, 2)
+    keys = min(heads.keys, 1 if heads.width > _WIDE_HEAD and heads.queries > heads.keys else 2)
     return heads._replace(queries=keys * min(max(heads.queries // heads.keys, 1), 2), keys=keys)
 
 

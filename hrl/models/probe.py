@@ -184,11 +184,13 @@ class Family:
         auto: transformers' class that builds them.
         max_model_len: The longest sequence of the run in tokens.
         trust_remote_code: Whether the model's folder may run code.
+        dtype: Of their weights.
     """
 
     auto: Any
     max_model_len: int
     trust_remote_code: bool
+    dtype: torch.dtype = torch.float32
 
     @property
     def is_scalar(self) -> bool:
@@ -205,7 +207,7 @@ class Family:
         if self.is_scalar:
             own.num_labels = 1
         own.use_cache = False
-        options = {"dtype": torch.float32, "trust_remote_code": self.trust_remote_code}
+        options = {"dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
         return self.auto.from_config(own, attn_implementation=attention, **options).eval()
 
 
@@ -349,9 +351,7 @@ def plain_values(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tenso
     return torch.stack(out)
 
 
-def packed_values(
-    module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool
-) -> Tensor:
+def packed_values(module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool) -> Tensor:
     """Return the same as the engine computes it. Prompts are shared if all rows are in one micro-batch."""
     parts: dict[int, Tensor] = {}
     for picked in packing:
@@ -391,6 +391,7 @@ def values_of_rows(
 
 
 def largest(difference: Tensor) -> float:
+    """Return the largest absolute number; infinity where one is none."""
     return float(difference.detach().abs().nan_to_num(torch.inf).max())
 
 
@@ -469,5 +470,6 @@ def _why_not_packed(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

@@ -62,6 +62,10 @@ class TensorParallelError(HrlError, ValueError):
         self.hint = hint
 
 
+class UnevenError(TensorParallelError):
+    """So many ranks can't share its heads or experts, and another number of them could."""
+
+
 def require_cuttable(config: PretrainedConfig, degree: int) -> None:
     """Check what a model's config says about cutting it over `degree` ranks; one rank cuts nothing.
 
@@ -88,7 +92,7 @@ def require_cuttable(config: PretrainedConfig, degree: int) -> None:
                 n for n in range(1, max(counts.values()) + 1) if all(_shares(*each, n) for each in counts.items())
             ]
             hint = f"Set it to one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else "Set it to 1."
-            raise TensorParallelError(f"its {count} {what} can't be shared by {degree} processes", hint)
+            raise UnevenError(f"its {count} {what} can't be shared by {degree} processes", hint)
 
 
 def _shares(what: str, count: int, degree: int) -> bool:
@@ -153,9 +157,7 @@ def require_experts(config: PretrainedConfig, degree: int) -> None:
         raise TensorParallelError(f"{text.model_type} has no experts")
     if count % degree:
         fitting = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
-        raise TensorParallelError(
-            f"its {count} experts can't be shared by {degree} processes", f"Set it to one of {fitting}."
-        )
+        raise UnevenError(f"its {count} experts can't be shared by {degree} processes", f"Set it to one of {fitting}.")
 
 
 def share_out_experts(model: PreTrainedModel, group: WeightGroup) -> None:
@@ -237,7 +239,7 @@ def _require_shares(attention: nn.Module, usual: int, degree: int) -> int:
     heads = queries.out_features // width
     for what, count in {"attention heads": heads, _KEY_HEADS: heads // groups}.items():
         if not _shares(what, count, degree):
-            raise TensorParallelError(f"the {count} {what} of some layers can't be shared by {degree} processes")
+            raise UnevenError(f"the {count} {what} of some layers can't be shared by {degree} processes")
     return heads // groups
 
 

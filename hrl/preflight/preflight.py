@@ -22,6 +22,7 @@ from hrl.preflight.environment_look import look_at_environment
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import has_checkpoints, look_at_run_folder, look_at_store
 from hrl.preflight.given import Given
+from hrl.preflight.layout_look import has_layouts, look_at_layouts
 from hrl.preflight.machine_look import (
     look_at_devices,
     look_at_engine,
@@ -142,6 +143,9 @@ def inspect_run(
     elif not findings.problems:
         with stage("comparing the model's packed forward pass with its own"):
             look_at_families(findings, outline, folders)
+        if not findings.problems and has_layouts(outline):
+            with stage("comparing the model over several processes, or with its adapter, with itself"):
+                look_at_layouts(findings, outline, folders, config.trainer.seed)
     if findings.problems or folders.keys() < outline.models.keys():
         return None, findings
     steps = total_steps(config, len(train))

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
@@ -40,9 +40,9 @@ from hrl.models.cut import UNREACHED_TOKENS
 from hrl.models.hf_config import load_config
 from hrl.models.loading import Loaded, prepare
 from hrl.models.ops.attention import ATTENTION_NAME
-from hrl.models.packed_model import TokenRows
 from hrl.models.probe import (
     FAILURES,
+    MOST_ROUNDING,
     Family,
     first_line,
     first_that_runs,
@@ -57,6 +57,7 @@ from hrl.models.probe import (
     unnoticed,
     values_of_rows,
 )
+from hrl.models.tensor_parallel import UnevenError
 from hrl.workers.engine.sharding import build_mesh, build_sequence_group, build_sharded, build_weight_mesh
 
 logger = logging.getLogger(__name__)
@@ -87,12 +88,14 @@ class LayoutResult:
         gradient_difference: Largest relative difference of a parameter's gradient; 0 if the log-probs differ already.
         refused: Why hrl does not lay the model out so; empty where it does.
         wrong: What differs, or how it fails, where it is laid out so; empty where all is equal.
+        is_uneven: It is refused because of what two ranks can't share, which says nothing of other numbers of them.
     """
 
     difference: float
     gradient_difference: float
     refused: str = ""
     wrong: str = ""
+    is_uneven: bool = False
 
     @property
     def is_right(self) -> bool:
@@ -111,7 +114,6 @@ class LayoutRequest:
         max_model_len: The longest sequence of the run in tokens.
         scalar: Whether it is a critic or reward model.
         layouts: To be compared.
-        adapter: What stands in for `ADAPTER`, as `asdict` makes it; None for that.
     """
 
     path: str
@@ -120,7 +122,16 @@ class LayoutRequest:
     max_model_len: int
     scalar: bool
     layouts: Sequence[Layout]
-    adapter: Mapping[str, Any] | None = None
+
+    @property
+    def family(self) -> Family:
+        """How cuts of the model are built."""
+        auto = AutoModelForSequenceClassification if self.scalar else AutoModelForCausalLM
+        return Family(auto, self.max_model_len, self.trust_remote_code)
+
+    def config(self) -> PretrainedConfig:
+        """Return the model's configuration."""
+        return load_config(self.path, self.override_config, trust_remote_code=self.trust_remote_code)
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -142,14 +153,9 @@ def compare_layouts(rank: int, request: LayoutRequest, store: Path) -> dict[Layo
         ProbeError: No cut of the model runs alone.
     """
     torch.set_num_threads(1)
-    overrides = dict(request.override_config)
-    config = load_config(request.path, overrides, trust_remote_code=request.trust_remote_code)
-    auto = AutoModelForSequenceClassification if request.scalar else AutoModelForCausalLM
-    family = Family(auto, request.max_model_len, request.trust_remote_code)
-    adapter = AdapterSource.of_plain(request.adapter) or ADAPTER
     found: dict[Layout, LayoutResult] = {}
     with unnoticed():
-        cut, own = first_that_runs(config, family)
+        cuts_of = _Cuts(request)
         for layout in request.layouts:
             # A group of its own for each: after a failure of one rank the other is somewhere else.
             dist.init_process_group(
@@ -160,22 +166,66 @@ def compare_layouts(rank: int, request: LayoutRequest, store: Path) -> dict[Layo
                 timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             )
             try:
-                found[layout] = _Comparison(cut, own, family, layout, adapter).result()
-            except HrlError as error:
-                found[layout] = LayoutResult(torch.inf, 0.0, refused=str(error))
-            except (*FAILURES, NotImplementedError) as error:
-                logger.debug("%s fails", layout, exc_info=True)
-                found[layout] = LayoutResult(torch.inf, 0.0, wrong=f"it fails ({first_line(error)})")
+                found[layout] = _compare(cuts_of, layout, ADAPTER)
             finally:
                 dist.destroy_process_group()
     return found
 
 
+def compare_adapter(request: LayoutRequest, adapter: AdapterSource) -> LayoutResult:
+    """Compare a model that has an adapter with the same model to whose weights it was added, in this process alone.
+
+    Args:
+        request: What is compared, but for its layouts.
+        adapter: Of which only the names of layers count; a folder's are taken for all linear layers.
+
+    Raises:
+        ProbeError: No cut of the model runs alone.
+    """
+    tried = replace(adapter, rank=ADAPTER.rank, alpha=ADAPTER.alpha)
+    with unnoticed():
+        return _compare(_Cuts(request), "adapter", ADAPTER if adapter.path is not None else tried)
+
+
+class _Cuts:
+    """A small cut of a model, in each dtype in which it is wanted."""
+
+    def __init__(self, request: LayoutRequest) -> None:
+        self._request = request
+        self._of: dict[torch.dtype, tuple[Family, PretrainedConfig, PreTrainedModel]] = {}
+        self.of(torch.float32)
+
+    def of(self, dtype: torch.dtype) -> tuple[Family, PretrainedConfig, PreTrainedModel]:
+        """Return how it was built, its configuration, and the model."""
+        if dtype not in self._of:
+            family = replace(self._request.family, dtype=dtype)
+            self._of[dtype] = (family, *first_that_runs(self._request.config(), family))
+        return self._of[dtype]
+
+
+def _compare(cuts_of: _Cuts, layout: Layout, adapter: AdapterSource) -> LayoutResult:
+    try:
+        found = _Comparison(*cuts_of.of(torch.float32), layout, adapter).result()
+        if found.wrong and found.difference < MOST_ROUNDING:  # rounding, in a model that amplifies it, or not
+            found = _Comparison(*cuts_of.of(torch.float64), layout, adapter).result()
+    except UnevenError as error:
+        return LayoutResult(torch.inf, 0.0, refused=str(error), is_uneven=True)
+    except HrlError as error:
+        return LayoutResult(torch.inf, 0.0, refused=str(error))
+    except (*FAILURES, NotImplementedError) as error:
+        logger.debug("%s fails", layout, exc_info=True)
+        why = "its code reads a weight that is cut, outside of the module that computes with it: " * (
+            "DTensor" in str(error)
+        )
+        return LayoutResult(torch.inf, 0.0, wrong=f"it fails ({why}{first_line(error)})")
+    return found
+
+
 class _Comparison:
-    """One cut in one layout."""
+    """One cut in one layout: on both ranks of the world, or alone in a process that has none."""
 
     def __init__(
-        self, cut: PretrainedConfig, own: PreTrainedModel, family: Family, layout: Layout, adapter: AdapterSource
+        self, family: Family, cut: PretrainedConfig, own: PreTrainedModel, layout: Layout, adapter: AdapterSource
     ) -> None:
         self.cut, self.own, self.family, self.layout = cut, own, family, layout
         self.adapter = adapter if layout == "adapter" else None
@@ -183,9 +233,9 @@ class _Comparison:
         self.every = tuple(range(len(self.rows.prompts)))
 
     def result(self) -> LayoutResult:
-        """Return the differences of both ranks."""
+        """Return the differences, of both ranks."""
         wanted, gradients, weights = self._on_one()
-        values, found, picked = self._on_two(weights)
+        values, found, picked = self._on_two(weights) if dist.is_initialized() else self._alone(weights)
         difference = _of_both(largest(values - wanted[list(picked)]))
         tolerance = tolerance_of(difference, self.own, self.cut, self.family, self.rows, self._plain())
         if not difference <= tolerance:
@@ -241,12 +291,20 @@ class _Comparison:
     def _adapt(self, model: PreTrainedModel) -> None:
         """Put the adapter in, with a `B` that changes something."""
         assert self.adapter is not None, "the layout has an adapter"
-        add_adapter(model, self.adapter, torch.float32)
+        add_adapter(model, self.adapter, self.family.dtype)
         generator = torch.Generator().manual_seed(1)
         for name, parameter in model.named_parameters():
             if is_part(name) and not parameter.is_meta:
                 drawn = torch.randn(parameter.shape, generator=generator)
                 parameter.data.copy_(0.3 * parameter.shape[-1] ** -0.5 * drawn)
+
+    def _alone(self, weights: Tensor) -> tuple[Tensor, dict[str, Tensor], tuple[int, ...]]:
+        """Return values of all rows, gradients, and which rows these are, of a model with its adapter beside it."""
+        model = packed_copy(self.cut, self.own, self.family)
+        self._adapt(model)
+        module = self.family.wrap(model)
+        values = values_of_rows(module, self.rows, self.every, scalar=self.family.is_scalar, share_prefix=True)
+        return values.detach(), gradients_of(model, values, weights), self.every
 
     def _on_two(self, weights: Tensor) -> tuple[Tensor, dict[str, Tensor], tuple[int, ...]]:
         """Return what both ranks compute of the same: values of the rows, gradients, and which rows these are."""
@@ -261,8 +319,8 @@ class _Comparison:
             model._weight_conversions = None  # no files were read
             return Loaded(model, self.cut)
 
-        key = _KEYS.get(self.layout)
-        fsdp = FsdpConfig(dtype="fp32", **({} if key is None else {key: NUM_RANKS}))
+        key, dtype = _KEYS.get(self.layout), str(self.family.dtype).removeprefix("torch.")
+        fsdp = FsdpConfig().model_copy(update={"dtype": dtype} | ({} if key is None else {key: NUM_RANKS}))
         mesh = build_mesh(_CPU, -1)
         weight_mesh = build_weight_mesh(_CPU, -1, fsdp.tensor_parallel_size, fsdp.expert_parallel_size)
         module, _ = build_sharded(
@@ -279,9 +337,7 @@ class _Comparison:
         is_together = fsdp.processes_together > 1
         half = len(self.every) // NUM_RANKS
         picked = self.every if is_together else self.every[dist.get_rank() * half :][:half]
-        values = values_of_rows(
-            module, self.rows, picked, scalar=self.family.is_scalar, share_prefix=True, group=group
-        )
+        values = values_of_rows(module, self.rows, picked, scalar=self.family.is_scalar, share_prefix=True, group=group)
         gradients = gradients_of(module, values, weights[list(picked)])
         whole = {name.removeprefix("model."): _full(gradient) for name, gradient in gradients.items()}
         return values.detach(), whole, picked
@@ -294,6 +350,8 @@ def _full(gradient: Tensor) -> Tensor:
 def _of_both(number: float) -> float:
     """Return the larger of both ranks' numbers."""
     found = torch.tensor(number, dtype=torch.float64)
+    if not dist.is_initialized():
+        return number
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _STARTED, _FOUND, _FAILED = "started", "found", "failed"
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
+#: What gloo says when the other rank has gone.
+_LOST_PEER = re.compile("[Cc]onnection|[Tt]imed out|gloo")
 
 
 class LayoutRanksError(HrlError, RuntimeError):
@@ -32,8 +35,9 @@ class LayoutRanksError(HrlError, RuntimeError):
 
 
 class LayoutRanks:
-    """Both processes, from the first question to the end of the block. A question that fails ends them; the next one
-    starts new ones.
+    """Both processes, from the first question to the end of the block.
+
+    A question that fails ends them, and the next one starts new ones.
     """
 
     def __init__(self) -> None:
@@ -70,15 +74,12 @@ class LayoutRanks:
             if kind == _FAILED:
                 raise LayoutRanksError(found)
         (_, first), (_, second) = answers
-        if first != second:
-            self._end()
-            # One has failed, and the other lost its peer: what the first says is the cause.
-        return {layout: _result(first[layout], second[layout]) for layout in first}
+        return {layout: _worse(LayoutResult(**first[layout]), LayoutResult(**second[layout])) for layout in first}
 
     def _start(self) -> None:
-        variables = dict(_ENVIRONMENT)
+        environment = child_environment() | _ENVIRONMENT
         if sys.platform.startswith("linux"):
-            variables["GLOO_SOCKET_IFNAME"] = "lo"
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
         for rank in range(NUM_RANKS):
             ours, theirs = Pipe()
             self._pipes.append(ours)
@@ -87,7 +88,7 @@ class LayoutRanks:
                 self._processes.append(
                     subprocess.Popen(
                         [*command, str(os.getpid())],
-                        env=child_environment(**variables),
+                        env=environment,
                         pass_fds=[theirs.fileno()],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
@@ -122,10 +123,11 @@ class LayoutRanks:
         self._processes, self._pipes = [], []
 
 
-def _result(one: dict[str, Any], other: dict[str, Any]) -> LayoutResult:
-    """Return the worse of both ranks' results; of two failures the first rank's."""
-    results = LayoutResult(**one), LayoutResult(**other)
-    return next((result for result in results if not result.is_right), results[0])
+def _worse(one: LayoutResult, other: LayoutResult) -> LayoutResult:
+    """Return the result of the rank that failed first: the other then lost its peer."""
+    if not one.is_right and not other.is_right and _LOST_PEER.search(one.wrong):
+        return other
+    return other if one.is_right else one
 
 
 def _serve(rank: int, pipe: Connection) -> None:

@@ -2,8 +2,9 @@
 
     python -m tests.models.table > docs/models.md
 
-Each row is a family's default configuration, or one with settings that people train, as random weights. Names given on
-the command line are compared and printed alone.
+Each row is a family's default configuration, or one with settings that people train, as random weights. What is right
+packed is then compared in every layout, on two processes. Names given on the command line are compared and printed
+alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +23,23 @@ from transformers import CONFIG_MAPPING, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hrl.models.probe import ProbeError, ProbeResult, probe_config
+from hrl.workers.layout_probe import LAYOUTS, Layout, LayoutRequest, LayoutResult
+from hrl.workers.layout_ranks import LayoutRanks, LayoutRanksError
 
 #: A run longer than any window, chunk or pre-training: whatever a family does beyond some length, it does here.
 LONG_RUN_TOKENS = 1 << 24
 RIGHT, REFUSED = "right packed", "refused"
+#: What is refused of every dense family.
+DENSE = "has no experts"
+COLUMNS: dict[Layout, str] = {
+    "shards": "FSDP2",
+    "sequence": "SP 2",
+    "tensor": "TP 2",
+    "experts": "EP 2",
+    "adapter": "LoRA",
+}
+#: For one family in all layouts.
+DEADLINE_S = 600.0
 
 #: What a default configuration lacks to describe a model at all.
 COMPLETED: dict[str, dict[str, Any]] = {
@@ -142,6 +157,60 @@ def compare(family: str, setting: str = "", **fields: Any) -> Row:
     return Row(family, setting, RIGHT if result.is_right else REFUSED, result, result.cause)
 
 
+@dataclass(frozen=True)
+class LayoutRow:
+    """A line of the table of layouts.
+
+    Attributes:
+        family: `model_type`.
+        setting: how it differs from the default; empty where it does not.
+        results: of all layouts.
+    """
+
+    family: str
+    setting: str
+    results: dict[Layout, LayoutResult]
+
+    @property
+    def why(self) -> str:
+        """Why layouts are refused, but for experts of a dense family."""
+        reasons = {name: result.refused or result.wrong for name, result in self.results.items()}
+        told = {name: text for name, text in reasons.items() if text and not text.endswith(DENSE)}
+        return "; ".join(f"{COLUMNS[name]}: {_one_line(text)}" for name, text in told.items())
+
+    def cells(self) -> list[str]:
+        """Of the Markdown table."""
+        return [f"`{self.family}`", self.setting, *(self._cell(self.results[name]) for name in LAYOUTS), self.why]
+
+    def _cell(self, result: LayoutResult) -> str:
+        if result.is_right:
+            return f"{result.difference:.0e}, {result.gradient_difference:.0e}"
+        return "–" if result.refused.endswith(DENSE) else REFUSED
+
+
+def compare_in_layouts(ranks: LayoutRanks, family: str, setting: str = "", **fields: Any) -> LayoutRow:
+    """The comparison of a family that is right packed in every layout."""
+    config = CONFIG_MAPPING[family](**(COMPLETED.get(family, {}) | fields))
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        config.save_pretrained(folder)
+        request = LayoutRequest(folder, {}, False, LONG_RUN_TOKENS, False, LAYOUTS)
+        try:
+            results = ranks.ask(request, DEADLINE_S)
+        except LayoutRanksError as error:
+            text = str(error).replace(folder, family)
+            results = dict.fromkeys(LAYOUTS, LayoutResult(float("inf"), 0.0, wrong=text))
+    return LayoutRow(family, setting, results)
+
+
+def all_layout_rows(rows: list[Row]) -> Iterator[LayoutRow]:
+    """One for every row that is right packed."""
+    fields = {(name, setting): changes for name, setting, changes in VARIANTS}
+    with LayoutRanks() as ranks:
+        for row in rows:
+            if row.verdict == RIGHT:
+                yield compare_in_layouts(ranks, row.family, row.setting, **fields.get((row.family, row.setting), {}))
+
+
 def all_rows() -> Iterator[Row]:
     """One row for every causal family, in alphabetical order, and one for every variant."""
     for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
@@ -167,9 +236,11 @@ def _one_line(error: Exception) -> str:
     return text if len(text) <= 280 else text[:279] + "…"
 
 
-def page(rows: list[Row]) -> str:
+def page(rows: list[Row], layouts: list[LayoutRow]) -> str:
     """docs/models.md."""
     right = sum(row.verdict == RIGHT for row in rows)
+    equal = {name: sum(row.results[name].is_right for row in layouts) for name in LAYOUTS}
+    counts = ", ".join(f"{COLUMNS[name]} {count}" for name, count in equal.items())
     lines = [
         "# Models",
         "",
@@ -215,6 +286,33 @@ def page(rows: list[Row]) -> str:
         "| Family | Setting | Verdict | Own forward | Packings | Gradients | Why not |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *("| " + " | ".join(row.cells()) + " |" for row in rows),
+        "",
+        "## Layouts",
+        "",
+        "What is right packed is compared once more, on two processes over gloo, in float32: the same cut of the",
+        "model, laid out and loaded as the engine does it, against one process. The first figure of a cell is the",
+        "largest difference of a log-prob, the second the largest relative difference of a parameter's gradient.",
+        "A model that amplifies rounding beyond its bounds is compared in float64 instead.",
+        "",
+        "- **FSDP2**: weights sharded over both processes, each of which runs rows of its own.",
+        "- **SP 2**: both run the same rows, each a slice of the tokens (`ulysses_sequence_parallel_size=2`).",
+        "- **TP 2**: both run the same rows, each with a part of every large weight (`tensor_parallel_size=2`).",
+        "- **EP 2**: each runs rows of its own and has half of a mixture's experts (`expert_parallel_size=2`).",
+        "- **LoRA**: FSDP2 with an adapter on all linear layers (`target_modules=all-linear`), against the model to",
+        "  whose weights the adapter was added, by its own plain forward. The gradients are those of the adapter,",
+        "  against the ones that follow from the merged weights by the chain rule.",
+        "",
+        "`refused` is refused before a run starts, with the reason beside it; `–` is a family without experts. A",
+        "run whose configuration has one of the last four layouts makes the comparison of its own model before it",
+        "starts anything, with two processes on the driver's CPU (for an adapter, in the driver itself), and so does",
+        "`hrl check`. A model that is not equal is refused by the key that asks for the layout;",
+        "`actor_rollout_ref.model.probe=false` skips this comparison too.",
+        "",
+        f"Of {len(layouts)} configurations are equal: {counts}.",
+        "",
+        f"| Family | Setting | {' | '.join(COLUMNS.values())} | Why not |",
+        f"| --- | --- | {' | '.join('---' for _ in COLUMNS)} | --- |",
+        *("| " + " | ".join(row.cells()) + " |" for row in layouts),
     ]
     return "\n".join(lines) + "\n"
 
@@ -222,9 +320,10 @@ def page(rows: list[Row]) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the same sums in the same order, on any machine
     if sys.argv[1:]:
-        settings = [("", name, {}) for name in sys.argv[1:]] + [v for v in VARIANTS if v[0] in sys.argv[1:]]
-        for first, second, fields in settings:
-            row = compare(first, second, **fields) if first else compare(second)
-            sys.stdout.write("| " + " | ".join(row.cells()) + " |\n")
+        settings = [(name, "", {}) for name in sys.argv[1:]] + [v for v in VARIANTS if v[0] in sys.argv[1:]]
+        rows = [compare(name, setting, **fields) for name, setting, fields in settings]
+        for line in (*rows, *all_layout_rows(rows)):
+            sys.stdout.write("| " + " | ".join(line.cells()) + " |\n")
     else:
-        sys.stdout.write(page(list(all_rows())))
+        rows = list(all_rows())
+        sys.stdout.write(page(rows, list(all_layout_rows(rows))))
