@@ -24,7 +24,7 @@ from hrl.workers.layout_probe import NUM_RANKS, Layout, LayoutRequest, LayoutRes
 #: Of the ranks' environment: one thread each, no GPU, and no other machine.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _STARTED, _FOUND, _FAILED = "started", "found", "failed"
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 _GRACE_S = 5.0
 #: What gloo says when the other rank has gone.
 _LOST_PEER = re.compile("[Cc]onnection|[Tt]imed out|gloo")
@@ -65,7 +65,8 @@ class LayoutRanks:
                 self._start()
             with tempfile.TemporaryDirectory() as folder:
                 for pipe in self._pipes:
-                    pipe.send((request.plain(), folder))
+                    with contextlib.suppress(BrokenPipeError):  # it has ended, as its answer will say
+                        pipe.send((request.plain(), folder))
                 answers = self._answers(deadline_s, f"did not compare {request.path}")
         except BaseException:
             self._end()

@@ -90,13 +90,13 @@ def _results(
     (log_probs,) = packed.join((module(packed, 1.0, False).log_prob,))
     log_probs.mean().backward()
     is_shared = group is not None or module.group is not None
-    gradient = torch.cat([_whole(parameter.grad, shared=is_shared) for parameter in module.parameters()])
+    gradient = torch.cat([whole_gradient(parameter.grad, shared=is_shared) for parameter in module.parameters()])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return log_probs.detach(), gradient
 
 
-def _whole(gradient: Tensor, *, shared: bool) -> Tensor:
+def whole_gradient(gradient: Tensor, *, shared: bool) -> Tensor:
     """All of a gradient, flat, of which ranks have parts or shares."""
     if isinstance(gradient, DTensor):
         return gradient.full_tensor().float().flatten()

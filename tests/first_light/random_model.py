@@ -74,6 +74,7 @@ def build_engine(
     optimizer_offload: bool = False,
     offload_policy: bool = False,
     max_model_len: int = 8192,
+    optimizer: str = "adamw",
 ) -> Engine:
     """A training engine around a random model, computing in bfloat16."""
 
@@ -86,9 +87,28 @@ def build_engine(
         prepare(model, max_model_len=max_model_len, recompute=True)
         return Loaded(model, config)
 
-    optim = SimpleNamespace(
-        name="adamw",
-        lr=1e-6,
+    return Engine(
+        load,
+        PackedCausalLM,
+        SimpleNamespace(share_prefix=True, adapter=None, enable_activation_offload=False),
+        Training(optim=optim_section(optimizer), grad_clip=1.0, total_steps=1, seed=0, run_folder=None)
+        if trained
+        else None,
+        fsdp_section(
+            model_dtype=masters,
+            param_offload=param_offload,
+            optimizer_offload=optimizer_offload,
+            offload_policy=offload_policy,
+        ),
+        device=device,
+    )
+
+
+def optim_section(name: str = "adamw", lr: float = 1e-6) -> SimpleNamespace:
+    """An `optim` with a constant rate."""
+    return SimpleNamespace(
+        name=name,
+        lr=lr,
         betas=[0.9, 0.999],
         weight_decay=0.01,
         lr_warmup_steps=0,
@@ -96,25 +116,23 @@ def build_engine(
         lr_scheduler_type="constant",
         min_lr_ratio=0.0,
     )
-    return Engine(
-        load,
-        PackedCausalLM,
-        SimpleNamespace(share_prefix=True, adapter=None, enable_activation_offload=False),
-        Training(optim=optim, grad_clip=1.0, total_steps=1, seed=0, run_folder=None) if trained else None,
-        SimpleNamespace(
-            dtype="bf16",
-            model_dtype=masters,
-            reshard_after_forward=True,
-            fsdp_size=-1,
-            ulysses_sequence_parallel_size=1,
-            tensor_parallel_size=1,
-            expert_parallel_size=1,
-            param_offload=param_offload,
-            optimizer_offload=optimizer_offload,
-            offload_policy=offload_policy,
-        ),
-        device=device,
-    )
+
+
+def fsdp_section(**changes: Any) -> SimpleNamespace:
+    """An `fsdp_config` that computes in bfloat16."""
+    base = {
+        "dtype": "bf16",
+        "model_dtype": "fp32",
+        "reshard_after_forward": True,
+        "fsdp_size": -1,
+        "ulysses_sequence_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "param_offload": False,
+        "optimizer_offload": False,
+        "offload_policy": False,
+    }
+    return SimpleNamespace(**(base | changes))
 
 
 def random_rows(groups: int, samples: int, prompt_tokens: int, response_tokens: int, vocabulary: int) -> TokenRows:

@@ -30,7 +30,7 @@ from tests.processes.warm import warm_context
 
 pytestmark = pytest.mark.cluster
 
-BARE = ("ops", "ipc", "engine", "groups", "memory")
+BARE = ("ops", "ipc", "engine", "groups", "experts", "optimizers", "memory")
 
 
 def inside(arguments: list[str]) -> None:

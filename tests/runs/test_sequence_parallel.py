@@ -30,6 +30,7 @@ ROLES = (
 #: In verl's spelling of the keys; the reference follows the actor.
 SHARED = {
     "tokens": (
+        "actor_rollout_ref.model.probe=false",  # which starts two processes more, and the other does
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2",
         "reward_model.ulysses_sequence_parallel_size=2",

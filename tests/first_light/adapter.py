@@ -1,0 +1,137 @@
+"""Stage adapter: a vLLM engine that samples from an adapter, of which every sync sends nothing else.
+
+Before the first sync it samples from the model alone. After each, the trainer's log-probs of what was sampled are the
+engine's, and the bytes on the way are those of the adapter.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hrl.batching.plan import MiniBatchPlan, RankPlan
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.models.adapter import AdapterSource
+from hrl.models.loading import ModelSource, load_causal_lm
+from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
+from hrl.models.tokenizer import TokenIds
+from hrl.workers.engine.engine import Engine
+from hrl.workers.requests import SamplingParams, Training
+from hrl.workers.rollout.base import EngineSetup
+from hrl.workers.rollout.host import RolloutHost
+from tests.first_light.random_model import SHAPES, config_of, fsdp_section, join_alone, one_step, optim_section
+from tests.first_light.report import Findings
+from tests.first_light.stages import Setup
+
+ADAPTER = AdapterSource(16, 32, "all-linear", None, use_rslora=False, path=None, seed=0, merge=False)
+NUM_SAMPLES, PROMPT_TOKENS, MAX_TOKENS = 8, 32, 32
+#: Mean difference of a log-prob between trainer and engine, both in bfloat16.
+NOISE = 0.05
+#: A rate with which one step of a new adapter is seen in what is sampled.
+RATE = 2e-2
+TIMEOUT_S = 200.0
+
+
+def run(setup: Setup, findings: Findings) -> None:
+    """Starts an engine, and takes two steps of an adapter with a sync after each."""
+    device = join_alone(setup)
+    size = "tiny" if setup.tiny else "1.5B"
+    folder = Path(setup.folder, "random-model-of-adapter")
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16).save_pretrained(folder)
+    source = ModelSource(str(folder), {}, True, True, False, 256, adapter=ADAPTER)
+    trainer = Engine(
+        load_causal_lm,
+        PackedCausalLM,
+        source,
+        Training(optim=optim_section("adamw", RATE), grad_clip=1.0, total_steps=2, seed=0, run_folder=None),
+        fsdp_section(),
+        device=device,
+    )
+    small = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_gib": 0.25, "max_num_seqs": 16}
+    config = PPOTrainerConfig().actor_rollout_ref.rollout.model_copy(update={**small, "enforce_eager": True})
+    tokens = TokenIds(pad=0, stop=(2,), vocab_size=SHAPES[size][5])
+    host = RolloutHost(EngineSetup(config, source, tokens, device))
+    started = time.perf_counter()
+    host.start()
+    try:
+        findings.add("start", f"{time.perf_counter() - started:.1f} s")
+        _follow(host, trainer, findings)
+    finally:
+        host.shutdown()
+
+
+def _follow(host: RolloutHost, trainer: Engine, findings: Findings) -> None:
+    adapter_bytes = sum(2 * parameter.numel() for parameter in trainer.optimizer.parameters)  # type: ignore[union-attr]
+    rows, log_probs = _sampled(host, "before")
+    findings.below("a new adapter: log-probs differ from the engine's, mean", _apart(trainer, rows, log_probs), NOISE)
+    for version in (1, 2):
+        count = len(rows.prompts)
+        report = one_step(trainer, rows, (tuple(range(count)),))
+        sound = report.applied and math.isfinite(report.grad_norm)
+        findings.add(f"step {version}: gradient norm of the adapter", f"{report.grad_norm:.3g}", "applied", sound)
+        rows, log_probs = _sampled(host, f"stale {version}")
+        findings.add(
+            f"step {version}: the engine's log-probs before the sync differ, mean",
+            f"{_apart(trainer, rows, log_probs):.3g}",
+        )
+        started = time.perf_counter()
+        sync = host.push_weights(
+            version,
+            trainer.param_specs(torch.bfloat16),
+            trainer.iter_full_params(torch.bfloat16),
+            trainer.frozen_names(),
+        )
+        seconds = time.perf_counter() - started
+        findings.add(
+            f"sync {version}: sent in {seconds:.2f} s",
+            f"{sync.nbytes / 2**20:.2f} MiB",
+            f"{adapter_bytes / 2**20:.2f} MiB, the adapter's",
+            sync.nbytes == adapter_bytes,
+        )
+        read_back = sync.receivers[0].read_back
+        findings.add(
+            f"sync {version}: tensors read back bit for bit",
+            f"{read_back} of {sync.tensors}",
+            "all",
+            read_back == sync.tensors,
+        )
+        rows, log_probs = _sampled(host, f"fresh {version}")
+        findings.below(
+            f"sync {version}: log-probs differ from the engine's, mean", _apart(trainer, rows, log_probs), NOISE
+        )
+
+
+def _sampled(host: RolloutHost, name: str) -> tuple[TokenRows, list[list[float]]]:
+    """Responses to one prompt, and their log-probs by the engine."""
+    prompt = list(range(5, 5 + PROMPT_TOKENS))
+    sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS)
+    asked = [host.generate(prompt, replace(sampling, seed=seed), f"{name} {seed}") for seed in range(NUM_SAMPLES)]
+    outputs = [future.result(TIMEOUT_S) for future in asked]
+    lengths = np.array([len(output.token_ids) for output in outputs])
+    responses = np.zeros((NUM_SAMPLES, int(lengths.max())), np.int64)
+    for row, output in enumerate(outputs):
+        responses[row, : lengths[row]] = output.token_ids
+    trained = np.arange(responses.shape[1])[None] < lengths[:, None]
+    rows = TokenRows([np.array(prompt)] * NUM_SAMPLES, responses, lengths, trained)
+    return rows, [list(output.log_probs) for output in outputs]
+
+
+def _apart(trainer: Engine, rows: TokenRows, log_probs: list[list[float]]) -> float:
+    """Mean difference of the trainer's and the engine's log-probs of the same tokens."""
+    count = len(rows.prompts)
+    plan = RankPlan((MiniBatchPlan((tuple(range(count)),), int(rows.trained.sum()), count, 1),))
+
+    def compute(packed: PackedMicroBatch) -> tuple[Tensor]:
+        return (trainer.module(packed, 1.0, False).log_prob,)
+
+    (found,) = trainer.forward(rows, plan, compute, num_outputs=1)
+    own = torch.cat([torch.tensor(row) for row in log_probs])
+    return float((found[torch.from_numpy(rows.trained)] - own).abs().mean())
