@@ -164,8 +164,9 @@ class ModelConfig(LearnerConfig):
     """Let transformers and vLLM run code from model folders; applies to the models of all roles."""
     probe: bool = True
     """Before anything starts, the driver compares a few layers of every role's model on packed rows, as in training,
-    with the model's own forward pass, and refuses a model that packed training would compute wrongly. Takes
-    seconds."""
+    with the model's own forward pass, and refuses a model that packed training would compute wrongly. Where processes
+    work together (`ulysses_sequence_parallel_size`, `tensor_parallel_size`, `expert_parallel_size`), or an adapter is
+    trained, the layers are compared in that layout too. Takes seconds."""
     # The probe also covers shared prompts: a group's prompt is computed once for all its samples in a micro-batch,
     # which must not change any number.
     share_prefix: ClassVar[bool] = True

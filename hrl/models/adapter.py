@@ -226,7 +226,8 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
     heads = [model.get_output_embeddings(), getattr(model, _HEAD, None)]
     modules = dict(model.named_modules())
-    in_decoder = {id(module) for module in model.get_decoder().modules()}
+    # What some families call their decoder has the head in it.
+    in_decoder = {id(module) for module in model.get_decoder().modules()} - {id(head) for head in heads}
     there = [name for name, module in modules.items() if _is_linear(module) and id(module) in in_decoder]
     linear = set(there)
     asked = config.target_modules
