@@ -47,7 +47,7 @@ _OF_EXPERT_WEIGHTS = frozenset({"packed_colwise", "rowwise", "grouped_gemm"})
 _KEY_HEADS = "key heads"
 _OF_KEYS = ("k_proj", "v_proj")
 _OF_QUERIES, _GROUPS = "q_proj", "num_key_value_groups"
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 class TensorParallelError(HrlError, ValueError):
