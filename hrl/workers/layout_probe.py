@@ -160,7 +160,7 @@ def compare_layouts(rank: int, request: LayoutRequest, store: Path) -> dict[Layo
             # A group of its own for each: after a failure of one rank the other is somewhere else.
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(str(store / layout), NUM_RANKS),
+                init_method=f"file://{store / layout}",
                 rank=rank,
                 world_size=NUM_RANKS,
                 timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),

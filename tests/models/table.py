@@ -308,7 +308,7 @@ def page(rows: list[Row], layouts: list[LayoutRow]) -> str:
         "`hrl check`. A model that is not equal is refused by the key that asks for the layout;",
         "`actor_rollout_ref.model.probe=false` skips this comparison too.",
         "",
-        f"Of {len(layouts)} configurations are equal: {counts}.",
+        f"Equal, of {len(layouts)} configurations: {counts}.",
         "",
         f"| Family | Setting | {' | '.join(COLUMNS.values())} | Why not |",
         f"| --- | --- | {' | '.join('---' for _ in COLUMNS)} | --- |",
