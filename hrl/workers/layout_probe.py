@@ -198,6 +198,7 @@ class _Cuts:
     def of(self, dtype: torch.dtype) -> tuple[Family, PretrainedConfig, PreTrainedModel]:
         """Return how it was built, its configuration, and the model."""
         if dtype not in self._of:
+            torch.manual_seed(0)  # both ranks have the same weights, whatever each has drawn before
             family = replace(self._request.family, dtype=dtype)
             self._of[dtype] = (family, *first_that_runs(self._request.config(), family))
         return self._of[dtype]

@@ -32,7 +32,8 @@ ones that take no attention, compute their mask, carry state."""
 @pytest.fixture(scope="module")
 def lines() -> dict[tuple[str, str], list[str]]:
     """The cells of the table by family and setting."""
-    table = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    packed = PAGE.read_text(encoding="utf-8").partition("## Layouts")[0]
+    table = [line for line in packed.splitlines() if line.startswith("| `")]
     cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table]
     stripped = [[cell.strip() for cell in line] for line in cells]
     return {(line[0].strip("`"), line[1]): line[2:] for line in stripped}
