@@ -10,12 +10,14 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from hrl.errors import HrlError, may_pass
+from hrl.processes.imports import quick_imports
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.processes.signals import stay_kept
 from hrl.single_controller.pulse import begin_pulse
@@ -52,6 +54,9 @@ class RankProcess:
         stay_kept()
         for prelude in preludes:
             prelude()
+        # Ray imports a worker's modules while it unpickles what `construct` gets.
+        self._importing = ExitStack()
+        self._importing.enter_context(quick_imports())
         begin_pulse(ray.get_runtime_context().get_actor_id())
         self._label = label
         self._workers: dict[str, Worker] = {}
@@ -77,6 +82,7 @@ class RankProcess:
 
     def construct(self, role: str, spec: RayClassWithInitArgs) -> None:
         """Construct the worker of a role."""
+        self._importing.close()
         self._workers[role] = spec()
 
     def call(self, message: Message, *batches: PackedBatch) -> Any:

@@ -151,7 +151,8 @@ class Runner:
         deadline = time.monotonic() + timeout_s
         while process.poll() is None:
             family |= {child.pid: child for child in descendants(process.pid)}
-            reachable |= beyond_loopback([psutil.Process(process.pid), *family.values()])
+            if self._network is None:  # in a network of its own, this process sees none of the run's sockets
+                reachable |= beyond_loopback([psutil.Process(process.pid), *family.values()])
             if time.monotonic() > deadline:
                 os.killpg(process.pid, signal.SIGKILL)
                 output, _ = process.communicate()
