@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ import pytest
 # take the time of those that work, and models this small gain nothing from a second thread. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A quarter of the time that the tests' imports take would be a search for garbage, of which there is none: see
+# `hrl.processes.imports`. It begins when the tests are collected.
+gc.disable()
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("no deadlines", deadline=None)
@@ -82,6 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Lets garbage be collected again, but for what there is before the first test."""
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -34,6 +34,7 @@ from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.errors import ConfigError, DatasetError, Problem
 from hrl.files import expanded
 from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given, functions_named, name_of_environment
+from hrl.processes.imports import quick_imports
 from hrl.report.run_folder import MODEL
 from hrl.reward.weighted import Rewards, entries_of
 from hrl.user_file import refuse_while_reading
@@ -299,7 +300,7 @@ class Trainer:
         from hrl.report.display import display_of
 
         display = display_of(config.trainer)
-        with display.stage("importing PyTorch"):  # unless that has been done
+        with display.stage("importing PyTorch"), quick_imports(freezes=False):  # unless that has been done
             from hrl.trainer.run import running
 
         session = ExitStack()

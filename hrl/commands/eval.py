@@ -7,6 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from hrl.commands.argument_types import at_least_one
+from hrl.processes.imports import quick_imports
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,7 +41,9 @@ def run(options: Namespace) -> int:
     from hrl.config.compose import require_no_blanks
     from hrl.config.override import as_override
     from hrl.processes.signals import interrupt_on_signals
-    from hrl.trained.evaluate import Sampling, evaluate, show
+
+    with quick_imports():
+        from hrl.trained.evaluate import Sampling, evaluate, show
 
     interrupt_on_signals()
     require_no_blanks(options.data)

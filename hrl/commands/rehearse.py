@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hrl.commands.argument_types import positive
 from hrl.commands.run_arguments import kind_and_arguments
+from hrl.processes.imports import quick_imports
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -37,9 +38,11 @@ def run(options: Namespace) -> int:
         sys.stdout.write(parser.format_help())
         return 0
     from hrl.config.run_kind import KINDS
-    from hrl.rehearse.parts import Rehearsal, RehearsalError
-    from hrl.rehearse.rehearsal import Options, rehearse
-    from hrl.rehearse.show import Shown, as_data
+
+    with quick_imports():
+        from hrl.rehearse.parts import Rehearsal, RehearsalError
+        from hrl.rehearse.rehearsal import Options, rehearse
+        from hrl.rehearse.show import Shown, as_data
 
     kind, arguments = kind_and_arguments(options.overrides)
     shown = Shown(quiet=options.as_json)

@@ -10,11 +10,10 @@ import multiprocessing
 from multiprocessing.context import BaseContext
 
 METHOD = "forkserver"
-_IMPORTED = ("torch", "torch.distributed.fsdp", "tensordict", "transformers.models.llama.modeling_llama")
 
 
 def warm_context() -> BaseContext:
     """A context of `multiprocessing`, in place of `spawn`."""
     context = multiprocessing.get_context(METHOD)
-    context.set_forkserver_preload(list(_IMPORTED))
+    context.set_forkserver_preload(["tests.processes.warm_imports"])
     return context
