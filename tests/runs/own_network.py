@@ -24,6 +24,7 @@ import time
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -209,8 +210,7 @@ def _asked(question: bytes) -> str:
 
 def _reachable() -> set[str]:
     """Sockets of this network that wait for another machine: TCP that listens, UDP and raw ones that have no peer."""
-    waiting = [("tcp", *each) for each in _listening(socket.AF_INET)]
-    waiting += [("tcp6", *each) for each in _listening(socket.AF_INET6)]
+    waiting = [("tcp6" if each.ip.version == 6 else "tcp", each.ip, each.port) for each in listening()]
     for table in ("udp", "udp6", "raw", "raw6"):
         path = Path("/proc/net", table)
         if not path.exists():
@@ -220,15 +220,24 @@ def _reachable() -> set[str]:
             (ip, port), (peer, _) = _address(local), _address(remote)
             if peer.is_unspecified:
                 waiting.append((table, ip, port))
-    return {
-        f"{table} {ip}:{port}"
-        for table, ip, port in waiting
-        if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
-    }
+    return {f"{table} {ip}:{port}" for table, ip, port in waiting if not is_loopback(ip)}
 
 
-def _listening(family: socket.AddressFamily) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
-    """Addresses at which TCP sockets of this network listen.
+def is_loopback(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether nothing but this machine reaches an address; that of IPv4 in an IPv6 socket is what it stands for."""
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+class Listening(NamedTuple):
+    """A TCP socket that waits for connections; `/proc/PID/fd` names its inode."""
+
+    ip: ipaddress.IPv4Address | ipaddress.IPv6Address
+    port: int
+    inode: int
+
+
+def listening() -> list[Listening]:
+    """TCP sockets of this network that listen, whosever they are.
 
     Asked of the kernel's `sock_diag` (man 7 sock_diag), which looks at these alone. For `/proc/net/tcp` it goes through
     the buckets of all connections of the machine, millisecond after millisecond, and this is asked often.
@@ -236,6 +245,10 @@ def _listening(family: socket.AddressFamily) -> list[tuple[ipaddress.IPv4Address
     Raises:
         OSError: This kernel has no such service.
     """
+    return [*_listening(socket.AF_INET), *_listening(socket.AF_INET6)]
+
+
+def _listening(family: socket.AddressFamily) -> list[Listening]:
     found = []
     of_states = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTENING) + bytes(48)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
@@ -248,9 +261,9 @@ def _listening(family: socket.AddressFamily) -> list[tuple[ipaddress.IPv4Address
                     return found
                 if kind == _NLMSG_ERROR:
                     raise OSError(-struct.unpack_from("=i", data, 16)[0], "sock_diag refused")
-                (port,) = struct.unpack_from("!H", data, 20)
+                (port,), (inode,) = struct.unpack_from("!H", data, 20), struct.unpack_from("=I", data, 84)
                 size = 4 if family == socket.AF_INET else 16
-                found.append((ipaddress.ip_address(bytes(data[24 : 24 + size])), port))
+                found.append(Listening(ipaddress.ip_address(bytes(data[24 : 24 + size])), port, inode))
                 data = data[(length + 3) & ~3 :]
 
 

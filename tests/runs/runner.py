@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.runs.own_network import in_own_network, report_of
+from tests.runs.own_network import in_own_network, is_loopback, listening, report_of
 
 RUN_TIMEOUT_S = 400.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,15 +204,17 @@ def launch(*arguments: str, network: Path | None = None) -> subprocess.Popen[str
 
 
 def beyond_loopback(processes: Iterable[psutil.Process]) -> set[str]:
-    """Sockets of these processes that another machine could connect to."""
+    """Sockets of these processes, in this process's network, that another machine could connect to."""
+    reachable = {f"socket:[{each.inode}]": each.ip for each in listening() if not is_loopback(each.ip)}
     found = set()
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has ended
-            for connection in process.net_connections("inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    ip = ipaddress.ip_address(connection.laddr.ip)
-                    if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback:
-                        found.add(f"{process.name()} on {connection.laddr.ip}")
+        descriptors = []
+        with contextlib.suppress(OSError):  # it has ended
+            descriptors = os.listdir(f"/proc/{process.pid}/fd")
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError, psutil.Error):  # it is closed by now
+                if (ip := reachable.get(os.readlink(f"/proc/{process.pid}/fd/{descriptor}"))) is not None:
+                    found.add(f"{process.name()} on {ip}")
     return found
 
 

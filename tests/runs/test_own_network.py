@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.runs import own_network
-from tests.runs.own_network import Report, can_be_watched, in_own_network, packet_told, report_of, why_not
+from tests.runs.own_network import (
+    Report,
+    can_be_watched,
+    in_own_network,
+    listening,
+    packet_told,
+    report_of,
+    why_not,
+)
+from tests.runs.runner import beyond_loopback
 
 inside = pytest.mark.skipif(why_not() is not None, reason=f"what runs send is not watched: {why_not()}")
 
@@ -54,6 +65,18 @@ def test_a_connection_a_question_for_a_name_and_every_open_socket_are_told(tmp_p
     sockets = sorted(f"{where.split()[0]} {where.split()[1]}" for where in listened.listening)
     assert sockets == sorted([f"tcp 0.0.0.0:{one}", f"tcp 10.99.0.2:{other}", f"udp 0.0.0.0:{datagrams}"])
     assert not listened.sent
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
+def test_a_process_of_this_network_that_listens_beyond_loopback_is_found_by_what_it_is() -> None:
+    own = [psutil.Process()]
+    before = beyond_loopback(own)
+    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        assert beyond_loopback(own) == before
+    with socket.create_server(("", 0)) as server:
+        assert beyond_loopback(own) - before == {f"{own[0].name()} on 0.0.0.0"}
+        assert server.getsockname()[1] in {each.port for each in listening()}
+    assert beyond_loopback(own) == before
 
 
 def test_where_there_is_no_such_network_the_summary_says_that_runs_are_not_watched(

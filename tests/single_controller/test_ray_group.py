@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -82,6 +83,10 @@ class Adder(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def environ(self, names: list[str]) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in names}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def collects_garbage(self) -> tuple[bool, bool]:
+        return gc.isenabled(), gc.get_freeze_count() > 0
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, seconds_by_rank: dict[int, float]) -> None:
@@ -193,6 +198,10 @@ def test_a_plan_places_rows_on_ranks(adders: RayWorkerGroup) -> None:
             return (10, 100)[rank]
 
     assert adders.planned(batch_of(5), Plan()).batch["out"].tolist() == [0, 100, 200, 30, 400]
+
+
+def test_a_rank_that_has_its_worker_collects_garbage_but_for_what_its_imports_made(adders: RayWorkerGroup) -> None:
+    assert adders.collects_garbage() == [(True, True)] * 2
 
 
 def test_modes_without_a_batch(adders: RayWorkerGroup) -> None:
