@@ -20,7 +20,7 @@ DEV_STAMP := $(VENV)/.installed-from-dev.lock
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install install-dev demo bench docs test test-engines test-one-half test-other-half test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos rehearse mutation sbom audit models lint type format clean
+.PHONY: help install install-dev demo bench docs test test-engines test-one-half test-other-half test-rest test-fast test-fast-one-half test-fast-other-half test-gpu first-light chaos rehearse mutation sbom audit models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -59,7 +59,7 @@ demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine
 	$(BIN)/python -m hrl.trainer.main_ppo
 
 # A test that starts a process would otherwise have it compile the package anew.
-test-engines test-one-half test-other-half test-fast-one-half test-fast-other-half: export PYTHONDONTWRITEBYTECODE :=
+test-engines test-one-half test-other-half test-rest test-fast-one-half test-fast-other-half: export PYTHONDONTWRITEBYTECODE :=
 
 # Three processes at a time, each output in one piece: most of what a test waits for is one core that imports torch, or a deadline.
 TOGETHER := $(MAKE) --no-print-directory -j3 -O
@@ -68,12 +68,14 @@ PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
 FAST := -m "not engine and not gpu and not cluster and not site"
 WITHOUT_ENGINES := -m "not engine and not gpu"
 ONE_HALF := $(addprefix tests/,workers single_controller runs reward cluster processes)
+# Of both halves: what the process that ends first goes on with.
+REST := $(addprefix tests/,runs/test_notebooks.py rehearse)
 # To collect all others takes half a minute. (tests/conftest.py holds that a file names the marks of its tests.)
 WITH_ENGINES = $(shell grep -rlE --include='test_*.py' 'pytest\.mark\.(engine|gpu)' tests | sort)
 
 test: lint  ## everything CI runs
 	@echo 'types and tests are checked in three processes; each shows its output when it ends'
-	@$(TOGETHER) type test-one-half test-other-half test-engines
+	@$(TOGETHER) type test-one-half test-other-half test-engines test-rest
 
 test-fast: install-dev  ## the tests that need no real engine, no Ray, no second rank, no whole run and no built site
 	@echo 'tests run in two processes; each shows its output when it ends'
@@ -83,10 +85,13 @@ test-engines:
 	$(PYTEST) -m "engine or gpu" $(WITH_ENGINES)
 
 test-one-half:
-	$(PYTEST) $(WITHOUT_ENGINES) $(ONE_HALF)
+	$(PYTEST) $(WITHOUT_ENGINES) $(ONE_HALF) $(REST:%=--ignore=%)
 
 test-other-half:
-	$(PYTEST) $(WITHOUT_ENGINES) $(ONE_HALF:%=--ignore=%)
+	$(PYTEST) $(WITHOUT_ENGINES) $(ONE_HALF:%=--ignore=%) $(REST:%=--ignore=%)
+
+test-rest:
+	$(PYTEST) $(WITHOUT_ENGINES) $(REST)
 
 test-fast-one-half:
 	$(PYTEST) $(FAST) $(ONE_HALF)
