@@ -58,12 +58,13 @@ def test_bare_stages_are_those_that_need_no_package() -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_an_engine_starts_samples_and_goes_to_sleep(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["sleep", "adapter"])
+def test_a_stage_with_an_engine_runs_on_a_cpu(tmp_path: Path, stage: str) -> None:
     pytest.importorskip("vllm")
-    assert main(["--stage", "sleep", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0, (
+    assert main(["--stage", stage, "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0, (
         tmp_path / "first-light.md"
-    ).read_text() + (tmp_path / "sleep.log").read_text()[-3000:]
-    assert "| **sleep** |" in (tmp_path / "first-light.md").read_text()
+    ).read_text() + (tmp_path / f"{stage}.log").read_text()[-3000:]
+    assert f"| **{stage}** |" in (tmp_path / "first-light.md").read_text()
 
 
 # ---------------------------------------------------------------------------------------------- the runner
