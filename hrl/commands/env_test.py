@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hrl.commands.argument_types import at_least_one
+from hrl.processes.imports import quick_imports
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +77,8 @@ def run(options: Namespace) -> int:
     shown = RunConsole(Console(stderr=True, highlight=False))
     with shown.stage("loading the environment"):
         spec = load_environment(config.environment)
-    from hrl.preflight.environment_trial import try_environment_of  # imports torch
+    with quick_imports():
+        from hrl.preflight.environment_trial import try_environment_of  # imports torch
 
     tried = try_environment_of(
         config,

@@ -6,6 +6,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from hrl.processes.imports import quick_imports
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add model, folder, dtype and hub."""
@@ -20,7 +22,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Export, say what was written, and return 0."""
-    from hrl.trained.export import export, push
+    with quick_imports():
+        from hrl.trained.export import export, push
 
     exported = export(options.checkpoint, options.out, options.dtype)
     size = f"{exported.weights_bytes / 1e9:.2f} GB"

@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from hrl.commands.argument_types import at_least_one, not_negative, positive, share
+from hrl.processes.imports import quick_imports
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -52,11 +53,12 @@ def run(options: Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from hrl.plan.hardware import CPU, hardware_named
-    from hrl.plan.launch_line import LaunchLine
-    from hrl.plan.lengths import Lengths
-    from hrl.plan.plan import OF_EPISODES, plan
-    from hrl.plan.show import as_data, show
+    with quick_imports():
+        from hrl.plan.hardware import CPU, hardware_named
+        from hrl.plan.launch_line import LaunchLine
+        from hrl.plan.lengths import Lengths
+        from hrl.plan.plan import OF_EPISODES, plan
+        from hrl.plan.show import as_data, show
 
     line = LaunchLine.of(options.overrides)
     wants_cpu = "trainer.device=cpu" in line.arguments

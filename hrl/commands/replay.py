@@ -6,6 +6,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from hrl.processes.imports import quick_imports
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the files, and where the weights come from."""
@@ -28,7 +30,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Say what came of it; 0 if all numbers are those of the run, else 1."""
-    from hrl.trained.replay import replay
+    with quick_imports():
+        from hrl.trained.replay import replay
 
     found = replay(options.files, checkpoint=options.checkpoint, model=options.model, trust_code=options.trust_code)
     for line in found.lines():

@@ -27,6 +27,7 @@ from hrl.errors import ConfigError
 from hrl.masking import masked, masked_text
 from hrl.preflight.findings import Findings
 from hrl.preflight.memory_table import shown
+from hrl.processes.imports import quick_imports
 from hrl.report.environment import facts_table
 
 _TELLING = (
@@ -90,8 +91,9 @@ def check(
         config = compose_kind(kind, overrides)
         ready, findings = None, None
         if not config_only:
-            from hrl.preflight.earlier_models import with_models_of_before  # imports torch, as the next
-            from hrl.preflight.preflight import inspect_run
+            with quick_imports():
+                from hrl.preflight.earlier_models import with_models_of_before  # imports torch, as the next
+                from hrl.preflight.preflight import inspect_run
 
             config = with_models_of_before(config)
             ready, findings = inspect_run(config, download=False)

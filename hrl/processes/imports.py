@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,15 +16,15 @@ def quick_imports(*, freezes: bool = True) -> Iterator[None]:
     or vLLM takes to import.
 
     Args:
-        freezes: Whether later collections leave out what there is at the end. Not in a process of somebody else's, in
-            which that may be garbage of his that holds much memory.
+        freezes: Whether later collections leave out what there is at the end, if a module is new. Not in a process of
+            somebody else's, in which that may be garbage of his that holds much memory.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
             gc.enable()
-        if freezes:
+        if freezes and len(sys.modules) > before:
             gc.freeze()

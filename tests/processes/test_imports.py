@@ -1,22 +1,30 @@
 """Imports without garbage collection."""
 
 import gc
+import sys
+from types import ModuleType
 
 import pytest
 
 from hrl.processes.imports import quick_imports
 
 
-@pytest.mark.parametrize("freezes", [True, False])
-def test_nothing_is_collected_meanwhile_and_what_is_there_at_the_end_is_frozen_unless_it_may_be_garbage(freezes):
+@pytest.mark.parametrize(
+    ("freezes", "is_new", "is_frozen"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_nothing_is_collected_meanwhile_and_only_what_new_modules_made_is_frozen(
+    monkeypatch, freezes, is_new, is_frozen
+):
     assert gc.isenabled()
     before = gc.get_freeze_count()
     with pytest.raises(ImportError), quick_imports(freezes=freezes):
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
-        raise ImportError("as a missing module does")
+        if is_new:
+            monkeypatch.setitem(sys.modules, "hrl_test_of_imports", ModuleType("hrl_test_of_imports"))
+        raise ImportError("as one that is missing does")
     assert gc.isenabled() and len(made) == 1000
-    assert (gc.get_freeze_count() >= before + 1000) is freezes
+    assert (gc.get_freeze_count() >= before + 1000) is is_frozen
 
 
 def test_where_nothing_was_collected_before_nothing_is_after():
