@@ -27,6 +27,7 @@ class NamedModel:
         learner: Its section, if it learns.
         replays: Key and value that have its choices of experts replayed; empty where nothing does.
         balances: Key and value that have the load of its experts balanced; empty likewise.
+        copies: Of `degrees`, the keys of groups that cut weights → how many processes share a copy of the model.
     """
 
     key: str
@@ -37,6 +38,7 @@ class NamedModel:
     learner: LearnerConfig | None = None
     replays: str = ""
     balances: str = ""
+    copies: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,13 @@ def outline_of(config: RunConfiguration) -> Outline:
 
 def _of_ppo(config: PPOTrainerConfig) -> Outline:
     section, model, data = "actor_rollout_ref.model", config.actor_rollout_ref.model, config.data
-    policy = config.actor_rollout_ref
+    policy, placement = config.actor_rollout_ref, resolve_placement(config)
     degrees, of_ref = _degree(ACTOR, policy.actor), _degree(REF, policy.ref)
+
+    def copies(section: str, owner: Any, role: str) -> dict[str, int]:
+        return _copies(section, owner, placement.processes(role)) if role in placement.roles else {}
+
+    of_policy = copies(ACTOR, policy.actor, placement.actor) | copies(REF, policy.ref, "ref")
     has_own = config.needs_reference and not config.reference_is_actor
     if has_own and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
         degrees |= of_ref
@@ -101,23 +108,27 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     replays = "" if mode == "disabled" else f"{ACTOR}.router_replay.mode={mode}"
     models = {
         "actor": NamedModel(
-            f"{section}.path", model.path, model.override_config, False, degrees, model, replays, balance
+            f"{section}.path", model.path, model.override_config, False, degrees, model, replays, balance, of_policy
         )
     }
     if config.needs_critic:
         critic, degrees = config.critic.model, _degree("critic.model", config.critic.model)
-        models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, True, degrees, critic)
+        shares = copies("critic.model", critic, "critic")
+        models["critic"] = NamedModel(
+            "critic.model.path", critic.path, critic.override_config, True, degrees, critic, copies=shares
+        )
     rm = config.reward.reward_model
     if config.needs_reward_model and rm.model_path is not None:
         degrees = _degree("reward.reward_model.model", rm.model)
-        models["rm"] = NamedModel("reward.reward_model.model_path", rm.model_path, {}, True, degrees)
+        shares = copies("reward.reward_model.model", rm.model, "rm")
+        models["rm"] = NamedModel("reward.reward_model.model_path", rm.model_path, {}, True, degrees, copies=shares)
     total = data.max_prompt_length + data.max_response_length
     lengths = Lengths(
         total=total,
         keys=("data.max_prompt_length", "data.max_response_length"),
         model=config.actor_rollout_ref.rollout.max_model_len or total,
     )
-    return Outline(section, model, models, lengths, resolve_placement(config))
+    return Outline(section, model, models, lengths, placement)
 
 
 def _balance(section: str, owner: Any) -> str:
@@ -132,20 +143,26 @@ def _degree(section: str, owner: Any) -> dict[str, int]:
     return {f"{section}.fsdp_config.{name}": getattr(owner.fsdp_config, name) for name in names}
 
 
+def _copies(section: str, owner: Any, processes: int) -> dict[str, int]:
+    """Return the keys of the sizes of groups that cut a section's weights → processes that share a copy of it."""
+    size = owner.fsdp_config.fsdp_size
+    names = ("tensor_parallel_size", "expert_parallel_size")
+    return dict.fromkeys((f"{section}.fsdp_config.{name}" for name in names), processes if size == -1 else size)
+
+
 def _of_offline(config: OfflineConfig) -> Outline:
     model, longest, trainer = config.model, config.data.max_length, config.trainer
     is_scalar = isinstance(config, RMTrainerConfig)
     role = "rm" if is_scalar else "actor"
     balance = _balance("algorithm", getattr(config, "algorithm", None))
-    degree = _degree("model", model)
+    degree, held = _degree("model", model), _copies("model", model, config.num_processes)
+    named = NamedModel(
+        "model.path", model.path, model.override_config, is_scalar, degree, learner=model, balances=balance, copies=held
+    )
     return Outline(
         section="model",
         model=model,
-        models={
-            role: NamedModel(
-                "model.path", model.path, model.override_config, is_scalar, degree, learner=model, balances=balance
-            )
-        },
+        models={role: named},
         lengths=Lengths(longest, ("data.max_length",), longest),
         placement=Placement({"global": (trainer.n_gpus_per_node,) * trainer.nnodes}, {role: "global"}),
     )

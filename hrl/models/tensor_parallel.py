@@ -63,15 +63,20 @@ class TensorParallelError(HrlError, ValueError):
 
 
 class UnevenError(TensorParallelError):
-    """So many ranks can't share its heads or experts, and another number of them could."""
+    """So many ranks can't share its heads, experts or vocabulary, and another number of them could."""
 
 
-def require_cuttable(config: PretrainedConfig, degree: int) -> None:
+def require_cuttable(config: PretrainedConfig, degree: int, copy: int | None = None) -> None:
     """Check what a model's config says about cutting it over `degree` ranks; one rank cuts nothing.
 
+    Args:
+        config: Of the model.
+        degree: Ranks of a tensor group.
+        copy: Ranks that share a copy of the model, a multiple of it; None where no part is sharded further.
+
     Raises:
-        TensorParallelError: Its family has no plan in transformers or one with unknown words, or its heads, key heads
-            or experts don't divide by the degree.
+        TensorParallelError: Its family has no plan in transformers or one with unknown words; its heads, key heads or
+            experts don't divide by the degree; or its vocabulary is cut into parts that can't be sharded.
     """
     if degree == 1:
         return
@@ -93,6 +98,32 @@ def require_cuttable(config: PretrainedConfig, degree: int) -> None:
             ]
             hint = f"Set it to one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else "Set it to 1."
             raise UnevenError(f"its {count} {what} can't be shared by {degree} processes", hint)
+    words = getattr(text, "vocab_size", 0)
+    if copy is not None and not are_equal_shards(words, degree, copy // degree):
+        on_two = 2 * degree if copy // degree % 2 == 0 else degree
+        fitting = [
+            n
+            for n in range(1, copy + 1)
+            if copy % n == 0
+            and all(_shares(*each, n) for each in counts.items())
+            and are_equal_shards(words, n, copy // n)
+        ]
+        raise UnevenError(
+            f"the {words} rows of its vocabulary can't be shared by {degree} processes whose parts lie on "
+            f"{copy // degree} each",
+            f"Set it to {'one of ' if len(fitting) > 1 else ''}{', '.join(map(str, fitting))}; or fsdp_size, the "
+            f"number of processes that share a copy of the model, to {on_two}.",
+        )
+
+
+def are_equal_shards(rows: int, degree: int, ranks: int) -> bool:
+    """Return whether the parts into which `degree` ranks cut rows are sharded over `ranks` each in pieces of one size.
+
+    torch takes the first part's pieces for those of all (`_StridedShard`), which is right where two ranks share a part.
+    """
+    part = -(-rows // degree)
+    last = rows - (degree - 1) * part
+    return degree == 1 or ranks <= 2 or -(-part // ranks) == -(-last // ranks)
 
 
 def _shares(what: str, count: int, degree: int) -> bool:

@@ -203,15 +203,19 @@ def look_at_heads(findings: Findings, outline: Outline, folders: Mapping[str, Pa
     """
     from hrl.models.tensor_parallel import TensorParallelError, require_cuttable, require_experts
 
-    cutting = {"tensor_parallel_size": require_cuttable, "expert_parallel_size": require_experts}
+    cutting = ("tensor_parallel_size", "expert_parallel_size")
     for role, folder in folders.items():
         model = outline.models[role]
         whole = load_config(folder, model.override_config, trust_remote_code=outline.model.trust_remote_code)
         heads = getattr(whole.get_text_config(), "num_attention_heads", None)
         for key, degree in model.degrees.items():
-            if (require := cutting.get(key.rpartition(".")[2])) is not None:
+            if (name := key.rpartition(".")[2]) in cutting:
+                copy = model.copies.get(key, 0)
                 try:
-                    require(whole, degree)
+                    if name == "expert_parallel_size":
+                        require_experts(whole, degree)
+                    else:  # what does not divide is refused by the rules of the configuration
+                        require_cuttable(whole, degree, copy if copy > 0 and copy % degree == 0 else None)
                 except TensorParallelError as error:
                     findings.problem(key, f"is {degree}, and {folder.name} can't be cut so: {error}.", error.hint)
             elif isinstance(heads, int) and heads % degree:

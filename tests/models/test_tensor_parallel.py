@@ -240,6 +240,12 @@ def test_the_vocabulary_lies_on_several_ranks(found):
             "Set it to one of 1, 3, 6.",
         ),
         (("MixtralConfig", {"num_local_experts": 3}), 2, "its 3 experts can't be shared by 2", "Set it to 1."),
+        (  # 33 and 32 rows, on four of the eight processes each: 9 and 8
+            ("LlamaConfig", {"vocab_size": 65}),
+            2,
+            "the 65 rows of its vocabulary can't be shared by 2 processes whose parts lie on 4 each",
+            "Set it to one of 1, 4; or fsdp_size, the number of processes that share a copy of the model, to 4.",
+        ),
         (("GPT2Config", {}), 2, "gpt2 has no tensor-parallel plan", "Set it to 1: FSDP2 shards every model."),
     ],
 )
@@ -247,6 +253,7 @@ def test_a_model_that_can_not_be_cut_is_refused_by_what_it_has(config, degree, w
     name, fields = config
     model = getattr(transformers, name)(**(SMALL | fields))
     with pytest.raises(TensorParallelError, match=what) as refused:
-        require_cuttable(model, degree)
+        require_cuttable(model, degree, 8)
     assert refused.value.hint == hint
-    require_cuttable(model, 1)
+    require_cuttable(model, 1, 8)
+    require_cuttable(transformers.LlamaConfig(**SMALL), 2, 8)  # 31 and 30 rows: 8 at most, of both

@@ -22,15 +22,15 @@ def save(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=32,  # the least that vLLM computes on a CPU
         max_position_embeddings=256,
         num_experts=8,
         num_experts_per_tok=2,
-        moe_intermediate_size=16,
+        moe_intermediate_size=32,
         norm_topk_prob=True,
         initializer_range=0.2,
         bos_token_id=None,

@@ -389,7 +389,7 @@ class Engine:
             for routing in known:
                 if routing.replayed is not None:
                     counter.add(routing.replayed, routing.num_rows)
-        return counter.result(coefficient, self.sequence_group)
+        return counter.result(coefficient, self.sequence_group, self._fsdp.tensor_parallel_size)
 
     def learn(
         self,
@@ -445,8 +445,7 @@ class Engine:
             aux_loss = None
             if balance is not None and routing is not None and packed.routing is not None:
                 aux_loss = balance.share(routing, packed.routing.num_rows)
-                # All ranks of a tensor group count the same tokens, so each has a part of the loss.
-                meter.add_share("moe/aux_loss", aux_loss.detach() * self._fsdp.tensor_parallel_size)
+                meter.add_share("moe/aux_loss", aux_loss.detach())
             if self.flops is not None:
                 sequence, tensor = self._fsdp.ulysses_sequence_parallel_size, self._fsdp.tensor_parallel_size
                 head_tokens = flat[0].numel() / sequence if with_head else 0

@@ -46,17 +46,18 @@ class LoadCounter:
         self._sums[:-1].index_add_(0, numbers, of_choices)
         self._sums[-1] += weights.sum() * experts.shape[1]
 
-    def result(self, coefficient: float, group: SequenceGroup | None) -> LoadBalance:
+    def result(self, coefficient: float, group: SequenceGroup | None, copies: int) -> LoadBalance:
         """Return the loss, after all ranks have counted; every rank calls it.
 
         Args:
             coefficient: Its weight.
             group: Ranks that have slices of the same rows.
+            copies: Ranks of a tensor group, which have counted the same tokens.
         """
         if dist.get_world_size() > 1:
             dist.all_reduce(self._sums)
         counts, num_tokens = self._sums[:-1], self._sums[-1].clamp(min=1)
-        return LoadBalance(counts / num_tokens, num_tokens, coefficient, group)
+        return LoadBalance(counts / num_tokens, num_tokens, coefficient, group, copies)
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,23 @@ class LoadBalance:
 
     Attributes:
         load: `(E,)`, f.
-        num_tokens: Tokens times layers of the mini-batch, on all ranks.
+        num_tokens: Tokens times layers of the mini-batch, on all ranks; a tensor group's count once for each of these.
         coefficient: Weight of the loss.
         group: Ranks that have slices of the same rows; None where each has rows of its own.
+        copies: Ranks of a tensor group, which compute the same tokens.
     """
 
     load: Tensor
     num_tokens: Tensor
     coefficient: float
     group: SequenceGroup | None
+    copies: int = 1
 
     def share(self, routing: RoutingPass, num_rows: Tensor) -> Tensor:
         """Return a micro-batch's share of the loss, without its weight.
 
-        Ranks of a sequence group have the value of the whole group and the gradients of their own slices.
+        Ranks of a group have the value of the whole group. The gradients add up: they are those of their own slices, or
+        an n-th of what the n ranks of a tensor group compute alike.
 
         Args:
             routing: What layers computed, with the router's logits.
@@ -91,8 +95,9 @@ class LoadBalance:
             sums.append(num_rows.to(wide) @ chosen.logits.to(wide).softmax(-1))
         probability = torch.stack(sums).sum(0) / self.num_tokens
         own = len(self.load) * (self.load.to(probability) * probability).sum()
-        if self.group is None:
+        if self.group is None and self.copies == 1:
             return own
-        whole = own.detach().clone()
-        dist.all_reduce(whole, group=self.group.processes)
+        whole = own.detach() * self.copies
+        if self.group is not None:
+            dist.all_reduce(whole, group=self.group.processes)
         return own + (whole - own.detach())

@@ -27,7 +27,7 @@ from hrl.models.loading import Loaded, decoder_layers
 from hrl.models.ops.exchange import SequenceGroup
 from hrl.models.ops.tensor_parallel import WeightGroup
 from hrl.models.packed_model import PackedModel
-from hrl.models.tensor_parallel import TensorParallelError
+from hrl.models.tensor_parallel import TensorParallelError, are_equal_shards
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 from hrl.workers.engine.casts import keeps_cast_parameters
 
@@ -199,20 +199,17 @@ def build_sharded(
 
 
 def _require_equal_shards(module: nn.Module, weights: WeightMesh) -> None:
-    """Check that the parts of a weight are sharded in pieces of one size.
-
-    torch takes the first part's pieces for those of all (`_StridedShard`), which is right where two ranks share a part.
+    """Check that the parts of a weight are sharded in pieces of one size, see `are_equal_shards`.
 
     Raises:
         TensorParallelError: They are not.
     """
     ranks, degree = weights.shards.size(weights.shards.ndim - 1), weights.group.size
     for name, parameter in module.named_parameters():
-        if ranks <= 2 or not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+        if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
             continue
         rows = len(parameter)
-        part = -(-rows // degree)
-        if -(-part // ranks) != -(-(rows - (degree - 1) * part) // ranks):
+        if not are_equal_shards(rows, degree, ranks):
             raise TensorParallelError(
                 f"the {rows} rows of {name} can't be shared by {degree} processes whose parts lie on {ranks} each",
                 "Set it to 1, or fsdp_config.fsdp_size to twice the size of a group.",

@@ -6,6 +6,7 @@ transformers' own loss of the load of experts. Both take softmaxes in float32, i
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +49,13 @@ from tests.workers.engine.ranks import CPU, full
 LAYERS, EXPERTS, EACH = 2, 4, 2
 FAMILIES = ("mixtral", "qwen3_moe")
 COEFFICIENT = 0.5
-#: Of two ranks: each with rows of its own, and both with slices of the same.
-DEGREES = (1, 2)
+#: Of two ranks: each has rows of its own, or slices of the same, or parts of each weight, or half of the experts.
+LAYOUTS = {
+    "rows": {},
+    "slices": {"ulysses_sequence_parallel_size": 2},
+    "weights": {"tensor_parallel_size": 2},
+    "experts": {"expert_parallel_size": 2},
+}
 NONE = missing(routing_dtype(EXPERTS))
 
 
@@ -58,10 +64,9 @@ def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_mixture(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def actor_of(path: Path, degree: int = 1) -> Actor:
+def actor_of(path: Path, **layout: int) -> Actor:
     """Whose layers run again in the backward pass."""
-    model, fsdp = model_config(path, enable_gradient_checkpointing=True), fsdp_config("float64")
-    fsdp.ulysses_sequence_parallel_size = degree
+    model, fsdp = model_config(path, enable_gradient_checkpointing=True), fsdp_config("float64", **layout)
     return Actor(model, actor_config(), fsdp, device=CPU, total_steps=10)
 
 
@@ -156,13 +161,16 @@ def by_the_definition(path: Path, batch: DataProto, choices: np.ndarray | None) 
 # ------------------------------------------------------------------------------------------- by the engine
 
 
-def by_the_engine(path: Path, plan: BatchPlan, batch: DataProto, **asked: Any) -> dict[str, Any]:
+def by_the_engine(
+    path: Path, plan: BatchPlan, batch: DataProto, layout: dict[str, int], **asked: Any
+) -> dict[str, Any]:
     """Gradients and metrics of imitation with the loss of the load, as they are before clipping."""
     part = dist.get_rank() // plan.ranks_each
-    actor = actor_of(path, plan.ranks_each)
-    optimizer, gradients = actor.engine.optimizer, {}
+    actor = actor_of(path, **layout)
+    optimizer, gradients, losses = actor.engine.optimizer, {}, list[Tensor]()
 
     def look(loss: Tensor, *, fill_missing: bool = False) -> StepReport:
+        losses.append(loss)
         gradients.update({name.removeprefix("model."): full(p.grad) for p, name in optimizer.names.items()})
         optimizer.zero_grad()
         return StepReport(0.0, 0.0, applied=True)
@@ -173,20 +181,32 @@ def by_the_engine(path: Path, plan: BatchPlan, batch: DataProto, **asked: Any) -
     found = actor.log_probs(mine, records_experts=True, **asked)
     return {
         "gradients": gradients,
+        "loss": losses[0],
         "metrics": {name: [m.kind, m.value, m.count] for name, m in metrics.items() if name.startswith("moe/")},
         "experts": [torch.from_numpy(row) for row in found.non_tensor_batch[ROUTED_EXPERTS]],
         "rows": list(plan.rows[part]),
     }
 
 
-def in_both_ways(path: Path, plan: BatchPlan, batch: DataProto) -> list[dict[str, Any]]:
+def in_both_ways(
+    path: Path, plan: BatchPlan, batch: DataProto, layout: dict[str, int] | None = None
+) -> list[dict[str, Any]]:
     """By the routers' own choice, and by the one to be replayed."""
-    return [by_the_engine(path, plan, batch), by_the_engine(path, plan, batch, replays_experts=True)]
+    asked: tuple[dict[str, Any], ...] = ({}, {"replays_experts": True})
+    return [by_the_engine(path, plan, batch, layout or {}, **each) for each in asked]
 
 
-def on_ranks(rank: int, path: Path) -> dict[int, list[dict[str, Any]]]:
+def together(layout: dict[str, int]) -> int:
+    """Ranks that run the same rows."""
+    return math.prod(size for name, size in layout.items() if name != "expert_parallel_size")
+
+
+def on_ranks(rank: int, path: Path) -> dict[str, list[dict[str, Any]]]:
     batch, ranks = batch_with_choices(), dist.get_world_size()
-    return {degree: in_both_ways(path, plan_of(batch, ranks, degree), batch) for degree in DEGREES}
+    return {
+        name: in_both_ways(path, plan_of(batch, ranks, together(layout)), batch, layout)
+        for name, layout in LAYOUTS.items()
+    }
 
 
 def batch_with_choices() -> DataProto:
@@ -207,6 +227,10 @@ def check(ranks: list[dict[str, Any]], degree: int, want: Defined, *, replays: b
             torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-7, rtol=1e-6, msg=name)
         for row, experts in zip(found["rows"], found["experts"], strict=True):
             assert np.array_equal(experts.numpy(), want.experts.get(row, experts[:0].numpy()))
+    # Each group's share of the loss is whole on all its ranks.
+    whole = sum(float(found["loss"]) for found in ranks[::degree])
+    assert whole == pytest.approx(float(want.losses[0] + COEFFICIENT * want.losses[1]), abs=1e-6)
+    assert all(found["loss"] == ranks[index // degree * degree]["loss"] for index, found in enumerate(ranks))
     metrics = StepMetrics()
     for found in ranks[::degree]:
         metrics.observe({name: Metric(*parts) for name, parts in found["metrics"].items()})
@@ -237,15 +261,15 @@ def test_gradients_choices_and_loads_are_those_of_each_row_alone_for_any_cut(fol
 
 
 @pytest.mark.cluster
-def test_two_ranks_have_the_gradients_of_one_alone_and_together(tmp_path):
+def test_two_ranks_have_gradients_choices_and_loads_of_one_in_every_layout(tmp_path):
     path = save_mixture(tmp_path / "model", "qwen3_moe")
     batch = batch_with_choices()
     ranks = run_ranks(2, tmp_path / "ranks", on_ranks, path)
     choices = batch.non_tensor_batch[ROUTED_EXPERTS]
     wants = [by_the_definition(path, batch, None), by_the_definition(path, batch, choices)]
-    for degree in DEGREES:
+    for name, layout in LAYOUTS.items():
         for replays, want in enumerate(wants):
-            check([found[degree][replays] for found in ranks], degree, want, replays=bool(replays))
+            check([found[name][replays] for found in ranks], together(layout), want, replays=bool(replays))
 
 
 def known_by_any(batch: DataProto) -> np.ndarray:

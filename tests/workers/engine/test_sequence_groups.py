@@ -8,6 +8,7 @@ That no gradient of any loss depends on the groups is in ``tests/workers/test_pa
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -190,12 +191,12 @@ def resumed(path: Path, layout: Layout, folder: Path) -> dict[str, torch.Tensor]
     return parameters(policy)
 
 
-def skipped(path: Path, layout: Layout, folder: Path) -> None:
+def skipped(path: Path, layout: Layout, folder: Path, **asked: Any) -> None:
     """Learn from a batch of which a row's advantages are infinite, and keep it as a run does."""
     batch = make_batch()
     batch.batch["advantages"][3, 0] = float("inf")
     plan = layout.plan(batch, dist.get_world_size(), update=True)
-    learner(path, layout, "float32", folder).learn(*mine_of(plan, batch))
+    learner(path, layout, "float32", folder).learn(*mine_of(plan, batch), **asked)
 
 
 def on_rank(rank: int, llama: Path, qwen2: Path, mixture: Path, single: Path, root: Path) -> dict[str, Any]:
@@ -210,7 +211,9 @@ def on_rank(rank: int, llama: Path, qwen2: Path, mixture: Path, single: Path, ro
         found[name] = {"trained": trained(llama, layout, root / name / "state")}
     for name, layout in OF_EXPERTS.items():
         found[f"{name} of a mixture"] = trained(mixture, layout, root / f"{name} of a mixture" / "state")
-    skipped(llama, PAIRS, root / "skipped")
+    skipped(llama, PAIRS, root / "skipped" / "llama")
+    for name, layout in {"tensor pairs": CUT, "replicated experts": OF_EXPERTS["replicated experts"]}.items():
+        skipped(mixture, layout, root / "skipped" / name, router_aux_loss_coef=0.5)
     for (name, layout), folder in OTHERS.items():
         found[f"{name} resumed"] = resumed(llama, layout, root / folder / "state")
     try:
@@ -332,10 +335,16 @@ def test_what_groups_saved_is_continued_in_another_layout(one, four, other):
         assert distance(rank[f"{other} resumed"], one["trained"]["parameters"]) <= 1e-9
 
 
-def test_a_skipped_batch_is_kept_once_for_each_group_and_computed_again_by_one_rank(folders, four):
-    files = sorted((folders["root"] / "skipped" / "nonfinite").glob("*.json"))
-    assert [file.name for file in files] == [f"step_7_rank_{group}.actor-0.json" for group in (0, 1)]
-    whole = replay(files, model=str(folders["llama"]))
+@pytest.mark.parametrize(
+    ("model", "name", "ranks"),
+    [("llama", "llama", 2), ("mixture", "tensor pairs", 2), ("mixture", "replicated experts", 4)],
+)
+def test_a_skipped_batch_is_kept_once_for_each_group_and_computed_again_by_one_rank(folders, four, model, name, ranks):
+    """With the loss that balances the load of a mixture's experts."""
+    files = sorted((folders["root"] / "skipped" / name / "nonfinite").glob("*.json"))
+    assert [file.name for file in files] == [f"step_7_rank_{rank}.actor-0.json" for rank in range(ranks)]
+    whole = replay(files, model=str(folders[model]))
+    assert any(math.isfinite(each.recorded) for each in whole.micro_batches) or model == "llama"
     assert whole.has_all_ranks and {uid for each in whole.micro_batches for uid in each.uids} <= {"g0", "g1", "g2"}
     for each in whole.micro_batches:
         assert each.loss == pytest.approx(each.recorded, rel=1e-4, nan_ok=True)
