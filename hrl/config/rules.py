@@ -728,7 +728,7 @@ def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[
 
 
 def weights_are_cut_where_they_can_be(config: RunConfiguration) -> Iterator[Problem]:
-    """No group cuts the weights beside an adapter, or those of an optimizer that takes shards for rows."""
+    """No group cuts the weights of an optimizer that takes shards for rows."""
     for section, (optim, key, sharding) in trained_parts(config).items():
         for name in ("tensor_parallel_size", "expert_parallel_size"):
             if getattr(sharding, name) > 1 and (optim.name != "adamw" or sharding.offload_policy):
@@ -738,16 +738,6 @@ def weights_are_cut_where_they_can_be(config: RunConfiguration) -> Iterator[Prob
                 )
                 hint = f"Set it to 1, or {other} to {'adamw' if optim.name != 'adamw' else 'false'}."
                 yield Problem(f"{key}.{name}", what, hint, (other,))
-    sharded = {key.removesuffix(".fsdp_config"): shards for key, shards in _trained_shards(config).items()}
-    of_learner = {ACTOR: MODEL} if isinstance(config, PPOTrainerConfig) else {}
-    learners = _learners(config)
-    for owner, sharding in sharded.items():
-        section = of_learner.get(owner, owner)
-        for name in ("tensor_parallel_size", "expert_parallel_size"):
-            if getattr(sharding, name) > 1 and learners[section].trains_adapter:
-                what = f"is {getattr(sharding, name)}, and an adapter is trained beside weights that are not cut."
-                hint = "Set it to 1: frozen weights are sharded by FSDP2 in any case."
-                yield Problem(f"{owner}.fsdp_config.{name}", what, hint, (f"{section}.lora_rank",))
 
 
 def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Problem]:

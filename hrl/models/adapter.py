@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -312,6 +312,28 @@ def _load(model: PreTrainedModel, folder: Path) -> None:
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
     """Return peft's layers by name; none for a model without an adapter."""
     return {name: layer for name, layer in module.named_modules() if _NAME in getattr(layer, "lora_A", ())}
+
+
+class AdapterIn(NamedTuple):
+    """What one of peft's layers consists of.
+
+    Attributes:
+        base: The layer without its adapter.
+        a: `A (r, in)`, as a layer.
+        b: `B (out, r)`, likewise.
+    """
+
+    base: nn.Module
+    a: nn.Linear
+    b: nn.Linear
+
+
+def adapter_in(module: nn.Module) -> AdapterIn | None:
+    """Return the parts of one of peft's layers; None of any other module."""
+    if _NAME not in getattr(module, "lora_A", ()):
+        return None
+    layer: Any = module
+    return AdapterIn(layer.base_layer, layer.lora_A[_NAME], layer.lora_B[_NAME])
 
 
 @contextmanager

@@ -53,6 +53,9 @@ class Footprint:
             latent vector for all heads.
         adapter: Number of weights of the adapter that is trained instead of the others; 0 if there is none.
         adapted_layers: Number of layers' matrices that it is added to.
+        experts: Of `parameters`, those of a mixture's experts; 0 if it is none.
+        layer_experts: Of `largest_layer`, likewise.
+        routed_bytes_per_token: The residual stream of a token, once for each expert of a layer that it goes to.
     """
 
     parameters: int
@@ -70,6 +73,9 @@ class Footprint:
     kv_heads: int
     adapter: int = 0
     adapted_layers: int = 0
+    experts: int = 0
+    layer_experts: int = 0
+    routed_bytes_per_token: int = 0
 
     @property
     def trained(self) -> int:
@@ -94,6 +100,7 @@ def footprint(source: ModelSource) -> Footprint:
     from hrl.models.adapter import AdapterError, adapted_layers, add_adapter, is_part
     from hrl.models.loading import decoder_layers, load_causal_lm  # imports transformers
     from hrl.models.ops.residual import widen_residual
+    from hrl.models.tensor_parallel import holds_experts
 
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
@@ -112,11 +119,14 @@ def footprint(source: ModelSource) -> Footprint:
     text = loaded.config.get_text_config()
     layers = [layer for layer, stream in zip(decoder_layers(loaded), streams, strict=True) if stream]  # not a tower's
     adapter = sum(parameter.numel() for name, parameter in loaded.named_parameters() if is_part(name))
+    largest = max(layers, key=_count)
+    mixtures = [module for module in loaded.modules() if holds_experts(module)]
+    visited = (getattr(text, "num_experts_per_tok", None) or 1) if mixtures else 0
     return Footprint(
         parameters=_count(loaded) - adapter,
         embedding=_count(embedding),
         head=0 if tied else _count(head),
-        largest_layer=max(map(_count, layers)),
+        largest_layer=_count(largest),
         num_layers=len(layers),
         hidden_size=text.hidden_size,
         vocab_size=head.weight.shape[0],
@@ -128,6 +138,9 @@ def footprint(source: ModelSource) -> Footprint:
         kv_heads=_kv_heads(text),
         adapter=adapter,
         adapted_layers=len(adapted_layers(loaded)),
+        experts=sum(map(_count, mixtures)),
+        layer_experts=sum(_count(module) for module in largest.modules() if holds_experts(module)),
+        routed_bytes_per_token=2 * text.hidden_size * visited,
     )
 
 

@@ -8,6 +8,9 @@ transformers' own forwards are not used: they wrap activations in DTensors, sum 
 Beside what the plan names, embedding and head are cut by the vocabulary, and a mixture's experts by their number: each
 rank has whole experts. Key heads that are fewer than the ranks are not cut: a rank computes the one that its queries
 read.
+
+Of an adapter (`hrl.models.adapter`) the side that meets a cut one is cut with it: B's rows where columns of the product
+are cut, A's columns where rows are. What A makes of a row's parts is added up over the group, r numbers for a token.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hrl.errors import HrlError
+from hrl.models.adapter import AdapterIn, adapter_in
 from hrl.models.ops.expert_parallel import exchanged_experts
 from hrl.models.ops.tensor_parallel import WeightGroup, gathered, summed
 
@@ -154,17 +158,22 @@ def cut(model: PreTrainedModel, group: WeightGroup) -> None:
     plan, usual = text.base_model_tp_plan, _counts(text).get(_KEY_HEADS, group.size)
     for name, module in decoder.named_modules():
         style = plan.get(_pattern(name))
-        if isinstance(module, nn.Linear) and style in _OF_LINEAR:
+        adapter = adapter_in(module)
+        linear = module if adapter is None else adapter.base
+        if isinstance(linear, nn.Linear) and style in _OF_LINEAR:
             attention = decoder.get_submodule(name.rpartition(".")[0])
             if style == "colwise" and name.endswith(_OF_KEYS):
                 key_heads = _require_shares(attention, usual, group.size)
                 if key_heads < group.size:
-                    _pick_key_head(module, key_heads, group)
+                    for picked in (linear,) if adapter is None else (linear, adapter.b):
+                        _pick_key_head(picked, key_heads, group)
                     continue
-            _cut_linear(module, style, parts)
+            _cut_linear(linear, style, parts)
+            if adapter is not None:
+                _cut_adapter(adapter, style, parts)
             if style == "colwise" and name.endswith(_OF_QUERIES):
                 _cut_sinks(attention, parts)
-        elif _holds_experts(module):
+        elif holds_experts(module):
             _cut_experts(module, parts)
         elif style is not None and style not in _WITHOUT_CUT | _OF_EMBEDDING:
             raise TensorParallelError(f"{type(model).__name__}: hrl does not cut {name}, a {type(module).__name__}")
@@ -203,7 +212,7 @@ def share_out_experts(model: PreTrainedModel, group: WeightGroup) -> None:
     """
     require_experts(model.config, group.size)
     parts = _Parts(group)
-    layers = [module for module in model.get_decoder().modules() if _holds_experts(module)]
+    layers = [module for module in model.get_decoder().modules() if holds_experts(module)]
     if not layers:
         raise TensorParallelError(f"{type(model).__name__} has its experts in a form that hrl does not share out")
     for module in layers:
@@ -258,6 +267,18 @@ def _cut_linear(module: nn.Linear, style: str, parts: _Parts) -> None:
     module.forward = rowwise if dim else colwise
 
 
+def _cut_adapter(adapter: AdapterIn, style: str, parts: _Parts) -> None:
+    """Cut A or B where it meets the side of the layer's weight that is cut.
+
+    The other one every rank has, and gets its share of the gradient: of A from this rank's rows of B, of B from this
+    rank's share of the gradient of what the layer adds to the residual stream.
+    """
+    if _OF_LINEAR[style][0] == 0:
+        _cut_linear(adapter.b, style, parts)
+    else:
+        _cut_linear(adapter.a, style, parts)
+
+
 def _require_shares(attention: nn.Module, usual: int, degree: int) -> int:
     """Return the key heads of a layer, which may have others than the config says of the model.
 
@@ -265,6 +286,8 @@ def _require_shares(attention: nn.Module, usual: int, degree: int) -> int:
         TensorParallelError: The ranks can't share its heads.
     """
     queries, width, groups = (getattr(attention, name, None) for name in (_OF_QUERIES, "head_dim", _GROUPS))
+    if queries is not None and (adapter := adapter_in(queries)) is not None:
+        queries = adapter.base
     if not isinstance(queries, nn.Linear) or not isinstance(width, int) or not isinstance(groups, int):
         return usual
     heads = queries.out_features // width
@@ -316,7 +339,7 @@ def _cut_embedding(module: nn.Embedding, parts: _Parts) -> None:
     module.forward = forward
 
 
-def _holds_experts(module: nn.Module) -> bool:
+def holds_experts(module: nn.Module) -> bool:
     """Return whether a module has all experts of a layer, each weight of all of them in one tensor.
 
     What transformers' `use_experts_implementation` has decorated takes tokens, their experts and their weights.

@@ -258,6 +258,7 @@ class CostModel:
             degree=each.processes,
             offload_policy=sharding.offload_policy and not self.hardware.is_cpu,
             tensor=sharding.tensor_parallel_size,
+            experts=sharding.expert_parallel_size,
         )
 
     def ranks(self, role: str) -> int:

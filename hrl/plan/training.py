@@ -44,6 +44,7 @@ class Learner:
         degree: Ranks that run each micro-batch together.
         offload_policy: Whether weights, gradients and moments are in host memory all the time.
         tensor: Of these, ranks that have the same tokens and parts of the weights.
+        experts: Ranks that share out a mixture's experts, each with tokens of its own.
     """
 
     shape: ModelShape
@@ -62,6 +63,7 @@ class Learner:
     degree: int = 1
     offload_policy: bool = False
     tensor: int = 1
+    experts: int = 1
 
     @property
     def groups(self) -> int:
@@ -128,7 +130,7 @@ class Learner:
 
         Queries and outputs are about as wide as the residual stream. Key heads that are fewer than the ranks are sent
         once to each. The ranks of a tensor group add up what leaves attention and MLP instead, and a sum moves its
-        tensor twice.
+        tensor twice. Tokens that go to experts of other ranks, and back, are another exchange.
         """
         size, copies = self.shape.size, max(1.0, self.degree / self.shape.size.kv_heads)
         per_token = 2 * size.hidden_size * size.num_layers + copies * size.kv_bytes_per_token / 2
@@ -138,20 +140,33 @@ class Learner:
             tokens, per_token = work.packed_tokens(self.groups, self.budget) / self.groups, 4 * size.hidden_size
             per_token *= size.num_layers
         moved = self.compute_bytes * per_token * tokens
-        return passes * gather_s(moved, calls, self.degree, self.hardware, self.assumed)
+        spent = gather_s(moved, calls, self.degree, self.hardware, self.assumed)
+        if self.experts > 1 and size.routed_bytes_per_token:
+            own = work.packed_tokens(self.groups, self.budget) / self.ranks
+            routed = self.compute_bytes * size.routed_bytes_per_token * size.num_layers * own  # there and back
+            spent += gather_s(routed, calls, self.experts, self.hardware, self.assumed)
+        return passes * spent
 
     def _gathers(self, times: int) -> float:
         """Return the seconds of the all-gathers of a micro-batch."""
         size = self.shape.size
         calls = size.num_layers + 2
-        whole, shards = self.compute_bytes * size.parameters / self.tensor, self.shards // self.tensor
-        return times * gather_s(whole, calls, shards, self.hardware, self.assumed)
+        return times * self._over_shards(self.compute_bytes * size.parameters, self.compute_bytes * size.experts, calls)
+
+    def _over_shards(self, whole: float, experts: float, calls: int) -> float:
+        """Return the seconds in which ranks get, or reduce, bytes that are sharded, some of which are of experts."""
+        hardware, assumed = self.hardware, self.assumed
+        if self.experts == 1:
+            return gather_s(whole / self.tensor, calls, self.shards // self.tensor, hardware, assumed)
+        found = gather_s(whole - experts, calls, self.shards, hardware, assumed)
+        return found + gather_s(experts / self.experts, calls, self.shards // self.experts, hardware, assumed)
 
     def _reductions(self) -> float:
         """Return the seconds in which a micro-batch's gradients are reduced, in float32, over shards and replicas."""
         size, assumed, hardware = self.shape.size, self.assumed, self.hardware
         whole = _REDUCE_BYTES * size.trained
-        scattered = gather_s(whole / self.tensor, size.num_layers + 2, self.shards // self.tensor, hardware, assumed)
+        of_experts = 0 if size.adapter else _REDUCE_BYTES * size.experts
+        scattered = self._over_shards(whole, of_experts, size.num_layers + 2)
         return scattered + replicate_s(whole, self.shards, self.ranks // self.shards, hardware, assumed)
 
     def _optimizer_s(self) -> float:

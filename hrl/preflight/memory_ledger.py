@@ -40,6 +40,8 @@ _BACKWARD_OVER_KEPT = 1.45
 _FORWARD_OVER_KEPT, _ADAPTED_OVER_KEPT = 0.7, 0.85
 #: Tensors as wide as the residual stream that each rank of a tensor group has whole in a layer.
 _STREAMS = 4
+#: Copies of the tokens on their way to experts of other ranks and back that a layer has beside its own activations.
+_ROUTED = 3
 #: Number of float32 tiles of logits that the log-prob holds at once: alone, with the entropy, in its backward pass.
 _TILES_ALONE, _TILES, _TILES_BACKWARD = 1.5, 3.0, 1.5
 #: CUDA's context, NCCL's buffers, and memory that the allocator can't release.
@@ -147,6 +149,7 @@ class ResidentModel:
         wide_stream: Whether the residual stream is in float32 beside products of two bytes, as on a CPU.
         shards: Number of processes that share one copy.
         tensor: Of these, those that compute parts of each product of the same tokens.
+        experts: Of these, those that share out a mixture's experts.
         tokens: Tokens of its largest micro-batch on one process.
         accumulates: Whether a mini-batch may have several micro-batches, whose gradients add up.
         recomputed: Number of layers that recompute their activations in the backward pass, the first ones.
@@ -172,6 +175,7 @@ class ResidentModel:
     wide_stream: bool
     shards: int
     tensor: int
+    experts: int
     tokens: int
     accumulates: bool
     recomputed: int
@@ -316,7 +320,8 @@ class ResidentModel:
         kept = self.size.wide_kept_bytes_per_token if self.wide_stream else self.size.kept_bytes_per_token
         whole = self.compute_bytes / 2 * kept * self.tokens
         streams = min(whole, _STREAMS * self._stream)
-        return streams + (whole - streams) / self.tensor
+        routed = self.compute_bytes / 2 * self.size.routed_bytes_per_token * self.tokens * (self.experts > 1)
+        return streams + (whole - streams) / self.tensor + _ROUTED * routed
 
     @property
     def _stream(self) -> float:
@@ -358,7 +363,16 @@ class ResidentModel:
     @property
     def _unit(self) -> float:
         """Weights of the largest layer, as this process gathers them."""
-        return self.size.largest_layer / self.tensor
+        return self._here(self.size.largest_layer, self.size.layer_experts)
+
+    @property
+    def _all(self) -> float:
+        """All weights, as this process gathers them."""
+        return self._here(self.size.parameters, self.size.experts)
+
+    def _here(self, weights: float, experts: float) -> float:
+        """Return how many of these weights, some of which are experts', a process gathers."""
+        return (weights - experts + experts / self.experts) / self.tensor
 
     @property
     def _shared(self) -> float:
@@ -374,7 +388,7 @@ class ResidentModel:
         """
         if self.keeps_cast:
             buffers = units[1:2] if self.shards > 1 else ()
-            return self.compute_bytes * (self.size.parameters / self.tensor - freed + sum(buffers))
+            return self.compute_bytes * (self._all - freed + sum(buffers))
         return self.compute_bytes * sum(units if self.shards > 1 else units[:1]) + self._shared
 
     def _forward(self, *, learns: bool) -> Iterator[list[Entry]]:
@@ -417,13 +431,11 @@ class ResidentModel:
         # Of frozen weights there is no gradient.
         head, embedding, of_layer = (0.0, 0.0, 0.0) if self.has_adapter else (self._head, self._embedding, layer)
         shared = self._embedding if self._shared and not self.has_adapter else 0.0
-        per_layer = size.adapter / size.num_layers if self.has_adapter else layer
-
-        trained = size.trained / self.tensor
+        per_layer = size.adapter / size.num_layers if self.has_adapter else size.largest_layer
+        of_head, of_embedding = head * self.tensor, embedding * self.tensor
 
         def gradients(missing: float) -> float:
-            # Of units as they are gathered, `missing` weights; those are parts in a tensor group.
-            return whole if self.accumulates else whole - self.master_bytes * missing * self.tensor / self.shards
+            return whole if self.accumulates else whole - self.master_bytes * missing / self.shards
 
         tail = self._kept_here + 2 * self._stream
         at_work = _BACKWARD_OVER_KEPT * self._layer
@@ -431,32 +443,32 @@ class ResidentModel:
         # The log-prob's own gradient of the head is float32, and becomes one of the compute dtype.
         yield self._moment(
             gathered=self._gathered(self._head, layer),
-            gradients=gradients(trained),
+            gradients=gradients(size.trained),
             reduced=_REDUCE_BYTES * (head or shared),
             activations=tail,
             logits=_TILES_BACKWARD * self._tile,
         )
         yield self._moment(
             gathered=self._gathered(0, layer, freed=head),
-            gradients=gradients(trained),
+            gradients=gradients(size.trained),
             reduced=self._reduced(head) + self.compute_bytes * shared,
             activations=tail,
         )
         yield self._moment(
             gathered=self._gathered(layer, 0 if self.keeps_cast else layer, freed=head),
-            gradients=gradients(trained - head),
+            gradients=gradients(size.trained - of_head),
             reduced=_REDUCE_BYTES * (head or of_layer) + self.compute_bytes * shared,
             activations=self._kept_here - stored + at_work,
         )
         yield self._moment(
-            gathered=self._gathered(
-                layer, 0.0 if self.keeps_cast else self._embedding, freed=size.parameters / self.tensor - layer
-            ),
-            gradients=gradients(embedding + per_layer),
+            gathered=self._gathered(layer, 0.0 if self.keeps_cast else self._embedding, freed=self._all - layer),
+            gradients=gradients(of_embedding + per_layer),
             reduced=_REDUCE_BYTES * of_layer + self.compute_bytes * shared,
             activations=(self._stream if self.recomputed else 0.0) + at_work,
         )
-        yield self._moment(gradients=gradients(embedding), reduced=self._reduced(embedding), activations=self._stream)
+        yield self._moment(
+            gradients=gradients(of_embedding), reduced=self._reduced(embedding), activations=self._stream
+        )
 
     def _reduced(self, weights: float) -> float:
         """Return the bytes of a unit's gradient while it is summed: as computed, as sent and what comes back."""
@@ -582,6 +594,7 @@ def _resident(
         wide_stream=device == "cpu" and compute_bytes == 2,
         shards=ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
         tensor=fsdp.tensor_parallel_size,
+        experts=fsdp.expert_parallel_size,
         tokens=batch.tokens,
         accumulates=batch.is_one_of_several,
         recomputed=recomputed,

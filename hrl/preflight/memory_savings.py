@@ -98,6 +98,7 @@ def _of_sharding(section: str, sharding: FsdpConfig | ForwardShardingConfig, dev
         yield f"{section}.param_offload", True
     yield f"{section}.ulysses_sequence_parallel_size", 2 * sharding.ulysses_sequence_parallel_size
     yield f"{section}.tensor_parallel_size", 2 * sharding.tensor_parallel_size
+    yield f"{section}.expert_parallel_size", 2 * sharding.expert_parallel_size
     if isinstance(sharding, FsdpConfig):
         if device != "cpu":
             yield f"{section}.optimizer_offload", True

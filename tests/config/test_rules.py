@@ -157,14 +157,6 @@ CASES = [
         },
         f"masters in bf16 are rounded by whole rows, which tensor groups cut. Set {ACTOR}.fsdp_config.model_dtype=",
     ),
-    (
-        {
-            f"{ACTOR}.tensor_parallel_size": 2,
-            "actor_rollout_ref.model.lora_rank": 8,
-            "trainer.n_gpus_per_node": 2,
-        },
-        f"{ACTOR}.fsdp_config.tensor_parallel_size is 2, and an adapter is trained beside weights that are not cut.",
-    ),
     ({"trainer.role_pools": {"actr": "global"}}, "trainer.role_pools.actr is not a role. Did you mean actor?"),
     ({"trainer.role_pools": {"ref": None}}, "trainer.role_pools.ref is null, which only the actor can be"),
     ({"trainer.role_pools": {"actor": None}}, "Set trainer.total_training_steps=0 and trainer.resume_mode=disable"),

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from hrl.models.adapter import AdapterSource, add_adapter
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.expert_parallel import exchanged_experts
 from hrl.models.ops.log_prob import LogitForm, token_statistics
@@ -50,6 +51,10 @@ FAMILIES = {
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
 }
+#: With an adapter on every linear layer: plain, with a key head for both ranks, with projections whose outputs are
+#: gathered and inputs split, and beside experts.
+ADAPTED = ("llama", "qwen2, one key head", "phi3", "qwen2_moe")
+CASES = (*FAMILIES, *(f"{family} with an adapter" for family in ADAPTED))
 #: These models' own norms and routers are computed in float32, where the shares of a gradient round apart.
 TOLERANCE = 1e-6
 EXACT = 1e-12
@@ -57,11 +62,14 @@ EXACT = 1e-12
 
 def build(family: str) -> nn.Module:
     """A random model far from uniform, in float64, ready for packed rows."""
+    family, _, adapter = family.partition(" with an ")
     name, fields = FAMILIES[family]
     config = getattr(transformers, name)(**(SMALL | fields))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float64).eval()
     model.set_experts_implementation("eager")  # torch's grouped product has no float64
+    if adapter:
+        add_adapter(model, AdapterSource(4, 8, "all-linear", None, False, None, seed=0, merge=False), torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -190,7 +198,7 @@ def on_rank(rank: int) -> dict[str, dict[str, dict[str, float]]]:
     shared = {family: experts_case(family, group) for family in MIXTURES} | {"crowded": crowded_case(group)}
     return {
         "heads": heads,
-        "models": {family: family_case(family, group) for family in FAMILIES},
+        "models": {case: family_case(case, group) for case in CASES},
         "experts": shared,
     }
 
@@ -206,7 +214,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return run_ranks(2, folder, on_rank)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_a_cut_model_computes_what_the_whole_one_computes(found, family):
     for rank in found:
         case = rank["models"][family]

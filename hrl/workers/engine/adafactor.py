@@ -54,6 +54,8 @@ class Adafactor(UpdateRule):
         self._weight_decay = weight_decay
         self._bucket_elements = bucket_elements
         self._group = next((group for p in names if (group := shard_group(p)) is not None), None)
+        #: Where the group sums: of state in host memory the device, as a group of a mesh may be its backend's alone.
+        self._meets_on = next((p.device_mesh.device_type for p in names if isinstance(p, DTensor)), device.type)
         self.state = {parameter: self._zeros(parameter) for parameter in names}
 
     def _zeros(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -149,7 +151,11 @@ class Adafactor(UpdateRule):
         if self._group is None or not tensors:
             return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        home = flat.device
+        if home.type != self._meets_on:
+            flat = flat.to(self._meets_on)
         dist.all_reduce(flat, group=self._group)
+        flat = flat.to(home)
         sizes = [tensor.numel() for tensor in tensors]
         return [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
 

@@ -245,6 +245,18 @@ def test_a_step_of_adafactor_by_hand() -> None:
     assert rule.state[weight]["col_var"].flatten().tolist() == pytest.approx(columns)
 
 
+def test_adafactor_sums_where_the_group_is_whatever_holds_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State in host memory of a mesh of GPUs: a group of such a mesh may have no way to sum tensors of the CPU."""
+    rule, summed_on = Adafactor({nn.Parameter(torch.ones(2, 2)): "w"}, weight_decay=0.0, device=CPU), list[str]()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: summed_on.append(tensor.device.type))
+    rule._group, rule._meets_on = dist.GroupMember, "meta"
+    with pytest.raises(NotImplementedError, match="meta"):  # there is nothing to bring back from there
+        rule._sums([torch.ones(2)])
+    rule._meets_on = "cpu"
+    assert rule._sums([torch.ones(2), torch.ones(1, 3)])[1].shape == (1, 3)
+    assert summed_on == ["meta", "cpu"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest(dtype: torch.dtype) -> None:
     mine, theirs = ({each: nn.Parameter(start(each).to(dtype)) for each in SHAPES} for _ in range(2))

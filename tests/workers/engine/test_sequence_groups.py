@@ -48,7 +48,7 @@ pytestmark = pytest.mark.cluster
 BUDGET = 40
 
 
-ADAPTER = AdapterSource(4, 8, "all-linear", None, False, None, seed=3, merge=False)
+ADAPTER = AdapterSource(4, 8, "all-linear", None, False, None, seed=3, merge=True)
 
 
 class Layout(NamedTuple):
@@ -169,7 +169,7 @@ def trained(path: Path, layout: Layout, folder: Path) -> dict[str, Any]:
 
 
 def adapted(path: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """Log-probs of a policy and of its reference, the same without its adapter, after two steps of the adapter."""
+    """Log-probs of a policy, and of its reference without its adapter, after two steps; and what is sent then."""
     batch, ranks = make_batch(), dist.get_world_size()
     batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
     model = model_config(path, adapter=ADAPTER)
@@ -179,7 +179,8 @@ def adapted(path: Path, layout: Layout) -> dict[str, torch.Tensor]:
     plan = layout.plan(batch, ranks, update=False)
     with_it = columns(plan, batch, policy.log_probs)
     without = columns(plan, batch, partial(policy.log_probs, without_adapter=True))
-    return with_it | {f"{name} without": column for name, column in without.items()}
+    sent = {f"sent {name}": tensor for name, tensor in policy.engine.iter_full_params(torch.float64)}
+    return with_it | {f"{name} without": column for name, column in without.items()} | parameters(policy) | sent
 
 
 def resumed(path: Path, layout: Layout, folder: Path) -> dict[str, torch.Tensor]:
@@ -206,7 +207,7 @@ def on_rank(rank: int, llama: Path, qwen2: Path, mixture: Path, single: Path, ro
         folder = root / name
         found[name] = {"llama": results(llama, layout, "float64"), "qwen2": results(qwen2, layout, "float32")}
         found[name] |= {"trained": trained(llama, layout, folder / "state"), "resumed": resumed(llama, layout, single)}
-    found["adapted"] = {name: adapted(llama, layout) for name, layout in OF_TOKENS.items()}
+    found["adapted"] = {name: adapted(llama, layout) for name, layout in LAYOUTS.items()}
     for name, layout in STEPS_ALONE.items():
         found[name] = {"trained": trained(llama, layout, root / name / "state")}
     for name, layout in OF_EXPERTS.items():
@@ -276,9 +277,9 @@ def test_log_probs_entropies_values_and_scores_are_those_of_one_rank(one, four, 
         assert distance(rank[layout][family], one[family]) <= 1e-6
 
 
-@pytest.mark.parametrize("layout", OF_TOKENS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_adapter_learns_and_is_switched_off_as_on_one_rank(one, four, layout):
-    with_it, without = one["adapted"].values()
+    with_it, without, *_ = one["adapted"].values()
     assert (with_it - without).abs().max() > 1e-3, "the adapter has to have learnt something"
     for rank in four:
         assert distance(rank["adapted"][layout], one["adapted"]) <= 1e-9
