@@ -89,6 +89,10 @@ class _Options:
         return None if self.folders[0] == config_folder() else self.folders[0] / f"{self.config_name}.yaml"
 
 
+#: verl's file for Megatron, which is its file for PPO with this key.
+_OF_MEGATRON, _SAYS_MEGATRON = "ppo_megatron_trainer", "model_engine=megatron"
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError([Problem("the command line", f"can't be read: {message}.", "See --help.")])
@@ -184,6 +188,8 @@ def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
     own = name == config_name or any(engine in name for engine in OTHER_ENGINES)
     if own and str(known.config_path) in _BESIDE_THE_PROGRAM and not os.path.isdir(known.config_path):
         known.config_path = None
+    if name == _OF_MEGATRON and known.config_path is None:
+        name, rest = config_name, [_SAYS_MEGATRON, *rest]
     named = {"--config-path": known.config_path, "--config-dir": known.config_dir}
     folders = {option: folder.resolve() for option, folder in named.items() if folder is not None}
     hint = "It is relative to the working folder; without it the files are hrl's own."

@@ -263,6 +263,12 @@ _PPO_CONVERTED: dict[str, Conversion] = {
     f"{RM}.model.fsdp_config.offload_policy": _offload(f"{RM}.model.fsdp_config", "param_offload"),
     f"{ACTOR}.optim.optimizer": _optimizer(f"{ACTOR}.optim"),
     "critic.optim.optimizer": _optimizer("critic.optim"),
+    f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload": _offload(
+        f"{ACTOR}.fsdp_config", "optimizer_offload"
+    ),
+    "critic.optim.override_optimizer_config.optimizer_cpu_offload": _offload(
+        "critic.model.fsdp_config", "optimizer_offload"
+    ),
     "data.gen_batch_size": _sampled_at_once(),
     "reward.function_weight": _one_weighted_function(),
     f"{ROLLOUT}.logprob_diff_alarm": _alarm(SAMPLER_GAP),

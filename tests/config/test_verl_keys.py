@@ -423,9 +423,45 @@ def test_other_places_of_the_same_settings_are_read():
 
 
 def test_a_file_of_another_engine_is_refused_as_one_and_verls_own_folder_is_hrls():
-    (problem, *_) = config_problems(PPO, ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"])
+    (problem, *_) = config_problems(PPO, ["--config-path=config", "--config-name=ppo_veomni_trainer.yaml"])
     assert problem.reason is Reason.ABSENT and "FSDP2" in problem.hint
     assert config_problems(PPO, ["--config-path=config", "--config-name=ppo_trainer", "trainer.total_epochs=1"]) == ()
+
+
+def test_a_line_for_megatron_trains_on_fsdp2_with_its_sizes_and_says_so():
+    megatron, transformer = f"{ACTOR}.megatron", f"{ACTOR}.megatron.override_transformer_config"
+    line = [
+        "--config-path=config",
+        "--config-name=ppo_megatron_trainer.yaml",
+        "trainer.n_gpus_per_node=8",
+        f"{ACTOR}.strategy=megatron",
+        f"{megatron}.tensor_model_parallel_size=4",
+        f"{megatron}.pipeline_model_parallel_size=1",
+        f"{megatron}.param_offload=true",
+        f"{megatron}.optimizer_offload=true",
+        f"{megatron}.grad_offload=true",
+        f"{megatron}.use_mbridge=true",
+        f"{REF}.megatron.param_offload=true",
+        f"+{transformer}.recompute_granularity=full",
+        f"+{transformer}.moe_aux_loss_coeff=0",
+        f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=true",
+    ]
+    config = compose_kind(PPO, [*line, "data.train_files=rows.parquet"])
+    sharding = config.actor_rollout_ref.actor.fsdp_config
+    assert (sharding.tensor_parallel_size, sharding.param_offload, sharding.optimizer_offload) == (4, True, True)
+    assert config.actor_rollout_ref.ref.fsdp_config.param_offload
+    (remark,) = [remark for remark in config.remarks if "taken without effect" in remark]
+    assert "model_engine='megatron'" in remark and f"{ACTOR}.strategy='megatron'" in remark
+    assert "training runs on FSDP2" in remark
+    for more, reason in {
+        f"{megatron}.pipeline_model_parallel_size=2": Reason.ABSENT,
+        f"+{megatron}.virtual_pipeline_model_parallel_size=2": Reason.ABSENT,
+        f"+{transformer}.moe_z_loss_coeff=0.1": Reason.ABSENT,
+        f"+{transformer}.moe_aux_loss_coeff=0.1": Reason.ALTERNATIVE,
+        f"{megatron}.use_dist_checkpointing=true": Reason.ALTERNATIVE,
+    }.items():
+        (problem,) = config_problems(PPO, [*line, "data.train_files=rows.parquet", more])
+        assert problem.reason is reason, problem
 
 
 def test_a_row_that_is_cut_over_processes_needs_the_budget_of_all_of_them():

@@ -1,9 +1,9 @@
 """What the phases of a step take on a rank of a sharded model, without storage, as torch's own tracker counts it.
 
-`python -m tests.preflight.tracked_step [NAME ...]` prints the ledger of `hrl check` beside it, for models and numbers
-of ranks that no machine here has. To be called in a process of its own, whose modules it changes. The process group is
-fake, so that a machine without a GPU can play rank 0 of any number of ranks; tensors have sizes and nothing in them.
-Attention stands in for the variable-length kernels, which keep queries, keys, values, output and log-sum-exps.
+`python -m tests.preflight.tracked_step` prints the ledger of `hrl check` beside it, for models and numbers of ranks
+that no machine here has. To be called in a process of its own, whose modules it changes. The process group is fake, so
+that a machine without a GPU can play rank 0 of any number of ranks; tensors have sizes and nothing in them. Attention
+stands in for the variable-length kernels, which keep queries, keys, values, output and log-sum-exps.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hrl.config.model import LearnerConfig
-from hrl.models import packed_model, tensor_parallel
+from hrl.models import packed_model
 from hrl.models.adapter import adapter_of, add_adapter
 from hrl.models.footprint import Footprint, footprint
 from hrl.models.loading import Loaded, ModelSource, load_causal_lm
-from hrl.models.ops import attention, expert_parallel, log_prob, residual
-from hrl.models.ops.tensor_parallel import WeightGroup
+from hrl.models.ops import attention, log_prob, residual
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, pack_micro_batch
 from hrl.preflight.memory_ledger import ResidentModel
 from hrl.workers.engine import casts, sharding
-from tests.plan.models import EXPERTS, SEVEN, SEVENTY, THIRTY_TWO
+from tests.plan.models import SEVEN, SEVENTY, THIRTY_TWO
 
 DEVICE = torch.device("cpu")
 CARD = torch.device("cuda")  # whose rules hold
@@ -56,7 +54,6 @@ class Case:
         recompute: Whether layers are computed again in the backward pass.
         reshards: Whether weights are freed between forward and backward.
         lora_rank: Of the adapter that is trained in its place; 0 is none.
-        experts: Ranks that share out a mixture's experts.
     """
 
     config: dict[str, Any]
@@ -65,7 +62,6 @@ class Case:
     recompute: bool = True
     reshards: bool = True
     lora_rank: int = 0
-    experts: int = 1
 
 
 class _Varlen(torch.autograd.Function):
@@ -80,25 +76,6 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
-def _evenly_exchanged(
-    compute: Any,
-    states: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    num_experts: int,
-    group: WeightGroup,
-) -> torch.Tensor:
-    """`exchanged_experts` where each expert gets as many tokens as any other, so that no size depends on numbers."""
-    order = chosen.flatten().sort(stable=True)[1]
-    tokens, each = order // chosen.shape[1], [len(order) // group.size] * group.size
-    arrived = expert_parallel._Exchange.apply(states[tokens], each, each, group)
-    experts = torch.zeros(len(order), 1, dtype=torch.int64)
-    made = compute(arrived, experts, weights.new_ones(len(order), 1))
-    back = expert_parallel._Exchange.apply(made, each, each, group) * weights.flatten()[order, None]
-    return torch.zeros_like(states).index_add(0, tokens, back.to(states.dtype))
 
 
 def _rows(tokens: int) -> TokenRows:
@@ -132,18 +109,11 @@ def _give_fake_storage(module: nn.Module) -> None:
     for holder in module.modules():
         for name, parameter in holder._parameters.items():
             if parameter is not None and id(parameter) not in given:
-                empty = _empty(parameter)
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
                 given[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             holder._parameters[name] = None if parameter is None else given[id(parameter)]
         for name, buffer in holder._buffers.items():
             holder._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _empty(parameter: nn.Parameter) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return torch.empty(parameter.shape, dtype=parameter.dtype)
-    local = torch.empty(parameter._local_tensor.shape, dtype=parameter.dtype)
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 class _Tracker(FSDPMemTracker):
@@ -168,16 +138,11 @@ def tracked_step(case: Case) -> tuple[Footprint, dict[str, int]]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     mesh = sharding.build_mesh(DEVICE, -1)
     module = packed_model.PackedCausalLM(loaded.model)
-    weight_mesh = sharding.build_weight_mesh(DEVICE, -1, 1, case.experts)
-    if weight_mesh is not None:
-        tensor_parallel.exchanged_experts = _evenly_exchanged
-        module.share_out_experts(weight_mesh.group)
-    options = SimpleNamespace(dtype="bfloat16", reshard_after_forward=case.reshards)
     rows = pack_micro_batch(_rows(case.tokens), (0, 1, 2, 3), share_prefix=False, wanted="next", device=DEVICE)
     peaks: dict[str, int] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # the ranks of meshes are not fake
+    with FakeTensorMode() as fake:
         _give_fake_storage(module)
-        sharding._shard(module, loaded, options, mesh, weight_mesh=weight_mesh)
+        sharding._shard(module, loaded, SimpleNamespace(dtype="bfloat16", reshard_after_forward=case.reshards), mesh)
         packed = _without_storage(rows, fake)
         tracker = _Tracker(module)
         tracker.track_inputs((packed.input_ids,))
@@ -210,7 +175,7 @@ def said_of(case: Case, size: Footprint) -> dict[str, float]:
         wide_stream=False,
         shards=case.ranks,
         tensor=1,
-        experts=case.experts,
+        experts=1,  # the tracker takes one mesh for all parameters of a layer
         tokens=case.tokens,
         accumulates=True,
         recomputed=size.num_layers if case.recompute else 0,
@@ -230,12 +195,9 @@ def said_of(case: Case, size: Footprint) -> dict[str, float]:
 
 def main() -> None:
     """Print a line for each model and phase."""
-    sizes = {"7B on 1": (SEVEN, 1), "7B on 8": (SEVEN, 8), "32B on 8": (THIRTY_TWO, 8), "70B on 64": (SEVENTY, 64)}
-    cases = {name: Case(config, ranks, 8192) for name, (config, ranks) in sizes.items()}
-    cases["30B-A3B on 16"] = Case(EXPERTS, 16, 8192)
-    cases["30B-A3B on 16, experts shared out to 8"] = Case(EXPERTS, 16, 8192, experts=8)
-    for name in sys.argv[1:] or cases:
-        case = cases[name]
+    cases = {"7B on 1": (SEVEN, 1), "7B on 8": (SEVEN, 8), "32B on 8": (THIRTY_TWO, 8), "70B on 64": (SEVENTY, 64)}
+    for name, (config, ranks) in cases.items():
+        case = Case(config, ranks, 8192)
         size, peaks = tracked_step(case)
         for phase, said in said_of(case, size).items():
             found = peaks[phase]

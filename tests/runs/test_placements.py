@@ -36,6 +36,7 @@ EVERY_ROLE_METRICS = (
 
 
 def test_all_colocated_on_two_ranks_with_one_tensor_parallel_engine(runner: Runner, tmp_path: Path) -> None:
+    """The actor and its reference are cut over the two ranks as well, and the critic is sharded."""
     run = runner(
         tmp_path / "run",
         *PPO,
@@ -43,6 +44,8 @@ def test_all_colocated_on_two_ranks_with_one_tensor_parallel_engine(runner: Runn
         "placement=colocated",
         "trainer.total_training_steps=2",
         "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.tensor_parallel_size=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",  # by which weights move, whose sync the second step samples from
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     )
     assert [record["step"] for record in run.metrics] == [1, 2]
