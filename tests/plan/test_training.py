@@ -148,6 +148,21 @@ def test_ranks_that_share_their_rows_share_products_and_exchange_heads():
     assert EXCHANGES not in alone.forward(WORK)
 
 
+def test_shared_out_experts_are_gathered_by_fewer_ranks_and_their_tokens_travel():
+    experts, routed = 100_000_000, 2 * 576 * 8
+    size = replace(SMOL.size, experts=experts, routed_bytes_per_token=routed)
+    slow = replace(H100, link_rate=1e6)
+    eight = replace(ONE, ranks=8, shards=8, hardware=slow, shape=replace(SMOL, size=size))
+    four = replace(eight, experts=4)
+    rate, passes = 1e6 * ON_GPU.collective_share, -(-TOKENS // 8 // 16384)
+    # Seven eighths of everything else; of an expert's quarter the other half, and of the rest nothing.
+    gathered = 2 * ((134515008 - experts) * 7 / 8 + experts / 4 / 2) / rate + 32 * (7 + 1) * ON_GPU.hop_s
+    hidden = ON_GPU.overlap * eight.forward(WORK)[PRODUCTS] * 1.02
+    assert four.forward(WORK)[GATHERS] == pytest.approx(passes * gathered - hidden)
+    exchanged = 2 * 2 * 576 * 8 * 30 * TOKENS / 8 * 3 / 4 / rate + 2 * 30 * passes * 3 * ON_GPU.hop_s
+    assert EXCHANGES not in eight.forward(WORK) and four.forward(WORK)[EXCHANGES] == pytest.approx(exchanged)
+
+
 def test_a_long_row_keeps_no_rank_of_its_group_waiting():
     few = Workload(prompts=1, samples=1, prompt=512, response=32000, longest_response=32000)
     alone, shared = (replace(ONE, ranks=8, shards=8, degree=degree, budget=65536) for degree in (1, 8))

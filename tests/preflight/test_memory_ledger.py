@@ -374,6 +374,25 @@ def test_a_tensor_group_divides_what_is_gathered_and_not_what_is_stored():
     assert by_degree[1]["actor activations"] - by_degree[2]["actor activations"] == pytest.approx(saved)
 
 
+def test_shared_out_experts_are_gathered_by_the_ranks_that_have_them_and_their_tokens_travel():
+    in_a_layer = 200_000_000
+    mixture = replace(SEVEN, experts=28 * in_a_layer, layer_experts=in_a_layer, routed_bytes_per_token=2 * 3584 * 8)
+    by_degree = {}
+    for degree in (1, 4):
+        given = config(*ONE_CARD, "trainer.n_gpus_per_node=8", f"actor_rollout_ref.actor.expert_parallel_size={degree}")
+        (ledger,) = cards(given, mixture)
+        by_degree[degree] = {phase.name: phase_of(ledger, phase.name) for phase in ledger.phases}
+    for phase in ("actor backward", "actor optimizer"):
+        for stored in ("actor weights", "actor gradients", "actor moments"):
+            assert by_degree[1][phase][stored] == by_degree[4][phase][stored]
+    (alone, shared) = (by_degree[degree]["actor backward"] for degree in (1, 4))
+    away = in_a_layer * 3 / 4
+    # Two layers' weights at a time, in two bytes. What is summed beside them is the gradient of the head.
+    assert alone["actor gathered weights"] - shared["actor gathered weights"] == pytest.approx(2 * 2 * away)
+    routed = 3 * mixture.routed_bytes_per_token * 8192
+    assert shared["actor activations"] - alone["actor activations"] == pytest.approx(1.45 * routed)
+
+
 def test_a_reward_model_scores_validations_beside_an_engine_that_is_awake():
     keys = (*OFFLOADED, "reward.reward_model.enable=true", "reward.reward_model.model.path=rm")
     engines = {}
