@@ -41,7 +41,7 @@ $(STAMP): $(LOCK) pyproject.toml
 
 install-dev: $(DEV_STAMP)  ## the same, and what tests and the documentation need
 
-$(DEV_STAMP): requirements/dev.lock requirements/trackers.lock requirements/stores.lock requirements/environments.lock requirements/agents.lock requirements/optimizers.lock $(STAMP)
+$(DEV_STAMP): requirements/dev.lock requirements/trackers.lock requirements/stores.lock requirements/environments.lock requirements/agents.lock requirements/optimizers.lock requirements/quantizers.lock $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/dev.lock
 	@# Trackers go into a folder of their own, where only their tests look: other packages import those that they find.
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/trackers -r requirements/trackers.lock
@@ -51,8 +51,9 @@ $(DEV_STAMP): requirements/dev.lock requirements/trackers.lock requirements/stor
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/environments -r requirements/environments.lock
 	@# And frameworks for agents, which tests let play episodes.
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/agents -r requirements/agents.lock
-	@# And packages of optimizers, which transformers and peft would import in every process.
+	@# And packages of optimizers and of weights in 4 bits, which transformers and peft would import in every process.
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/optimizers -r requirements/optimizers.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/quantizers -r requirements/quantizers.lock
 	@touch $@
 
 demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.models.tiny import save_llama
 
     return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes() -> Iterator[None]:
+    """The folder of packages that are not for everybody."""
+    folder = str(Path(sys.prefix) / "quantizers")
+    sys.path.append(folder)
+    yield
+    sys.path.remove(folder)
 
 
 @pytest.fixture

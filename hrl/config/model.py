@@ -150,6 +150,9 @@ class LearnerConfig(BackboneConfig):
     keys; null begins with one that changes nothing."""
     use_rslora: bool = False
     """Multiply by `lora_alpha / sqrt(lora_rank)` instead (rsLoRA), so that a high rank does not learn more slowly."""
+    load_in_4bit: bool = False
+    """Hold the frozen linear layers in 4 bits (NF4), a quarter of what they take in bfloat16 (QLoRA); needs an adapter
+    and the package bitsandbytes. Engines sample from the same rounded weights."""
 
     @property
     def trains_adapter(self) -> bool:

@@ -717,6 +717,31 @@ def _learners(config: RunConfiguration) -> Mapping[str, LearnerConfig]:
     return {"model": config.model}
 
 
+def weights_in_4_bits_are_frozen(config: RunConfiguration) -> Iterator[Problem]:
+    """Nothing but an adapter is trained beside weights in 4 bits."""
+    for section, model in _learners(config).items():
+        if model.load_in_4bit and not model.trains_adapter:
+            what = "is true, and weights of 4 bits can't be trained themselves."
+            hint = f"Set {section}.lora_rank, for an adapter beside them, or remove it."
+            yield Problem(f"{section}.load_in_4bit", what, hint, (f"{section}.lora_rank",))
+
+
+#: Arguments of vLLM by which its loader rounds weights.
+_OF_LOADING = ("load_format", "additional_config", "model_loader_extra_config")
+
+
+def an_engine_rounds_what_it_loads(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Under an adapter that is sent alone, an engine's own loader gives it the trainer's numbers in 4 bits."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if not model.load_in_4bit or model.lora.merge or rollout.name != "vllm":
+        return
+    for name in rollout.engine_kwargs.get("vllm") or ():
+        if name in _OF_LOADING:
+            what = f"sets vLLM's {name}, and with {MODEL}.load_in_4bit the engine rounds weights as it loads them."
+            hint = f"Remove it, or set {MODEL}.lora.merge=true."
+            yield Problem(_ENGINE_KWARGS, what, hint, (f"{MODEL}.load_in_4bit", f"{MODEL}.lora.merge"))
+
+
 def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Engines that are alone sample from the model's folder, to which nothing adds an adapter."""
     model = config.actor_rollout_ref.model
@@ -825,6 +850,8 @@ PPO_RULES: tuple[Rule, ...] = (
     an_episode_ends_before_its_phase,
     episodes_are_played_where_the_policy_is_served,
     adapters_name_layers,
+    weights_in_4_bits_are_frozen,
+    an_engine_rounds_what_it_loads,
     an_adapter_is_of_a_policy_that_learns,
     the_engine_has_kernels_for_the_rank,
     replayed_experts_come_from_somewhere,
@@ -843,6 +870,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     resume_names_its_folder,
     checkpoints_can_be_resumed,
     adapters_name_layers,
+    weights_in_4_bits_are_frozen,
 )
 DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 

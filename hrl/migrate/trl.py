@@ -523,7 +523,12 @@ def _adapter(given: Given, into: Migrated) -> None:
         why = f"set {section}.lora_rank, lora_alpha and target_modules to what it has (r, lora_alpha, target_modules)"
         into.lost.append(Remark(given.word("peft_config"), why))
     if not given.is_on("use_peft"):
+        if given.is_on("load_in_4bit"):
+            why = f"weights of 4 bits are frozen: set {section}.lora_rank and {section}.load_in_4bit=true"
+            into.lost.append(Remark(given.word("load_in_4bit"), why))
         return
+    if given.is_on("load_in_4bit"):
+        into.set({f"{section}.load_in_4bit": True})
     rank, alpha = int(given.number("lora_r", 16)), int(given.number("lora_alpha", 32))
     into.set({f"{section}.lora_rank": rank, f"{section}.lora_alpha": alpha})
     if given.is_on("use_rslora"):

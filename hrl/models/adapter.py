@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hrl.errors import HrlError
 from hrl.files import expanded
+from hrl.models.source import hub_snapshot
 from hrl.nearest import did_you_mean
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+#: In the header of the file of weights: the checksum of the weights that it was trained beside, those in 4 bits left
+#: out, and the dtypes of all of them; `torch.uint8` is that of 4 bits.
+BASE_CHECKSUM, BASE_DTYPES = "base_checksum", "base_dtypes"
 #: peft's name of the only adapter, which is a part of parameters' names in memory and of none in a file.
 _NAME = "default"
 #: What peft puts before a parameter's name in a file.
@@ -79,6 +83,7 @@ class AdapterSource:
         path: Folder of an adapter to go on from, whose own configuration holds instead of the fields above.
         seed: Of the run, by which `A` is drawn.
         merge: Whether engines get the model with the adapter added to it, instead of the adapter alone.
+        load_in_4bit: Whether the model's linear layers are held in 4 bits (`hrl.models.four_bit`).
     """
 
     rank: int
@@ -89,6 +94,7 @@ class AdapterSource:
     path: str | None
     seed: int
     merge: bool
+    load_in_4bit: bool = False
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any] | None) -> Self | None:
@@ -136,6 +142,7 @@ def adapter_of(section: LearnerConfig, seed: int) -> AdapterSource | None:
         path=None if section.lora_adapter_path is None else str(expanded(section.lora_adapter_path)),
         seed=seed,
         merge=isinstance(section, PolicyModelConfig) and section.lora.merge,
+        load_in_4bit=section.load_in_4bit,
     )
 
 
@@ -192,7 +199,9 @@ def add_adapter(model: PreTrainedModel, source: AdapterSource, dtype: torch.dtyp
     config.target_modules = target_names(model, config)  # type: ignore[assignment]
     config.exclude_modules = None  # they are left out already
     config.modules_to_save = None  # what is trained as a whole stays where it is
-    config.base_model_name_or_path = model.config.name_or_path
+    # A folder of the hub's cache is nowhere else.
+    of_hub = hub_snapshot(Path(model.config.name_or_path))
+    config.base_model_name_or_path, config.revision = of_hub or (model.config.name_or_path, None)
     is_empty = next(model.parameters()).is_meta
     # By a model's type peft takes the names of a mixture's linear layers for those of its experts, whose weights, many
     # in one tensor, it would adapt in their place. It is given the modules alone, of which names are names.
@@ -226,9 +235,8 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
     heads = [model.get_output_embeddings(), getattr(model, _HEAD, None)]
     modules = dict(model.named_modules())
-    # What some families call their decoder has the head in it.
-    in_decoder = {id(module) for module in model.get_decoder().modules()} - {id(head) for head in heads}
-    there = [name for name, module in modules.items() if _is_linear(module) and id(module) in in_decoder]
+    in_decoder = {id(module) for module in model.get_decoder().modules()}
+    there = list(decoder_linears(model))
     linear = set(there)
     asked = config.target_modules
     if asked == ALL_LINEAR:
@@ -263,6 +271,18 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         )
     ends = _ends(found)
     return ends if set(found) == {name for name in modules if name.rpartition(".")[2] in ends} else found
+
+
+def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linear layers of the text decoder by name, those of an adapter and the heads left out."""
+    # What some families call their decoder has the head in it.
+    heads = {id(model.get_output_embeddings()), id(getattr(model, _HEAD, None))}
+    in_decoder = {id(module) for module in model.get_decoder().modules()} - heads
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if _is_linear(module) and id(module) in in_decoder and not is_part(f"{name}.weight")
+    }
 
 
 def _is_linear(module: nn.Module) -> bool:

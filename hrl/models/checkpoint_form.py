@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hrl.models.adapter import is_part, name_in_file, name_without
+from hrl.models.four_bit import layers_in_4bit
 
 
 class CheckpointTensor(NamedTuple):
@@ -51,6 +52,8 @@ class CheckpointForm:
             for name, tensor in tensors.items()
             if name not in parts
         }
+        for name, layer in layers_in_4bit(model):
+            empty[name_without(name)] = torch.empty(layer.out_features, layer.in_features, device="meta")
         who = f"{type(model).__name__} at {model.config.name_or_path}"
         try:
             together = revert_weight_conversion(model, empty)
@@ -78,7 +81,7 @@ class CheckpointForm:
 
         Args:
             name: Name in memory.
-            tensor: The whole tensor of that name.
+            tensor: The whole tensor of that name; of one that is held in 4 bits, its numbers.
         """
         name = name_without(name)
         pieces = self._pieces[name]

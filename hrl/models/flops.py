@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hrl.models.four_bit import Linear4bit
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -76,6 +78,10 @@ class ModelFlops:
             share = _visited_share(text, config, name, module)
             if share is None:
                 return None
+            if isinstance(module, Linear4bit):  # whose parameter is bytes
+                weights += share * module.in_features * module.out_features
+                frozen += share * module.in_features * module.out_features
+                continue
             matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2]
             weights += share * sum(p.numel() for p in matrices)
             frozen += share * sum(p.numel() for p in matrices if not p.requires_grad)

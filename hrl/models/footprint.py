@@ -56,6 +56,7 @@ class Footprint:
         experts: Of `parameters`, those of a mixture's experts; 0 if it is none.
         layer_experts: Of `largest_layer`, likewise.
         routed_bytes_per_token: The residual stream of a token, once for each expert of a layer that it goes to.
+        in_4_bits: Number of the weights beside it that are held in 4 bits.
     """
 
     parameters: int
@@ -76,6 +77,7 @@ class Footprint:
     experts: int = 0
     layer_experts: int = 0
     routed_bytes_per_token: int = 0
+    in_4_bits: int = 0
 
     @property
     def trained(self) -> int:
@@ -97,7 +99,7 @@ def footprint(source: ModelSource) -> Footprint:
         FootprintError: The model can't be built or run without its weights.
         AdapterError: The adapter does not fit the model.
     """
-    from hrl.models.adapter import AdapterError, adapted_layers, add_adapter, is_part
+    from hrl.models.adapter import AdapterError, adapted_layers, add_adapter, decoder_linears, is_part
     from hrl.models.loading import decoder_layers, load_causal_lm  # imports transformers
     from hrl.models.ops.residual import widen_residual
     from hrl.models.tensor_parallel import holds_experts
@@ -114,6 +116,7 @@ def footprint(source: ModelSource) -> Footprint:
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
         name = Path(source.path).name
         raise FootprintError(f"{name} can't be sized without its weights ({type(error).__name__}: {error})") from error
+    holds_4_bits = source.adapter is not None and source.adapter.load_in_4bit
     embedding, head = loaded.get_input_embeddings(), loaded.get_output_embeddings()
     tied = embedding.weight is head.weight
     text = loaded.config.get_text_config()
@@ -141,6 +144,7 @@ def footprint(source: ModelSource) -> Footprint:
         experts=sum(map(_count, mixtures)),
         layer_experts=sum(_count(module) for module in largest.modules() if holds_experts(module)),
         routed_bytes_per_token=2 * text.hidden_size * visited,
+        in_4_bits=sum(linear.weight.numel() for linear in decoder_linears(loaded).values()) * holds_4_bits,
     )
 
 

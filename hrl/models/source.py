@@ -241,11 +241,19 @@ def find_on_this_node(folder: str | os.PathLike[str]) -> Path:
     return found
 
 
+def hub_snapshot(folder: Path) -> tuple[str, str] | None:
+    """Return the hub id and the revision of a folder in huggingface_hub's cache; None of any other folder."""
+    repository = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not repository.startswith(_HUB_REPOSITORY):
+        return None
+    return repository.removeprefix(_HUB_REPOSITORY).replace("--", "/"), folder.name
+
+
 def _make_again(folder: Path) -> Path | None:
     """Return the same model in this node's cache; None if the folder is the user's own."""
-    repository = folder.parent.parent.name
-    if folder.parent.name == "snapshots" and repository.startswith(_HUB_REPOSITORY):
-        return _download(repository.removeprefix(_HUB_REPOSITORY).replace("--", "/"), revision=folder.name)
+    snapshot = hub_snapshot(folder)
+    if snapshot is not None:
+        return _download(snapshot[0], revision=snapshot[1])
     if folder.parent.name == _CONVERTED:
         names = [name for name in BUNDLED_MODELS if folder.name.startswith(f"{name}-")]
         return _resolve_bundled(names[0]) if names else None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hrl.cluster.machine import LEAST_OBJECT_STORE_BYTES, MOST_RANKS_PER_CORE, available_cores, crowding
 from hrl.config.arithmetic import Fact, count
-from hrl.config.outline import RunConfiguration
+from hrl.config.outline import Outline, RunConfiguration
 from hrl.config.rollout import RolloutConfig
 from hrl.config.rules import trained_parts
 from hrl.config.trainer import RunConfig
@@ -37,6 +37,15 @@ def look_at_optimizers(findings: Findings, config: RunConfiguration) -> None:
         if optim.name == "adamw8bit" and find_spec("torchao") is None:
             hint = "In hrl's checkout, uv pip install -e '.[torchao]'; or take another optimizer."
             findings.problem(f"{section}.name", "is adamw8bit, which needs the package torchao; it is not here.", hint)
+
+
+def look_at_4_bits(findings: Findings, outline: Outline) -> None:
+    """Check that the package is installed that holds weights in 4 bits."""
+    for model in outline.models.values():
+        if model.learner is not None and model.learner.load_in_4bit and find_spec("bitsandbytes") is None:
+            hint = "In hrl's checkout, uv pip install -e '.[bitsandbytes]'; or leave the weights in 16 bits."
+            key = f"{model.key.rpartition('.')[0]}.load_in_4bit"
+            findings.problem(key, "is true, which needs the package bitsandbytes; it is not here.", hint)
 
 
 def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:

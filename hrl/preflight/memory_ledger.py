@@ -21,6 +21,7 @@ from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.dtypes import dtype_of
 from hrl.models.footprint import Footprint
+from hrl.models.four_bit import BYTES_PER_WEIGHT
 from hrl.models.ops.log_prob import default_chunk
 from hrl.workers.engine.casts import keeps_cast_parameters
 
@@ -200,8 +201,21 @@ class ResidentModel:
 
     @property
     def frozen(self) -> float:
-        """Bytes of its share of the weights beside an adapter, which are stored as matrix products read them."""
-        return self.compute_bytes * self.size.parameters / self.shards if self.has_adapter else 0.0
+        """Bytes of its share of the weights beside an adapter, stored as matrix products read them or in 4 bits."""
+        return self._frozen_bytes * self.size.parameters / self.shards if self.has_adapter else 0.0
+
+    @property
+    def _frozen_bytes(self) -> float:
+        """Mean bytes of a weight beside an adapter: those of 4 bits are in full only while their layer multiplies."""
+        share = self.size.in_4_bits / self.size.parameters
+        return self.compute_bytes * (1 - share) + BYTES_PER_WEIGHT * share
+
+    @property
+    def read(self) -> float:
+        """Bytes of the whole model as rank 0 reads it, before weights are held in 4 bits."""
+        if self.has_adapter:
+            return self.compute_bytes * self.size.parameters + self.master_bytes * self.size.adapter
+        return self.weights * self.shards
 
     @property
     def trained_weights(self) -> float:
@@ -388,7 +402,10 @@ class ResidentModel:
         """
         if self.keeps_cast:
             buffers = units[1:2] if self.shards > 1 else ()
-            return self.compute_bytes * (self._all - freed + sum(buffers))
+            each = self._frozen_bytes if self.has_adapter else self.compute_bytes
+            # What is held in 4 bits is in full while its layer multiplies.
+            at_work = self.compute_bytes * units[0] if self.size.in_4_bits and units else 0.0
+            return each * (self._all - freed + sum(buffers)) + at_work
         return self.compute_bytes * sum(units if self.shards > 1 else units[:1]) + self._shared
 
     def _forward(self, *, learns: bool) -> Iterator[list[Entry]]:
@@ -486,6 +503,8 @@ class EngineMemory:
     Attributes:
         weights: Bytes of weights per process.
         sent: Those of them that a weight sync brings.
+        copies: Bytes of the two copies of an adapter that a process keeps on a GPU beside the matrices of its layers:
+            what was sent, to compare with, and what vLLM's manager has. They stay while the engine sleeps.
         utilization: Share of a GPU that vLLM takes while awake.
         cache: Bytes of the KV cache on a CPU.
         one_sequence: Bytes of the KV cache for the longest sequence.
@@ -499,6 +518,7 @@ class EngineMemory:
 
     weights: float
     sent: float
+    copies: float
     utilization: float
     cache: float
     one_sequence: float
@@ -711,6 +731,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool, is_sy
     return EngineMemory(
         weights=width * size.parameters / ranks,
         sent=width * (size.adapter if sends_adapter else size.parameters) / ranks,
+        copies=2.0 * width * size.adapter if sends_adapter and rollout.name == "vllm" else 0.0,
         utilization=rollout.gpu_memory_utilization,
         cache=rollout.kv_cache_gib * GIB,
         one_sequence=size.kv_bytes_per_token * width / 2 * longest * size.cache_share(ranks),
@@ -737,6 +758,9 @@ def _card(pool: _Pool, capacity_bytes: float | None, *, saves: bool) -> Iterator
     """Yield the phases of a GPU: start, engine start and generation, then every model in turn, sync and checkpoint."""
     models, engine = pool.models, pool.engine
     idle = [entry for model in models for entry in model.idle()]
+    copies: list[Entry] = []  # since the first sync
+    if engine is not None and engine.copies and (engine.shares or not models):
+        copies = [Entry("engine's copies of the adapter", engine.copies, Column.ENGINE)]
     for index, model in enumerate(models):
         # Models are loaded one after the other, each from shards that rank 0 sends tensor by tensor.
         there = [entry for earlier in models[:index] for entry in earlier.idle()]
@@ -750,28 +774,28 @@ def _card(pool: _Pool, capacity_bytes: float | None, *, saves: bool) -> Iterator
         awake = Entry("engine", share, Column.ENGINE)
         # vLLM starts only where its whole share is free.
         yield MemoryPhase("engine start", (*idle, awake, *_overhead()))
-        yield MemoryPhase("generation", (*idle, awake, *_overhead()))
+        yield MemoryPhase("generation", (*idle, awake, *copies, *_overhead()))
         asleep = [_asleep() if engine.sleeps else awake] if engine.shares else []
         if not models:
             if engine.is_synced:
-                yield MemoryPhase("weight sync", (awake, *_reload(engine), *_overhead()))
+                yield MemoryPhase("weight sync", (awake, *copies, *_reload(engine), *_overhead()))
             return
     for model in models:
         others = [entry for other in models if other is not model for entry in other.idle()]
         beside = [awake] if engine is not None and engine.shares and model.scores_beside_engine else asleep
         for name, work in model.phases():
-            yield MemoryPhase(name, (*work, *others, *beside, *_overhead()))
+            yield MemoryPhase(name, (*work, *others, *beside, *copies, *_overhead()))
     largest = max((model.largest_gathered for model in models if model.trained), default=0.0)
     whole = [Entry("a whole tensor", largest, Column.WEIGHTS, certain=False)] if largest else []
     if engine is not None and engine.shares:
         weights = Entry("engine weights", engine.weights, Column.ENGINE)
         half_awake = [weights, _asleep()] if engine.sleeps else [awake]
         # Offloaded shards stay in host memory; each one comes to the device in turn.
-        yield MemoryPhase("weight sync", (*idle, *half_awake, *_reload(engine), *whole, *_overhead()))
+        yield MemoryPhase("weight sync", (*idle, *half_awake, *copies, *_reload(engine), *whole, *_overhead()))
     if saves and whole:
         # State is written from where it lies; the tensors of the folder `hf` are gathered one by one.
         now = [awake] if engine is not None and engine.shares else []
-        yield MemoryPhase("checkpoint", (*idle, *now, *whole, *_overhead()))
+        yield MemoryPhase("checkpoint", (*idle, *now, *copies, *whole, *_overhead()))
 
 
 def _host(pools: list[_Pool], *, saves: bool) -> Ledger:
@@ -782,8 +806,7 @@ def _host(pools: list[_Pool], *, saves: bool) -> Ledger:
         always.append(Entry("ranks' libraries", pool.processes * _RANK_BYTES, certain=False))
         for model in pool.models:
             always += [e._replace(num_bytes=pool.processes * e.num_bytes) for e in model.offloaded()]
-            whole = model.weights * model.shards
-            loading.append(Entry(f"{model.name} as rank 0 loads it", whole, Column.WEIGHTS, certain=False))
+            loading.append(Entry(f"{model.name} as rank 0 loads it", model.read, Column.WEIGHTS, certain=False))
             if saves and model.trained:
                 written = pool.processes * (model.trained_weights + model.moments)
                 copies.append(Entry(f"{model.name} checkpoint being written", written, certain=False))

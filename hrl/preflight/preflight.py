@@ -24,6 +24,7 @@ from hrl.preflight.folder_plan import has_checkpoints, look_at_run_folder, look_
 from hrl.preflight.given import Given
 from hrl.preflight.layout_look import has_layouts, look_at_layouts
 from hrl.preflight.machine_look import (
+    look_at_4_bits,
     look_at_devices,
     look_at_engine,
     look_at_optimizers,
@@ -108,6 +109,7 @@ def inspect_run(
     findings, given, outline = Findings(), given or Given(), outline_of(config)
     look_at_trackers(findings, config.trainer.logger)
     look_at_optimizers(findings, config)
+    look_at_4_bits(findings, outline)
     if isinstance(config, PPOTrainerConfig):
         look_at_engine(findings, config.actor_rollout_ref.rollout)
     with stage("looking at the model and its tokenizer"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from hrl.cluster.precision import with_dtypes
 from hrl.config.changes import Change, changes
-from hrl.config.offline import OfflineConfig
+from hrl.config.offline import DPOTrainerConfig, OfflineConfig
 from hrl.config.outline import Outline, RunConfiguration, outline_of
 from hrl.config.rules import trained_parts
 from hrl.preflight.findings import Findings
@@ -19,8 +19,8 @@ from hrl.preflight.folder_plan import FolderPlan
 from hrl.preflight.machine_look import gpus_here, joins_a_cluster
 
 _SEED = "trainer.seed"
-_OF_ADAPTERS = ("lora_alpha", "use_rslora", "target_modules", "exclude_modules")
-"""What an adapter's weights mean, and where they are, in the section of a model that learns."""
+_OF_ADAPTERS = ("lora_alpha", "use_rslora", "target_modules", "exclude_modules", "load_in_4bit")
+"""What an adapter's weights mean, where they are and beside which, in the section of a model that learns."""
 #: Roles whose models may change: nothing of theirs is learnt in a run that samples.
 _FROZEN = ("rm",)
 #: What a run says of itself; a trainer that was built by hand, or an older version of hrl, says nothing.
@@ -66,6 +66,7 @@ def look_at_changes(
     found = [
         *_of_keys(findings, config, plan),
         *_of_models(findings, outline, plan, inputs),
+        *_of_adapters(findings, config, plan, inputs),
         *_of_vocabulary(findings, outline, plan, inputs),
         *_of_validation(was, inputs),
         *_of_code(was["code"], inputs["code"]),
@@ -114,6 +115,21 @@ def _of_models(findings: Findings, outline: Outline, plan: FolderPlan, inputs: M
             _refuse(findings, plan, model.key, what, "Name that one again")
         else:
             yield Change(f"weights of {model.key}", saved[role], present[role])
+
+
+def _of_adapters(
+    findings: Findings, config: RunConfiguration, plan: FolderPlan, inputs: Mapping[str, Any]
+) -> Iterator[Change]:
+    """Yield the adapters to go on from with other weights; refuse that of DPO's reference, which is asked again."""
+    saved, present = plan.state["inputs"].get("adapters", {}), inputs.get("adapters", {})  # older checkpoints have none
+    for key in saved.keys() & present.keys():
+        if saved[key] == present[key]:
+            continue
+        if plan.continues and isinstance(config, DPOTrainerConfig) and config.needs_reference:
+            what = f"holds another adapter than the one that {plan.checkpoint} began with, which is its reference"
+            _refuse(findings, plan, key, what, "Name that one again")
+        else:
+            yield Change(f"weights of {key}", saved[key], present[key])
 
 
 def _of_vocabulary(

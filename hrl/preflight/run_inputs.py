@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hrl.config.outline import RunConfiguration
+from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.run_kind import KINDS
 from hrl.config.section import flatten
 from hrl.files import expanded
@@ -50,7 +50,8 @@ def run_inputs(
         val_dataset: Rows to validate on, if there are any.
 
     Returns:
-        `kind` of the run; `models`, a digest for each role; `tokenizer`, a digest of its vocabulary; `validation`, a
+        `kind` of the run; `models`, a digest for each role; `adapters`, a digest for each key that names one to go
+        on from; `tokenizer`, a digest of its vocabulary; `validation`, a
         digest of the rows, None without; `code`, a digest for each Python file that a key names or such a file imports
         from beside it, and each reward or
         environment given as an object whose source is known; `versions` of hrl, Python and
@@ -59,6 +60,7 @@ def run_inputs(
     return {
         "kind": kind_of(config),
         "models": {role: _of_model(Path(folder)) for role, folder in folders.items()},
+        "adapters": dict(_adapters(config)),
         "tokenizer": _digest(json.dumps(_vocabulary(tokenizer), sort_keys=True)),
         "validation": None if val_dataset is None else _of_rows(val_dataset.fingerprint),
         "code": dict([*_files(config), *_objects(given)]),
@@ -69,6 +71,14 @@ def run_inputs(
 def kind_of(config: RunConfiguration) -> str:
     """Return the name of a configuration's kind: `ppo`, `dpo`, `sft` or `rm`."""
     return next(name for name, kind in KINDS.items() if isinstance(config, kind.schema))
+
+
+def _adapters(config: RunConfiguration) -> Iterator[tuple[str, str]]:
+    """Yield the key of each adapter that a run goes on from, and a digest of it."""
+    for model in outline_of(config).models.values():
+        if model.learner is not None and model.learner.lora_adapter_path is not None:
+            key = f"{model.key.rpartition('.')[0]}.lora_adapter_path"
+            yield key, _of_model(expanded(model.learner.lora_adapter_path))
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

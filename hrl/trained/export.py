@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +16,10 @@ import hrl
 from hrl.cluster.checkpoints import STATE_FILE
 from hrl.errors import HrlError, RefusedError
 from hrl.files import expanded
-from hrl.models.adapter import CONFIG_FILE, AdapterSource
+from hrl.models.adapter import BASE_CHECKSUM, BASE_DTYPES, CONFIG_FILE, WEIGHTS_FILE, AdapterSource
 from hrl.models.source import check_links, check_weights, resolve_model
 from hrl.models.whole_folder import is_free, whole_model
-from hrl.report.run_folder import OBJECT, WHOLE, read_metrics, read_object, require_kinds
+from hrl.report.run_folder import LIST, OBJECT, WHOLE, read_metrics, read_object, require_kinds
 from hrl.trained.folders import Trained, find_trained
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from hrl.models.loading import Loaded
 
+_IN_4_BITS = "torch.uint8"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _CARD = "README.md"
 _FILES = (".py", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
@@ -163,7 +164,11 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
             f"{trained.checkpoint} lies in no run's folder: config.yaml names the model that it began with"
         )
     base = _Base.of(model_keys, model_keys["path"], is_scalar=role == "rm")
-    loaded = base.load(_adapter_of(model_keys))
+    saved = read_object(shards / STATE_FILE)
+    require_kinds(str(shards / STATE_FILE), saved, {"base_checksum": WHOLE, "base_dtypes": LIST})
+    loaded, dtypes = base.load(_adapter_of(model_keys)), saved.get("base_dtypes") or []
+    if _IN_4_BITS not in dtypes:  # whose checksum another kind of device may not find again
+        _require_base(loaded, base, saved.get("base_checksum"), dtypes)
     held = {f"model.{PREFIX}{name}": each for name, each in loaded.model.named_parameters() if each.requires_grad}
     _read_shards(shards, {name: each.detach() for name, each in held.items()})
     return _write(loaded, base, out, dtype)
@@ -178,10 +183,63 @@ def _from_adapter(trained: Trained, out: Path, dtype: str | None) -> str:
     if not path:
         raise ExportError(f"{folder / CONFIG_FILE} does not name its model: set base_model_name_or_path there")
     base = _Base.of(model_keys, path, is_scalar=said.get("task_type") == "SEQ_CLS")
+    checksum, dtypes = _beside(folder)
     source = AdapterSource(
-        rank=0, alpha=1, target_modules=(), exclude_modules=None, use_rslora=False, path=str(folder), seed=0, merge=True
+        rank=0,
+        alpha=1,
+        target_modules=(),
+        exclude_modules=None,
+        use_rslora=False,
+        path=str(folder),
+        seed=0,
+        merge=True,
+        load_in_4bit=_IN_4_BITS in dtypes or bool(model_keys.get("load_in_4bit")),
     )
-    return _write(base.load(source), base, out, dtype)
+    loaded = base.load(source)
+    _require_base(loaded, base, checksum, dtypes)
+    return _write(loaded, base, out, dtype)
+
+
+def _beside(folder: Path) -> tuple[int | None, list[str]]:
+    """Return checksum and dtypes of the weights that an adapter was trained beside; none of another's adapter."""
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / WEIGHTS_FILE
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            about = opened.metadata() or {}
+    except (SafetensorError, FileNotFoundError):  # told when the weights are read
+        return None, []
+    checksum = about.get(BASE_CHECKSUM, "")
+    return int(checksum) if checksum.isdecimal() else None, about.get(BASE_DTYPES, "").split()
+
+
+def _require_base(loaded: Loaded, base: _Base, checksum: int | None, dtypes: Sequence[str]) -> None:
+    """Refuse weights that are not those that an adapter was trained beside; older adapters don't say.
+
+    Raises:
+        ExportError: They are others.
+    """
+    from hrl.models.dtypes import dtype_of
+    from hrl.workers.engine.checksum import checksum_of_tensors
+    from hrl.workers.engine.weights import PREFIX
+
+    in_full = [name.removeprefix("torch.") for name in dtypes if name != _IN_4_BITS]
+    if checksum is None or len(in_full) != 1:
+        return
+    trained_in = dtype_of(in_full[0])
+    frozen = (
+        (PREFIX + name, each.detach().to(trained_in))
+        for name, each in loaded.model.named_parameters()
+        if not each.requires_grad and each.is_floating_point()
+    )
+    found = checksum_of_tensors(frozen)
+    if found != checksum:
+        raise ExportError(
+            f"the adapter was trained beside other weights than those of {base.path} ({base.folder}): their checksum "
+            f"was {checksum} and is {found}. Put that model there again, or name it as base_model_name_or_path in a "
+            f"copy of the adapter's folder, in its {CONFIG_FILE}"
+        )
 
 
 def _adapter_of(model_keys: Mapping[str, Any]) -> AdapterSource | None:
@@ -234,6 +292,7 @@ class _Base:
         import torch
 
         from hrl.models.adapter import add_adapter
+        from hrl.models.four_bit import hold_in_4bit
         from hrl.models.loading import ModelSource, load_causal_lm, load_scalar_model
 
         check_links(self.folder)
@@ -243,6 +302,8 @@ class _Base:
         loaded = (load_scalar_model if self.is_scalar else load_causal_lm)(source, torch.float32)
         if adapter is not None:
             add_adapter(loaded.model, adapter, torch.float32)
+            if adapter.load_in_4bit:
+                hold_in_4bit(loaded.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return loaded
 
 

@@ -22,6 +22,18 @@ BYPASS = {f"{CORRECTION}.bypass_mode": True}
 
 CASES = [
     (
+        {f"{MODEL}.load_in_4bit": True},
+        f"{MODEL}.load_in_4bit is true, and weights of 4 bits can't be trained themselves. Set {MODEL}.lora_rank",
+    ),
+    (
+        {
+            f"{MODEL}.load_in_4bit": True,
+            f"{MODEL}.lora_rank": 8,
+            f"{ROLLOUT}.engine_kwargs": {"vllm": {"load_format": "safetensors"}},
+        },
+        f"engine_kwargs sets vLLM's load_format, and with {MODEL}.load_in_4bit the engine rounds weights as it loads",
+    ),
+    (
         {"data.train_batch_size": 12, f"{ACTOR}.ppo_mini_batch_size": 5},
         f"{ACTOR}.ppo_mini_batch_size is 5 prompts and does not divide data.train_batch_size=12. "
         "Nearest that do: 4 and 6.",

@@ -335,8 +335,9 @@ def test_the_names_that_the_readme_of_openrlhf_gives_an_sft_run() -> None:
 
 def test_the_adapter_of_a_line_of_trl_is_kept() -> None:
     line = "trl sft --model_name_or_path a/b --dataset_name c/d --use_peft --lora_r 8"
-    found = one(f"{line} --lora_target_modules q_proj v_proj --lora_dropout 0.1 --use_dora")
+    found = one(f"{line} --lora_target_modules q_proj v_proj --lora_dropout 0.1 --use_dora --load_in_4bit")
     model = config_of(found).model
+    assert model.load_in_4bit
     assert (model.lora_rank, model.lora_alpha, model.target_modules) == (8, 32, ["q_proj", "v_proj"])
     assert [why for written, why in lost(found).items() if "dora" in written] == ["vLLM's kernels don't compute DoRA"]
     assert any("no dropout" in remark.why for remark in found.needless)
@@ -344,6 +345,8 @@ def test_the_adapter_of_a_line_of_trl_is_kept() -> None:
     policy = config_of(plain).actor_rollout_ref.model
     assert (policy.lora_rank, policy.lora_alpha, policy.target_modules) == (16, 32, "all-linear")
     assert any("peft's own choice" in remark.why for remark in plain.differs)
+    frozen = one("trl grpo --model_name_or_path a/b --dataset_name c/d --load_in_4bit")
+    assert any("weights of 4 bits are frozen" in why for why in lost(frozen).values())
 
 
 def test_the_command_of_trl() -> None:

@@ -39,6 +39,11 @@ ONE_STEP = (
 CONFIGURATIONS = {
     "full": (),
     "adapter": ("actor_rollout_ref.model.lora_rank=32", f"{_ACTOR}.optim.lr=5e-4"),
+    "adapter in 4 bits": (
+        "actor_rollout_ref.model.lora_rank=32",
+        "actor_rollout_ref.model.load_in_4bit=true",
+        f"{_ACTOR}.optim.lr=5e-4",
+    ),
     "critic and reference": ("recipe=ppo",),
     "two ranks": ("trainer.n_gpus_per_node=2",),
     "long responses": (

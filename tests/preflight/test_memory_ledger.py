@@ -273,6 +273,26 @@ def test_an_adapter_has_gradients_and_moments_and_its_model_neither():
     assert "reference" in {phase.name for phase in full.phases}
 
 
+def test_weights_in_4_bits_are_counted_as_such_and_are_read_in_full():
+    in_4_bits = replace(ADAPTED, in_4_bits=6_000_000_000)
+    card, host = ledgers_of(config(*WITH_ADAPTER), {"actor": in_4_bits}, "cuda", CARD)
+    rest = ADAPTED.parameters - 6_000_000_000
+    held = 2 * rest + 6_000_000_000 * 17 / 32 + 4 * ADAPTED.adapter
+    assert phase_of(card, "actor backward")["actor weights"] == pytest.approx(held)
+    read = phase_of(host, "model loads")["actor as rank 0 loads it"]
+    assert read == 2 * ADAPTED.parameters + 4 * ADAPTED.adapter
+
+
+def test_an_engine_keeps_two_copies_of_an_adapter_that_is_sent_alone_also_while_it_sleeps():
+    (card,) = cards(config(*WITH_ADAPTER), ADAPTED)
+    held = {phase.name: {entry.label: entry.num_bytes for entry in phase.entries} for phase in card.phases}
+    label = "engine's copies of the adapter"
+    assert {name for name, entries in held.items() if label not in entries} == {"actor loads", "engine start"}
+    assert held["actor backward"][label] == 2 * 2 * ADAPTED.adapter
+    (merged,) = cards(config(*WITH_ADAPTER, "actor_rollout_ref.model.lora.merge=true"), ADAPTED)
+    assert not any(entry.label == label for phase in merged.phases for entry in phase.entries)
+
+
 def test_an_adapter_of_seven_billion_parameters_fits_a_card_of_24_gb():
     small = (
         *WITH_ADAPTER,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import hrl
@@ -24,7 +25,7 @@ from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import FolderPlan
 from hrl.preflight.given import Given
 from hrl.preflight.resume_look import look_at_changes
-from hrl.preflight.run_inputs import run_inputs
+from hrl.preflight.run_inputs import _adapters, run_inputs
 from tests.models.tiny import save_llama
 
 INPUTS: dict[str, Any] = {
@@ -105,6 +106,34 @@ def test_an_adapter_that_would_mean_something_else_is_refused_where_its_run_goes
     assert problem.key == f"{section}.{key.partition('=')[0]}" and "would be those of another run" in problem.what
     assert not looked(saved, f"{section}.lora_rank=4", f"{section}.{key}", own=False).problems
     assert not looked(state(), f"{section}.{key}").problems, "nothing reads it without an adapter"
+
+
+@pytest.mark.parametrize("kind", ["dpo", "sft"])
+def test_another_adapter_in_the_folder_to_go_on_from_is_refused_where_it_is_the_reference(
+    kind: str, tmp_path: Path
+) -> None:
+    given = [CPU, "data.train_files=[a.jsonl]", f"model.lora_adapter_path={tmp_path}"]
+    config = compose_kind(OFFLINE_KINDS[kind], given)
+    saved = json.loads(json.dumps(with_dtypes(config, "cpu").model_dump(mode="json")))
+    digests = []
+    for weight in (np.zeros(4, np.float32), np.ones(4, np.float32)):
+        save_file({"w": torch.from_numpy(weight)}, tmp_path / "adapter_model.safetensors")
+        digests.append(dict(_adapters(config)))
+    assert [*digests[0]] == ["model.lora_adapter_path"] and digests[0] != digests[1]
+    inputs = INPUTS | {"kind": kind, "models": {"actor": "m1"}}
+    plan = FolderPlan(
+        Path("/run"),
+        Path("/run/checkpoints/step_7"),
+        True,
+        {"step": 7, "config": saved, "inputs": inputs | {"adapters": digests[0]}, "ranks": {"actor": 1}},
+    )
+    findings = Findings()
+    look_at_changes(findings, config, outline_of(config), plan, inputs | {"adapters": digests[1]})
+    said = [problem.what for problem in findings.problems]
+    if kind == "dpo":
+        assert "holds another adapter than the one that /run/checkpoints/step_7 began with" in said[0]
+    else:
+        assert not said and findings.changes[0].startswith("weights of model.lora_adapter_path")
 
 
 ACTOR = "actor_rollout_ref.actor"

@@ -28,7 +28,8 @@ from transformers import (
 
 from hrl import cli
 from hrl.cluster.manifest import Manifest
-from hrl.models.adapter import AdapterSource
+from hrl.models.adapter import AdapterSource, decoder_linears
+from hrl.models.four_bit import rounded
 from hrl.models.source import ModelSourceError
 from hrl.models.tokenizer import TokenIds
 from hrl.report.run_folder import DamagedFileError
@@ -134,7 +135,7 @@ def test_shards_alone_make_the_model_of_the_folder_beside_them(checkpoint: Path,
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-def train_adapter(base: Path, folder: Path) -> None:
+def train_adapter(base: Path, folder: Path, *, load_in_4bit: bool = False) -> None:
     adapter = AdapterSource(
         rank=4,
         alpha=8,
@@ -144,6 +145,7 @@ def train_adapter(base: Path, folder: Path) -> None:
         path=None,
         seed=0,
         merge=True,
+        load_in_4bit=load_in_4bit,
     )
     engine = Actor(
         model_config(base, adapter=adapter), actor_config(), fsdp_config("float32"), device=CPU, total_steps=1
@@ -153,6 +155,33 @@ def train_adapter(base: Path, folder: Path) -> None:
             local(parameter).add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
     engine.save(folder / "state")
     engine.export_hf(folder / "hf")
+
+
+def test_an_adapter_is_added_to_the_weights_that_it_was_trained_beside_and_to_no_others(
+    base: Path, tmp_path: Path, world: None, bitsandbytes: None, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    checkpoint = as_run(base, tmp_path, lambda folder: train_adapter(base, folder, load_in_4bit=True), tokenizer)
+    (tmp_path / "sums" / "config.yaml").unlink()  # the folder of the adapter alone says enough
+    config = json.loads((checkpoint / "hf" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base) and "load_in_4bit" not in config
+    exported = export(str(checkpoint / "hf"), tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        for linear in decoder_linears(model).values():
+            linear.weight.copy_(rounded(linear.weight))
+        own = PeftModel.from_pretrained(model, str(checkpoint / "hf"))(torch.arange(1, 12)[None]).logits
+    assert torch.allclose(logits(exported.folder), own, rtol=0, atol=1e-5)
+
+    other = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        other.model.norm.weight[3] += 1
+    other.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    file = checkpoint / "hf" / "adapter_config.json"
+    file.write_text(json.dumps(config | {"base_model_name_or_path": str(tmp_path / "other")}))
+    seal(checkpoint)
+    with pytest.raises(ExportError, match="trained beside other weights than those of .*other.*: their checksum was"):
+        export(str(checkpoint / "hf"), tmp_path / "refused")
 
 
 def test_an_adapter_is_added_to_its_model_from_its_folder_and_from_shards_alone(
@@ -176,6 +205,11 @@ def test_an_adapter_is_added_to_its_model_from_its_folder_and_from_shards_alone(
         assert torch.allclose(logits(exported.folder), own, rtol=0, atol=1e-5)
         assert AutoTokenizer.from_pretrained(exported.folder).chat_template is not None
     assert (own - logits(base)).abs().max() > 1e-2
+    state = checkpoint / "actor" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"base_checksum": 1}))
+    seal(checkpoint)
+    with pytest.raises(ExportError, match="their checksum was 1 and is"):
+        export(str(checkpoint), tmp_path / "others")
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)

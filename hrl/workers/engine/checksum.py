@@ -109,6 +109,15 @@ def whole_checksum(mine: Checksums, mesh: DeviceMesh) -> int:
     return _number((number >> _PLACE_BITS, number) for number in (*of_shards[0], *of_copies))
 
 
+def checksum_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Return the checksum of whole tensors, that of a module whose parameters they are; needs no process group.
+
+    Args:
+        tensors: Name and tensor of each, which is read before the next one is asked for.
+    """
+    return _number(tuple(_parts(name, each, place_of(nn.Parameter(each, False))).tolist()) for name, each in tensors)
+
+
 def _raise_difference(mine: Checksums, mesh: DeviceMesh, ranks: Sequence[Sequence[int]]) -> NoReturn:
     """Name the ranks and the parameters; every rank knows the same."""
     all_parts = of_all_ranks(torch.tensor(mine.parts, device=mesh.device_type))

@@ -20,11 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.metrics import Meter, Metric
-from hrl.models.adapter import add_adapter, is_part
+from hrl.models.adapter import BASE_CHECKSUM, BASE_DTYPES, add_adapter, is_part
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.dtypes import dtype_of
 from hrl.models.experts import RoutingPass, followed_experts
 from hrl.models.flops import ModelFlops, peak_flops
+from hrl.models.four_bit import hold_in_4bit
 from hrl.models.loading import Loaded, hidden_matrices
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
@@ -73,6 +74,8 @@ from hrl.workers.engine.weights import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
     from hrl.models.loading import ModelSource
     from hrl.protocol import DataProto
@@ -215,6 +218,13 @@ class Engine:
         self.degree = fsdp.ulysses_sequence_parallel_size * fsdp.tensor_parallel_size
         adapter = source.adapter
         masters = dtype_of(fsdp.model_dtype)
+
+        def adapt(model: PreTrainedModel) -> None:
+            assert adapter is not None, "only a model that gets one is adapted"
+            add_adapter(model, adapter, masters)
+            if adapter.load_in_4bit:
+                hold_in_4bit(model, device)
+
         # Of weights that are not trained no update reads more than matrix products do.
         dtype = masters if adapter is None else dtype_of(fsdp.dtype)
         # On a CPU there is nothing to gain: the host's memory is the device's.
@@ -229,7 +239,7 @@ class Engine:
             self.mesh,
             device,
             train=training is not None,
-            adapt=None if adapter is None else lambda model: add_adapter(model, adapter, masters),
+            adapt=None if adapter is None else adapt,
             weight_mesh=self.weight_mesh,
             policy=policy,
         )
@@ -579,6 +589,14 @@ class Engine:
         self._base_checksum = checksum
         return Base(frozenset(self._beside), checksum, tuple(dtypes_of(self.module, self._places)))
 
+    def _about_base(self) -> dict[str, str]:
+        """Return what the header of an adapter's file says of the weights beside it; every rank calls it."""
+        # Another kind of device may round one in a billion to the next value of NF4, so these are left out.
+        in_full = {n: place for n, place in self._beside.items() if self.module.get_parameter(n).is_floating_point()}
+        checksum = whole_checksum(Checksums.of(self.module, in_full), self.mesh)
+        dtypes = dtypes_of(self.module, self._places)
+        return {BASE_CHECKSUM: str(checksum), BASE_DTYPES: " ".join(dtypes)}
+
     def _after_update(self, what: str) -> int:
         """Look at weights and moments, and return the checksum of the weights."""
         with span(CHECKSUM):
@@ -710,7 +728,7 @@ class Engine:
             record: The file that will be there when all of it is on disk, see `write_record`.
         """
         if self.has_adapter:
-            adapter = AdapterToWrite.gather(self.module, self.device)
+            adapter = AdapterToWrite.gather(self.module, self.device, self._about_base())
             if adapter is not None:
                 self._writer.begin(partial(adapter.write, folder), record)
             return

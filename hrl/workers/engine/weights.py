@@ -31,6 +31,7 @@ from hrl.models.adapter import (
     scaling_of,
 )
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.models.four_bit import dequantised, layers_in_4bit
 from hrl.workers.engine.digest import Written
 from hrl.workers.engine.host_memory import local
 
@@ -71,6 +72,11 @@ def merges_of(module: nn.Module) -> dict[str, Merge]:
     return found
 
 
+def _held_in_4bit(module: nn.Module) -> dict[str, int]:
+    """Return the names in memory of weights that are held in 4 bits, and how many inputs their layers have."""
+    return {name: layer.in_features for name, layer in layers_in_4bit(module)}
+
+
 def iter_trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and parameter of what is trained; tied parameters once."""
     yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
@@ -80,8 +86,9 @@ def param_specs(
     module: nn.Module, form: CheckpointForm, dtype: torch.dtype, *, skip: Collection[str] = ()
 ) -> list[ParamSpec]:
     """Return what `iter_full_params` will yield, in its order."""
+    packed = _held_in_4bit(module)
     return [
-        ParamSpec(piece.name, _outgoing_dtype(tensor, dtype), piece.shape)
+        ParamSpec(piece.name, dtype if name in packed else _outgoing_dtype(tensor, dtype), piece.shape)
         for name, tensor in saved_tensors(module)
         if name not in skip
         for piece in form.pieces(name.removeprefix(PREFIX))
@@ -113,15 +120,21 @@ def iter_full_params(
             copies them to memory of the other dtype: casting to fresh memory before takes longer than both together.
         merges: What is added to which of the weights.
     """
+    packed = _held_in_4bit(module)
     for name, tensor in saved_tensors(module):
         if name in skip:
             continue
         merge = (merges or {}).get(name)
-        if merge is not None:
-            whole = [_gathered(part, part.dtype, device) for part in (tensor, merge.a, merge.b)]
-            full = merged(whole[0], whole[1], whole[2], merge.scaling, _outgoing_dtype(tensor, dtype))
+        if merge is not None or name in packed:
+            full = _gathered(tensor, tensor.dtype, device)
+            if name in packed:
+                full = dequantised(full, packed[name], dtype if merge is None else torch.float32)
+            if merge is not None:
+                a, b = (_gathered(part, part.dtype, device) for part in (merge.a, merge.b))
+                full = merged(full, a, b, merge.scaling, dtype if name in packed else _outgoing_dtype(tensor, dtype))
+                del a, b
             yield from form.split(name.removeprefix(PREFIX), full)
-            del whole, full
+            del full
             continue
         # Cast first and gathered second, so that half the bytes travel.
         is_whole = not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1
@@ -214,20 +227,22 @@ class AdapterToWrite:
     Attributes:
         tensors: Copies, by name in the file.
         config: For `adapter_config.json`.
+        beside: For the header of the weights: what tells the model that it was trained beside, see `hrl export`.
     """
 
     tensors: dict[str, Tensor]
     config: Mapping[str, Any]
+    beside: Mapping[str, str]
 
     @classmethod
-    def gather(cls, module: nn.Module, device: torch.device) -> AdapterToWrite | None:
+    def gather(cls, module: nn.Module, device: torch.device, beside: Mapping[str, str]) -> AdapterToWrite | None:
         """Return rank 0's copies of what is trained; None on others, which help to gather."""
         writes, kept = dist.get_rank() == 0, dict[str, Tensor]()
         for name, parameter in iter_trained(module):
             full = _gathered(parameter, parameter.dtype, device)
             if writes:
                 kept[name_in_file(name.removeprefix(PREFIX))] = full.to("cpu", copy=True)
-        return cls(kept, plain_config(module.model)) if writes else None  # type: ignore[arg-type]
+        return cls(kept, plain_config(module.model), beside) if writes else None  # type: ignore[arg-type]
 
     def write(self, folder: Path) -> Iterator[Written]:
         """Write the folder, without tokenizer, and yield the files."""
@@ -235,7 +250,7 @@ class AdapterToWrite:
         config, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
         config.write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n")
         try:
-            save_file(self.tensors, weights, metadata={"format": "pt"})
+            save_file(self.tensors, weights, metadata={"format": "pt", **self.beside})
         except SafetensorError as error:
             told = system_error(error)
             raise error if told is None else naming(told, folder) from error

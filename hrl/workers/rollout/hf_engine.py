@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hrl.models.adapter import add_adapter
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.experts import ExpertLayers, follow_experts
+from hrl.models.four_bit import hold_in_4bit
 from hrl.models.hf_config import load_config
 from hrl.models.ops.rope import fix_rope_frequencies
 from hrl.workers.requests import SamplingParams
@@ -227,6 +228,8 @@ class HfEngine(RolloutEngine):
             self._experts.require_some()
         if source.adapter is not None and not source.adapter.merge:  # a sync brings its matrices alone
             add_adapter(model, source.adapter, model.dtype)
+            if source.adapter.load_in_4bit:
+                hold_in_4bit(model, self._device)
         return model.to(self._device).eval()
 
     async def _run_waiting(self) -> None:

@@ -120,6 +120,10 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": setup.sleeps}
         if config.enable_rollout_routing_replay:  # on a CPU vLLM refuses it, and `vllm_routing` does the same
             args["enable_return_routed_experts"] = True
+    if model.adapter is not None and model.adapter.load_in_4bit and not model.adapter.merge:
+        from hrl.workers.rollout.vllm_four_bit import loading_options
+
+        args |= loading_options(model)
     return args | engine_options(model.adapter) | setup.arguments
 
 

@@ -143,12 +143,37 @@ def test_vllm_samples_from_the_adapter_alone(folder):
         assert difference(actor, sampled(host)) < 1e-4, "a sync that fails leaves the version before"
 
 
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("merge", [False, True])
+def test_transformers_samples_beside_weights_in_4_bits(folder, merge):
+    adapter = replace(ADAPTER, merge=merge, load_in_4bit=True)
+    actor = make_actor(folder, adapter)
+    with make_host("hf", folder, adapter) as host:
+        if merge:  # until the first sync the engine has what is in the folder
+            push(host, actor, 1)
+        samples_follow_every_sync(host, actor)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("bitsandbytes")
+def test_vllm_rounds_its_weights_as_the_trainer_does(folder):
+    pytest.importorskip("vllm")
+    adapter = replace(ADAPTER, load_in_4bit=True)
+    actor, in_full = make_actor(folder, adapter), make_actor(folder, ADAPTER)
+    with make_host("vllm", folder, adapter) as host:
+        assert difference(in_full, sampled(host)) > 1e-2, "4 bits are not 16"
+        samples_follow_every_sync(host, actor)
+        report = push(host, actor, 3)
+        assert report.nbytes == bytes_of(actor), "the model itself never travels"
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("merge", [False, True])
-def test_vllm_on_a_gpu_samples_from_the_adapter(folder, merge):
+@pytest.mark.parametrize(("merge", "load_in_4bit"), [(False, False), (True, False), (False, True)])
+def test_vllm_on_a_gpu_samples_from_the_adapter(folder, bitsandbytes, merge, load_in_4bit):
     pytest.importorskip("vllm")
-    adapter, device = replace(ADAPTER, merge=merge), torch.device("cuda", 0)
+    adapter, device = replace(ADAPTER, merge=merge, load_in_4bit=load_in_4bit), torch.device("cuda", 0)
     actor = make_actor(folder, adapter, device)
     with make_host("vllm", folder, adapter, device) as host:
         samples_follow_every_sync(host, actor, noise=1e-2)
