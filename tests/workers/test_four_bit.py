@@ -129,6 +129,16 @@ def test_log_probs_and_gradients_are_those_of_the_same_numbers_in_full(qwen, sam
     assert torch.allclose(*references, rtol=0, atol=1e-6)
 
 
+def test_log_probs_in_bfloat16_are_those_of_the_same_numbers_in_full_bit_for_bit(qwen, same):
+    batch = make_batch(seed=4)
+    ours, plain = (
+        actor_of(path, adapter, "bfloat16", model_dtype="float32")
+        for path, adapter in ((qwen, IN_4_BITS), (same, PLAIN))
+    )
+    found = [actor.log_probs(batch).batch["old_log_probs"] for actor in (ours, plain)]
+    assert torch.equal(*found) and found[0].any()
+
+
 def test_what_is_sent_merged_is_the_adapter_on_the_rounded_weights(qwen, same):
     ours, plain = learnt(actor_of(qwen, IN_4_BITS)), learnt(actor_of(same, PLAIN))
     mine = {name: tensor.clone() for name, tensor in ours.engine.iter_full_params(torch.float32)}
