@@ -275,6 +275,12 @@ def test_an_adapter_that_is_sent_alone_has_the_names_of_its_file(llama, tmp_path
     assert set(actor.engine.frozen_names()) == {name for name, _ in base.named_parameters()}
 
 
+def test_the_file_of_an_adapter_names_the_hubs_model_and_not_a_folder_of_the_cache(tmp_path):
+    folder = save_llama(tmp_path / "models--some--llama" / "snapshots" / "abc123")
+    config = json.loads((exported(actor_of(folder).engine, tmp_path / "hf") / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some/llama", "abc123")
+
+
 def test_a_tower_that_text_does_not_reach_gets_no_adapter(tmp_path):
     actor = learnt(actor_of(save_gemma3(tmp_path / "gemma3")))
     trained = set(actor.engine.optimizer.names.values())
