@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hrl.algos.episodes import FoldedEpisodes
-from hrl.algos.groups import group_statistics, group_sum
+from hrl.algos.groups import group_statistics, group_sum, share_of_best
 from hrl.algos.masked import (
     WHITEN_EPSILON,
     TrainedTokens,
@@ -320,6 +320,19 @@ def opo_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tenso
     baseline = group_sum(lengths * scores, group_ids) / group_sum(lengths, group_ids).clamp(min=1)
     stats = group_statistics(scores, group_ids, lengths > 0)
     advantages = inp.spread(torch.where(stats.has_spread, scores - baseline, 0.0))
+    return advantages, advantages
+
+
+@register_adv_est("best_of_n")
+def best_of_n_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
+    """`A_best = 1` for the group's best response, 0 for all others and for groups whose scores are all equal.
+
+    With the policy loss `gpg`, `-A log p`, that is supervised learning on the best of n samples (RAFT,
+    arXiv:2304.06767, Algorithm 1, with a batch of one step; best-of-n distillation). Responses that tie for the best
+    share the 1.
+    """
+    counted = rows_with_tokens(inp.response_mask)
+    advantages = inp.spread(share_of_best(inp.scores(), inp.need("group_ids"), counted))
     return advantages, advantages
 
 

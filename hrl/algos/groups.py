@@ -135,6 +135,24 @@ def filter_groups(name: str, scores: Tensor, group_ids: Tensor, counted: Tensor)
     return kept
 
 
+def share_of_best(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
+    """Return 1 for the row with its group's highest score, shared by those that tie for it; 0 for all others.
+
+    Args:
+        scores: `(B,)`.
+        group_ids: Integer codes from 0 up `(B,)`, as of `group_codes`.
+        counted: `(B,)` bool, the rows that may be chosen.
+
+    Returns:
+        `(B,)` float64, 0 in groups without spread.
+    """
+    values, ids, counts = _columns(scores, group_ids, counted)
+    lowest, highest = _extremes(values, ids, counts)
+    best = counts & (values == highest.take(ids)) & (highest > lowest).take(ids)
+    shares = best / np.maximum(np.bincount(ids, best), 1).take(ids)
+    return torch.from_numpy(shares).to(scores.device)
+
+
 def best_against_worst(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Return a pair of rows for every group that has spread: those with the highest and the lowest score.
 

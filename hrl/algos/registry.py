@@ -73,6 +73,24 @@ class PairLossTraits(Traits):
     target_margin: bool = True
 
 
+@dataclass(frozen=True)
+class DistillationTraits(Traits):
+    """What a distillation loss reads of the teacher, beside the log-prob of the sampled token.
+
+    Attributes:
+        reads_top: The log-probs of the teacher's most likely tokens.
+        has_gradient: Whether it can be a loss; the expected gradient of the others is zero.
+    """
+
+    reads_top: bool = False
+    has_gradient: bool = True
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it reads nothing else."""
+        return not self.reads_top
+
+
 ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
     "gae": EstimatorTraits(needs_critic=True),
     "grpo": EstimatorTraits(min_group_size=2),
@@ -87,6 +105,7 @@ ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
     "optimal_token_baseline": EstimatorTraits(min_group_size=2, needs_old_log_probs=True, needs_sum_pi_squared=True),
     "grpo_turns": EstimatorTraits(min_group_size=2),
     "gae_turns": EstimatorTraits(needs_critic=True),
+    "best_of_n": EstimatorTraits(min_group_size=2),
 }
 POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
     "vanilla": PolicyLossTraits(zero_at_zero_advantage=True),
@@ -107,6 +126,17 @@ PAIR_LOSS_TRAITS: dict[str, PairLossTraits] = {
     "hinge": PairLossTraits(label_smoothing=False, target_margin=False),
     "simpo": PairLossTraits(reference=False, mean_log_prob=True),
     "orpo": PairLossTraits(reference=False, mean_log_prob=True, target_margin=False),
+}
+DISTILLATION_TRAITS: dict[str, DistillationTraits] = {
+    "k1": DistillationTraits(has_gradient=False),
+    "kl": DistillationTraits(has_gradient=False),
+    "abs": DistillationTraits(),
+    "k2": DistillationTraits(),
+    "mse": DistillationTraits(),
+    "k3": DistillationTraits(),
+    "low_var_kl": DistillationTraits(),
+    "reverse_kl_topk": DistillationTraits(reads_top=True),
+    "forward_kl_topk": DistillationTraits(reads_top=True),
 }
 
 

@@ -62,6 +62,8 @@ def worker_mapping(
     else:
         built = _offline_workers(config, runtime, total_training_steps)
     folder_of = {Role.Critic: "critic", Role.RewardModel: "rm"}
+    if "ref" in folders:  # a teacher
+        folder_of[Role.RefPolicy] = "ref"
     paths = {role: str(folders[folder_of.get(role, "actor")]) for role in roles}
     mapping = {role: make(runtime=runtime, model_path=paths[role]) for role, make in built.items() if role in paths}
     if isinstance(config, PPOTrainerConfig):
@@ -91,7 +93,13 @@ def _ppo_workers(config: PPOTrainerConfig, runtime: Runtime, steps: int) -> _Wor
         Role.ActorRollout: partial(learns, role="actor_rollout"),
         Role.Actor: partial(learns, role="actor"),
         Role.Rollout: partial(of_policy, role="rollout", rollout=policy.rollout),
-        Role.RefPolicy: partial(of_policy, role="ref", fsdp=policy.ref.fsdp_config),
+        Role.RefPolicy: partial(
+            RayClassWithInitArgs,
+            ActorRolloutRefWorker,
+            _as_it_is(policy.model) if config.teacher_path is not None else _with_absolute_folders(policy.model),
+            role="ref",
+            fsdp=policy.ref.fsdp_config,
+        ),
         Role.Critic: partial(RayClassWithInitArgs, CriticWorker, _with_absolute_adapter(critic.model), of_critic),
         Role.RewardModel: partial(RayClassWithInitArgs, RewardModelWorker, config.reward.reward_model.model),
     }
@@ -135,6 +143,11 @@ def _with_absolute_folders(model: ModelConfig) -> ModelConfig:
     """Return the section with the folders of adapter and tokenizer as absolute paths."""
     model, path = _with_absolute_adapter(model), model.tokenizer_path
     return model if path is None else model.model_copy(update={"tokenizer_path": resolve_tokenizer(path)})
+
+
+def _as_it_is(model: ModelConfig) -> ModelConfig:
+    """Return the policy's section for another model, which is read from its folder: no adapter, nothing overridden."""
+    return model.model_copy(update={"override_config": {}, "lora_rank": 0, "lora_adapter_path": None})
 
 
 @dataclass

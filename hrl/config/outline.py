@@ -8,7 +8,7 @@ from hrl.config.model import LearnerConfig, ModelConfig
 from hrl.config.offline import OfflineConfig, RMTrainerConfig
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.section import ACTOR, REF, ROLLOUT
+from hrl.config.section import ACTOR, REF, ROLLOUT, TEACHER
 
 RunConfiguration = PPOTrainerConfig | OfflineConfig
 
@@ -63,8 +63,8 @@ class Outline:
     Attributes:
         section: Key of the section of the trained model.
         model: That section, which also has the settings that apply to the models of all roles.
-        models: Role (`actor`, `critic`, `rm`) → model, the one with the tokenizer first. The reference and the engine
-            use the actor's.
+        models: Role (`actor`, `ref`, `critic`, `rm`) → model, the one with the tokenizer first. The engine uses the
+            actor's, and so does the reference, unless it is a teacher.
         lengths: Lengths of the run's sequences.
         placement: Processes and the roles on them.
     """
@@ -99,8 +99,10 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     def copies(section: str, owner: Any, role: str) -> dict[str, int]:
         return _copies(section, owner, placement.processes(role)) if role in placement.roles else {}
 
-    of_policy = copies(ACTOR, policy.actor, placement.actor) | copies(REF, policy.ref, "ref")
-    has_own = config.needs_reference and not config.reference_is_actor
+    of_policy, of_reference = copies(ACTOR, policy.actor, placement.actor), copies(REF, policy.ref, "ref")
+    if config.teacher_path is None:
+        of_policy |= of_reference
+    has_own = config.needs_reference and not config.reference_is_actor and config.teacher_path is None
     if has_own and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
         degrees |= of_ref
     degrees |= {f"{ROLLOUT}.tensor_model_parallel_size": policy.rollout.tensor_model_parallel_size}
@@ -111,6 +113,8 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
             f"{section}.path", model.path, model.override_config, False, degrees, model, replays, balance, of_policy
         )
     }
+    if config.teacher_path is not None:
+        models["ref"] = NamedModel(TEACHER, config.teacher_path, {}, False, of_ref, copies=of_reference)
     if config.needs_critic:
         critic, degrees = config.critic.model, _degree("critic.model", config.critic.model)
         shares = copies("critic.model", critic, "critic")

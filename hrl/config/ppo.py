@@ -5,6 +5,7 @@ from hrl.config.actor import ActorRolloutRefConfig
 from hrl.config.algorithm import AlgorithmConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.data import DataConfig
+from hrl.config.distillation import DistillationConfig
 from hrl.config.environment import EnvironmentConfig
 from hrl.config.model import MicroBatches, ShardingConfig
 from hrl.config.reward import RewardConfig, RewardEntry
@@ -21,6 +22,7 @@ class PPOTrainerConfig(WholeConfig):
     environment: EnvironmentConfig = section(EnvironmentConfig)
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
     trainer: TrainerConfig = section(TrainerConfig)
 
     @property
@@ -32,15 +34,36 @@ class PPOTrainerConfig(WholeConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs of a reference policy are computed."""
+        """Whether log-probs of a reference policy, or of a teacher in its place, are computed."""
         loss = self.algorithm.preference_loss
         compares_pairs = loss is not None and pair_loss_traits(loss).reference
-        return compares_pairs or self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+        return (
+            self.distillation.enabled
+            or compares_pairs
+            or self.algorithm.use_kl_in_reward
+            or self.actor_rollout_ref.actor.use_kl_loss
+        )
 
     @property
     def reference_is_actor(self) -> bool:
         """Whether the reference is the trained policy without its adapter, and no copy of it is built."""
-        return self.needs_reference and self.actor_rollout_ref.model.trains_adapter
+        trains_adapter = self.actor_rollout_ref.model.trains_adapter
+        return self.needs_reference and trains_adapter and not self.distillation.enabled
+
+    @property
+    def distils_by_reward(self) -> bool:
+        """Whether the divergence from a teacher is subtracted from advantages."""
+        return self.distillation.enabled and self.distillation.distillation_loss.use_policy_gradient
+
+    @property
+    def distils_by_loss(self) -> bool:
+        """Whether the divergence from a teacher is part of the policy's loss."""
+        return self.distillation.enabled and not self.distillation.distillation_loss.use_policy_gradient
+
+    @property
+    def teacher_path(self) -> str | None:
+        """Folder or hub id of the teacher; None without one."""
+        return self.distillation.teacher_models.teacher_model.model_path if self.distillation.enabled else None
 
     @property
     def reward_entries(self) -> tuple[RewardEntry, ...]:

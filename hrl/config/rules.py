@@ -31,7 +31,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import FUNCTION_NAMES, TAKEN_NAMES, RewardConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.config.saved import nothing_is_masked
-from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
+from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT, TEACHER
 from hrl.config.trainer import BATCH_SHARE, JSON_CONSOLE
 from hrl.errors import Problem, Reason
 from hrl.masking import is_secret_variable, is_written_secret
@@ -46,6 +46,7 @@ _LOSS = f"{ACTOR}.policy_loss"
 _CORRECTION = "algorithm.rollout_correction"
 _ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
 _SHAPING = "reward.shaping"
+_DISTILLATION_LOSS = "distillation.distillation_loss"
 _RESPONSE = ("data.max_prompt_length", "data.max_response_length")
 
 
@@ -608,6 +609,7 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
         f"{ACTOR}.use_kl_loss": actor.use_kl_loss,
         f"{ACTOR}.entropy_coeff": actor.entropy_coeff,
         "critic.enable": config.needs_critic,
+        "distillation.enabled": config.distillation.enabled,
     }
     for name, value in without_effect.items():
         if value:
@@ -813,6 +815,30 @@ def replayed_experts_come_from_somewhere(config: PPOTrainerConfig) -> Iterator[P
         yield Problem(mode_key, what, "Set it to R3, or disabled.", (passed,))
 
 
+def a_teacher_is_named_and_read(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Distillation has a teacher, which is in the place of the reference, and a loss that can be where it is put."""
+    if not config.distillation.enabled:
+        return
+    switch, loss = "distillation.enabled", config.distillation.distillation_loss
+    mode, as_reward = f"{_DISTILLATION_LOSS}.loss_mode", f"{_DISTILLATION_LOSS}.use_policy_gradient"
+    if not config.teacher_path:
+        yield Problem(TEACHER, f"needs a value, because {switch} is true.", "Name a folder or hub id.", (switch,))
+    penalties = {
+        f"{ACTOR}.use_kl_loss": config.actor_rollout_ref.actor.use_kl_loss,
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+    }
+    for key, is_set in penalties.items():
+        if is_set:
+            what = "is true, but the teacher takes the place of the reference."
+            yield Problem(key, what, f"Set it to false, or {switch}.", (switch,))
+    if loss.use_policy_gradient and not loss.traits.is_sampled:
+        what = f"is {loss.loss_mode}, which a sampled token's advantage can't hold: it has a gradient of its own."
+        yield Problem(mode, what, f"Set k1, or {as_reward}=false.", (as_reward,))
+    if not loss.use_policy_gradient and not loss.traits.has_gradient:
+        what = f"is {loss.loss_mode}, whose expected gradient in a loss is zero."
+        yield Problem(mode, what, f"Use k2 or reverse_kl_topk, or set {as_reward}=true.", (as_reward,))
+
+
 PPO_RULES: tuple[Rule, ...] = (
     nothing_is_masked,
     clipped_rewards_have_a_limit,
@@ -855,6 +881,7 @@ PPO_RULES: tuple[Rule, ...] = (
     an_adapter_is_of_a_policy_that_learns,
     the_engine_has_kernels_for_the_rank,
     replayed_experts_come_from_somewhere,
+    a_teacher_is_named_and_read,
 )
 
 
@@ -962,6 +989,11 @@ def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
         own = getattr(config.actor_rollout_ref.ref.fsdp_config, name)
         if config.reference_is_actor and own != getattr(actor.fsdp_config, name):
             yield f"{REF}.fsdp_config.{name} has no effect: the reference is the policy with its adapter off."
+    distilled = config.distillation
+    if not distilled.enabled and distilled.teacher_models.teacher_model.model_path is not None:
+        yield f"{TEACHER} has no effect while distillation.enabled is false."
+    if distilled.enabled and distilled.distillation_loss.distillation_loss_coef != distilled.distillation_loss.weight:
+        yield f"{_DISTILLATION_LOSS}.distillation_loss_coef has no effect while use_task_rewards is false."
     if config.critic.enable and not estimator_traits(estimator).needs_critic:
         yield f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads."
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:

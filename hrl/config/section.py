@@ -33,6 +33,7 @@ S = TypeVar("S", bound="Section")
 
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 RM = "reward.reward_model"
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -137,6 +137,7 @@ class PackedMicroBatch:
         mask: `(b, r)` bool, where the N results belong in the micro-batch's rows, row-major; `r` is the longest.
         mask_index: `(N,)` int64, the same as flat positions, because indexing by a mask on a GPU waits for it.
         is_empty: Nothing is wanted. One token still runs, so that every rank joins every collective.
+        picked: Positions on this rank of the micro-batch's rows.
         routing: What is known of the tokens' experts, for a model that has some.
     """
 
@@ -148,7 +149,12 @@ class PackedMicroBatch:
     mask: Tensor
     mask_index: Tensor
     is_empty: bool
+    picked: tuple[int, ...]
     routing: PackedRouting | None
+
+    def own_results(self, results: Tensor) -> Tensor:
+        """Return those `(N, ...)` of all results that are computed here, as many as there are labels."""
+        return results if len(results) else results.new_zeros(1, *results.shape[1:])
 
     def join(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return what the ranks that run the row together have computed, `(N,)` each; here one rank has all of it."""
@@ -182,6 +188,10 @@ class SlicedMicroBatch(PackedMicroBatch):
     own: Tensor
     num_results: int
 
+    def own_results(self, results: Tensor) -> Tensor:
+        """Return those `(N, ...)` of all results that are computed here, as many as there are labels."""
+        return super().own_results(super().own_results(results).index_select(0, self.own))
+
     def join(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the results of all ranks, `(N,)` each; see `join_results`."""
         return join_results(results, self.own, self.num_results, self.layout.group)
@@ -212,7 +222,7 @@ def pack_micro_batch(
     """
     used = rows.used(picked, wanted)
     if not used:
-        return _empty(len(picked), device, group, rows if with_routing else None)
+        return _empty(picked, device, group, rows if with_routing else None)
     writer = _Writer()
     write = _write_rows if not share_prefix else _write_tree if is_tree else _write_groups
     segment = write(writer, rows, used)
@@ -238,7 +248,7 @@ def pack_micro_batch(
     if with_routing:
         of_rows = {row: paths[segment[row]][: len(rows.prompts[row]) + length] for row, length in used}
         routing = _Routing.of(rows, [of_rows.get(row) for row in picked], picked, layout.num_tokens)
-    return _on_device(arrays, layout, (len(picked), width), device, group, is_empty=False, routing=routing)
+    return _on_device(arrays, layout, width, device, group, is_empty=False, picked=picked, routing=routing)
 
 
 @dataclass(frozen=True)
@@ -360,23 +370,24 @@ def _tokens(rows: TokenRows, row: int, length: int) -> np.ndarray:
 
 
 def _empty(
-    num_rows: int, device: torch.device, group: SequenceGroup | None, routed: TokenRows | None
+    picked: tuple[int, ...], device: torch.device, group: SequenceGroup | None, routed: TokenRows | None
 ) -> PackedMicroBatch:
     zero = np.zeros(1, np.int64)
     layout = AttentionLayout(np.array([1]), np.array([0]), np.array([0]))
-    routing = None if routed is None else _Routing.of(routed, [None] * num_rows, [0] * num_rows, 1)
+    routing = None if routed is None else _Routing.of(routed, [None] * len(picked), [0] * len(picked), 1)
     arrays = [zero, zero, zero, zero, zero[:0]]
-    return _on_device(arrays, layout, (num_rows, 1), device, group, is_empty=True, routing=routing)
+    return _on_device(arrays, layout, 1, device, group, is_empty=True, picked=picked, routing=routing)
 
 
 def _on_device(
     arrays: list[np.ndarray],
     layout: AttentionLayout,
-    shape: tuple[int, int],
+    width: int,
     device: torch.device,
     group: SequenceGroup | None,
     *,
     is_empty: bool,
+    picked: tuple[int, ...],
     routing: _Routing | None,
 ) -> PackedMicroBatch:
     """Return a packed row on the device, or this rank's slice of it.
@@ -385,12 +396,14 @@ def _on_device(
         arrays: Tokens and positions `(T,)`; wanted hidden states and their labels `(N,)`; the flat positions of the
             results in the micro-batch's rows `(N,)`, none where nothing is wanted.
         layout: Of the row.
-        shape: Of the micro-batch's mask.
+        width: Columns of the micro-batch's mask.
         device: Where it is wanted.
         group: Ranks that run the row together.
         is_empty: Nothing is wanted.
+        picked: Positions on this rank of the rows.
         routing: What is known of the tokens' experts.
     """
+    shape = len(picked), width
     sliced = None if group is None else SlicedLayout(layout, group)
     num_results = len(arrays[2])
     if sliced is not None:
@@ -401,8 +414,10 @@ def _on_device(
     row = input_ids[None], position_ids[None]
     known = None if routing is None else routing.on_device(device, sliced)
     if sliced is None:
-        return PackedMicroBatch(*row, layout, hidden_index, labels, mask, at, is_empty, known)
-    return SlicedMicroBatch(*row, sliced, hidden_index, labels, mask, at, is_empty, known, tensors[5], num_results)
+        return PackedMicroBatch(*row, layout, hidden_index, labels, mask, at, is_empty, picked, known)
+    return SlicedMicroBatch(
+        *row, sliced, hidden_index, labels, mask, at, is_empty, picked, known, tensors[5], num_results
+    )
 
 
 def _of_slice(arrays: list[np.ndarray], layout: SlicedLayout) -> list[np.ndarray]:
@@ -470,9 +485,16 @@ class PackedCausalLM(PackedModel):
         head.forward = MethodType(_head_forward, head)
 
     def forward(
-        self, packed: PackedMicroBatch, temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False
+        self,
+        packed: PackedMicroBatch,
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
+        *,
+        at: Tensor | None = None,
+        num_top: int = 0,
     ) -> TokenStatistics:
-        """Return log-probs `(N,)` and what else is asked for, in float32."""
+        """Return log-probs `(N,)` and what else is asked for, in float32; see `token_statistics`."""
         hidden = self.hidden_states(packed)
         if self.form.hidden_scale != 1.0:
             hidden = hidden * self.form.hidden_scale
@@ -485,6 +507,8 @@ class PackedCausalLM(PackedModel):
             with_sum_pi_squared=with_sum_pi_squared,
             form=self.form.logits,
             group=self.group,
+            at=at,
+            num_top=num_top,
         )
 
 

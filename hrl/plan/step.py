@@ -242,7 +242,7 @@ class CostModel:
         ranks, longest = self.ranks(role), config.data.max_prompt_length + config.data.max_response_length
         each = config.micro_batches()[name]
         return Learner(
-            shape=self.shapes["actor" if role == "ref" else role],
+            shape=self.shapes["actor" if role == "ref" and role not in self.shapes else role],
             hardware=self._device(role),
             assumed=self.assumed,
             ranks=ranks,

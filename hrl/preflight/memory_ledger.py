@@ -682,7 +682,7 @@ def _model_of(
         prompts = config.data.train_batch_size
     return _resident(
         name,
-        sizes["actor" if name == "ref" else name],
+        sizes["actor" if name == "ref" and "ref" not in sizes else name],
         sharding,
         ranks,
         _largest_micro_batch(config, name, prompts, ranks),

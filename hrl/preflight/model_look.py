@@ -49,11 +49,13 @@ def look_at_models(
     if folder is not None:
         found[first] = folder
         findings.facts.append(Fact("model", _in_words(learner.path, folder)))
-        look_at_positions(findings, outline, folder)
+        look_at_positions(findings, outline, learner, folder)
     for role, model in others:
         if model.path == learner.path and not model.override_config:
             # A model in the same folder as the trained one has the same vocabulary.
             found |= {} if folder is None else {role: folder}
+            if role == "ref":
+                findings.notes.append(f"{model.key} names the policy's own model: it teaches what the policy begins as")
             continue
         other = _look_at_model(findings, model, download=download, trust_remote_code=trust)
         if other is None:
@@ -62,6 +64,9 @@ def look_at_models(
         if other != folder and tokenizer is not None:
             with findings.about(model.key):
                 _look_at_vocabulary(findings, model.key, other, tokenizer, trust_remote_code=trust)
+        if role == "ref":
+            findings.facts.append(Fact("teacher", _in_words(model.path, other)))
+            look_at_positions(findings, outline, model, other)
         if role == "rm":
             with findings.about(model.key):
                 check_scores(other)
@@ -181,10 +186,10 @@ def _tokenizer_is_cached(hub_id: str) -> bool:
         raise ModelSourceError(f"{hub_id} is neither a folder nor a hub id") from error
 
 
-def look_at_positions(findings: Findings, outline: Outline, folder: Path) -> None:
-    """Check that the longest sequence fits the model's positions."""
-    model, wanted, keys = outline.model, outline.lengths.total, outline.lengths.keys
-    used = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
+def look_at_positions(findings: Findings, outline: Outline, model: NamedModel, folder: Path) -> None:
+    """Check that the longest sequence fits the positions of a model."""
+    wanted, keys = outline.lengths.total, outline.lengths.keys
+    used = load_config(folder, model.override_config, trust_remote_code=outline.model.trust_remote_code)
     limit = getattr(used.get_text_config(), "max_position_embeddings", None)
     if limit is not None and wanted > limit:
         hint = f"Lower {'one of the two' if len(keys) > 1 else 'it'}."
@@ -227,7 +232,7 @@ def look_at_heads(findings: Findings, outline: Outline, folders: Mapping[str, Pa
 def _look_at_vocabulary(
     findings: Findings, key: str, folder: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
 ) -> None:
-    """Check that a critic or reward model has the policy's vocabulary, because it reads the policy's token ids."""
+    """Check that a critic, reward model or teacher has the policy's vocabulary: it reads the policy's token ids."""
     if load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab() != tokenizer.get_vocab():
         what = (
             f"names {folder.name}, which has another vocabulary than the policy: it reads the policy's ids as they are."

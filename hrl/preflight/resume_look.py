@@ -22,7 +22,7 @@ _SEED = "trainer.seed"
 _OF_ADAPTERS = ("lora_alpha", "use_rslora", "target_modules", "exclude_modules", "load_in_4bit")
 """What an adapter's weights mean, where they are and beside which, in the section of a model that learns."""
 #: Roles whose models may change: nothing of theirs is learnt in a run that samples.
-_FROZEN = ("rm",)
+_FROZEN = ("rm", "ref")
 #: What a run says of itself; a trainer that was built by hand, or an older version of hrl, says nothing.
 _COMPARED = {"kind", "models", "tokenizer", "code"}
 _ESTIMATOR = (

@@ -114,7 +114,8 @@ def _described(config: RunConfiguration) -> dict[str, Path]:
                 ) from error
     findings.raise_problems()
     look_at_heads(findings, outline, folders)
-    look_at_positions(findings, outline, next(iter(folders.values())))
+    learner = next(iter(outline.models))
+    look_at_positions(findings, outline, outline.models[learner], folders[learner])
     findings.raise_problems()
     return folders
 

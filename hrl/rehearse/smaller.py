@@ -361,7 +361,7 @@ def with_twins(kind: RunKind[Any], config: RunConfiguration, twins: Mapping[str,
     for role, model in outline_of(config).models.items():
         section = model.key.rpartition(".")[0]
         values[model.key] = str(twins[role])
-        if role != "rm" or not isinstance(config, PPOTrainerConfig):
+        if role not in ("rm", "ref") or not isinstance(config, PPOTrainerConfig):
             values[f"{section}.override_config"] = {}
         if model.learner is not None and model.learner.lora_adapter_path is not None:
             values |= {f"{section}.lora_adapter_path": None, f"{section}.lora_rank": LORA_RANKS[0]}

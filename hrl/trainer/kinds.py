@@ -72,7 +72,7 @@ _EPISODE_FIELDS = (
 def _ppo_line(config: PPOTrainerConfig) -> StepLine:
     validates = (Field("val", validation_score, "5.3f"),) if config.data.val_files else ()
     # Without a reference there is only the KL divergence within a step, which is 0 at its first optimizer step.
-    reference = (Field("kl", ("actor/reward_kl_penalty", "actor/kl_loss"), "7.4f", drop=3),)
+    reference = (Field("kl", ("actor/reward_kl_penalty", "actor/kl_loss", "distillation/loss"), "7.4f", drop=3),)
     within = (Field("kl", ("actor/ppo_kl",), "7.4f", drop=4, optional=True, waits=True),)
     return StepLine(
         (

@@ -8,8 +8,9 @@ ranks, so that no cut into micro-batches or ranks changes a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hrl.algos.bypass import bypass_loss
+from hrl.algos.distillation import distillation_loss, sampled_divergence
 from hrl.algos.kl import kl_penalty
 from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
@@ -26,12 +28,15 @@ from hrl.columns import object_column
 from hrl.metrics import Metric
 from hrl.models.adapter import adapter_off
 from hrl.models.loading import load_causal_lm
+from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
 from hrl.protocol import DataProto
 from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
 from hrl.workers.mismatch import measure_difference, measure_mismatch
 from hrl.workers.requests import (
+    TEACHER_IDS,
+    TEACHER_LOG_PROBS,
     LogProbRequest,
     OldLogProbs,
     PolicyUpdate,
@@ -42,6 +47,7 @@ from hrl.workers.requests import (
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
+    from hrl.config.distillation import DistillationLossConfig
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
     from hrl.models.loading import ModelSource
     from hrl.workers.requests import AnyPolicyUpdate
@@ -80,22 +86,37 @@ class Policy:
 
         Returns:
             `old_log_probs (B, R)` and, where asked, `entropys (B, R)` and `sum_pi_squared (B, R)`, float32, zero
-            outside `response_mask`; where asked, `routed_experts (B,)`.
+            outside `response_mask`; where asked, `routed_experts (B,)`, `teacher_log_probs (B,)`, `teacher_ids (B,)`.
 
         Raises:
             RoutingError: The model has no experts that could be recorded or replayed.
         """
         asked = {"old_log_probs": True, "entropys": request.with_entropy, "sum_pi_squared": request.with_sum_pi_squared}
         names = [name for name, is_asked in asked.items() if is_asked]
-        run = self._run(request.temperature, request.with_entropy, request.with_sum_pi_squared)
+        count, top = len(names), request.num_top
+
+        def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
+            found = self.engine.module(
+                packed, request.temperature, request.with_entropy, request.with_sum_pi_squared, num_top=top
+            )
+            results = [column for column in found[:3] if column is not None]
+            if top:  # ids are below 2^24, which float32 holds exactly
+                results += [*found.top_log_prob.unbind(1), *found.top_ids.to(found.top_log_prob).unbind(1)]
+            return tuple(results)
+
         rows = TokenRows.of(batch, routed=request.replays_experts)
         routed: list[np.ndarray] | None = [] if request.records_experts else None
         if request.replays_experts or request.records_experts:
             self.engine.experts.require_some()
         with adapter_off(self.engine.module) if request.without_adapter else nullcontext():
-            columns = self.engine.forward(rows, request.plan, run, num_outputs=len(names), routed=routed)
+            columns = self.engine.forward(rows, request.plan, run, num_outputs=count + 2 * top, routed=routed)
         others = {} if routed is None else {ROUTED_EXPERTS: object_column(routed)}
-        return DataProto.from_dict(tensors=dict(zip(names, columns, strict=True)), non_tensors=others)
+        if top:
+            likeliest = {TEACHER_LOG_PROBS: (count, np.float32), TEACHER_IDS: (count + top, np.int32)}
+            for name, (first, dtype) in likeliest.items():
+                of_rows = torch.stack(columns[first : first + top], -1).numpy().astype(dtype)
+                others[name] = object_column([row[mask] for row, mask in zip(of_rows, rows.trained, strict=True)])
+        return DataProto.from_dict(tensors=dict(zip(names, columns[:count], strict=True)), non_tensors=others)
 
     def update(self, batch: DataProto, request: AnyPolicyUpdate) -> dict[str, Metric]:
         """Take every optimizer step of the plan, on the loss that the request is for.
@@ -116,14 +137,66 @@ class Policy:
         if request.replays_experts:
             self.engine.experts.require_some()
         loss_of, names = _LOSSES[type(request)]
-        run = self._run(request.temperature, isinstance(request, PolicyUpdate))
+        with_entropy = isinstance(request, PolicyUpdate)
+        teacher = Teacher.of(batch, request) if isinstance(request, PolicyUpdate) and request.reads_top else None
+
+        def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
+            if teacher is None:
+                found = self.engine.module(packed, request.temperature, with_entropy)
+                return tuple(column for column in found[:2] if column is not None)
+            ids, log_probs = teacher.of_micro_batch(packed)
+            found = self.engine.module(packed, request.temperature, with_entropy, at=ids)
+            return found.log_prob, found.entropy, *teacher.divergence(found.log_prob_at, log_probs)
+
         return self.engine.learn(batch, request, run, partial(loss_of, request), names, with_head=True)
 
-    def _run(self, temperature: float, *asked: bool) -> Callable[[PackedMicroBatch], tuple[Tensor, ...]]:
-        """Return a micro-batch's pass to log-probs and, where asked, entropies and sums of squared probabilities."""
-        return lambda packed: tuple(
-            column for column in self.engine.module(packed, temperature, *asked) if column is not None
-        )
+
+@dataclass(frozen=True)
+class Teacher:
+    """What a teacher says of its most likely tokens at each trained token.
+
+    Attributes:
+        ids: Of each row `(n, K)` int32, n being the number of its trained tokens.
+        log_probs: Likewise, float32.
+        loss_mode: The divergence.
+    """
+
+    ids: Sequence[np.ndarray]
+    log_probs: Sequence[np.ndarray]
+    loss_mode: str
+
+    @classmethod
+    def of(cls, batch: DataProto, request: PolicyUpdate[RankPlan]) -> Teacher:
+        """Read the columns of a batch.
+
+        Raises:
+            ValueError: A row has another number of trained tokens than the teacher scored.
+        """
+        assert request.distillation is not None, "a teacher is asked for"
+        ids, log_probs = (batch.non_tensor_batch[name] for name in (TEACHER_IDS, TEACHER_LOG_PROBS))
+        trained = batch.batch["response_mask"].bool().sum(1).tolist()
+        for row, (scored, count) in enumerate(zip(ids, trained, strict=True)):
+            if len(scored) != count:
+                raise ValueError(
+                    f"row {row} has {count} trained tokens, and the teacher scored {len(scored)}: response_mask may "
+                    "not change after compute_ref_log_prob"
+                )
+        return cls(list(ids), list(log_probs), request.distillation.loss_mode)
+
+    def of_micro_batch(self, packed: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+        """Return ids and log-probs of the results that are computed here, `(M, K)` each, on the device."""
+        host = []
+        for column, dtype in ((self.ids, np.int64), (self.log_probs, np.float32)):
+            width = column[0].shape[1] if len(column) else 1
+            of_rows = [column[row] for row in packed.picked]
+            host.append(torch.from_numpy(np.concatenate([np.zeros((0, width), dtype), *of_rows]).astype(dtype)))
+        ids, log_probs = (packed.own_results(column) for column in to_device(host, packed.mask.device))
+        return ids, log_probs
+
+    def divergence(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the divergence at each token, and the probability of these tokens under both, `(M,)` each."""
+        masses = (log_probs.detach().exp().sum(1) for log_probs in (student, teacher.to(student.dtype)))
+        return distillation_loss(self.loss_mode, student, teacher.to(student.dtype)), *masses
 
 
 def _policy_loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
@@ -140,6 +213,42 @@ def _policy_loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) ->
 
     if request.measures_mismatch and not piece.moved:
         measure_mismatch(meter, log_prob, columns["rollout_log_probs"], mask, piece.packed.of_tokens)
+    loss = log_prob.new_zeros(())
+    if request.learns_from_rewards:
+        loss = share(_reward_loss(request, piece, log_prob, columns))
+        meter.add_share("actor/pg_loss", loss)
+    meter.add("actor/entropy", piece.flat[1].sum(), piece.flat[1].numel())
+    if config.entropy_coeff != 0:
+        loss = loss - config.entropy_coeff * share(piece.result(1))
+    if config.use_kl_loss:
+        divergence = kl_penalty(log_prob, keep(columns["ref_log_prob"], mask), config.kl_loss_type)
+        meter.add("actor/kl_loss", (divergence * mask).sum(), mask.sum())
+        loss = loss + config.kl_loss_coef * share(divergence)
+    if request.distillation is not None:
+        loss = loss + request.distillation.weight * share(_divergence(request.distillation, piece, log_prob, columns))
+    return loss
+
+
+def _divergence(
+    settings: DistillationLossConfig, piece: ForwardedMicroBatch, log_prob: Tensor, columns: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the divergence from the teacher at each token, `(b, r)`, 0 outside the mask."""
+    mask, meter = piece.mask, piece.meter
+    if settings.traits.is_sampled:
+        found = sampled_divergence(settings.loss_mode, log_prob, columns["ref_log_prob"], mask)
+    else:
+        found = piece.result(2)
+        for name, column in zip(("student_mass", "teacher_mass"), piece.flat[3:], strict=True):
+            meter.add(f"distillation/{name}", column.sum(), column.numel())
+    meter.add("distillation/loss", found.detach().sum(), mask.sum())
+    return found
+
+
+def _reward_loss(
+    request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch, log_prob: Tensor, columns: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the policy loss of each token, `(b, r)`."""
+    config, mask, meter = request.loss, piece.mask, piece.meter
     inputs = PolicyLossInput(
         log_prob,
         log_prob.detach() if request.old_log_probs is OldLogProbs.OWN else columns[request.old_log_probs],
@@ -154,17 +263,8 @@ def _policy_loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) ->
         sampler = columns["rollout_log_probs"]
         result, _, correction = bypass_loss(config.policy_loss.loss_mode, inputs, config, request.correction, sampler)
         meter.add_all(correction)
-    loss = share(result.loss_mat)
-    meter.add_share("actor/pg_loss", loss)
     meter.add_all(result.metrics)
-    meter.add("actor/entropy", piece.flat[1].sum(), piece.flat[1].numel())
-    if config.entropy_coeff != 0:
-        loss = loss - config.entropy_coeff * share(piece.result(1))
-    if config.use_kl_loss:
-        divergence = kl_penalty(log_prob, keep(columns["ref_log_prob"], mask), config.kl_loss_type)
-        meter.add("actor/kl_loss", (divergence * mask).sum(), mask.sum())
-        loss = loss + config.kl_loss_coef * share(divergence)
-    return loss
+    return result.loss_mat
 
 
 def _pair_loss(request: PreferenceUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:

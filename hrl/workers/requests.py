@@ -21,10 +21,14 @@ if TYPE_CHECKING:
     from hrl.config.actor import ActorConfig
     from hrl.config.algorithm import RolloutCorrectionConfig
     from hrl.config.critic import CriticConfig
+    from hrl.config.distillation import DistillationLossConfig
     from hrl.config.model import OptimConfig
 
 P = TypeVar("P", bound="BatchPlan | RankPlan")
 
+#: Of each row, the log-probs of a teacher's most likely tokens at its trained tokens, `(n, K)` float32, and their ids,
+#: `(n, K)` int32, where n is the number of trained tokens.
+TEACHER_LOG_PROBS, TEACHER_IDS = "teacher_log_probs", "teacher_ids"
 #: What a model reads of a row.
 ROW_COLUMNS = frozenset({"prompts", "responses", "attention_mask", "response_mask", "uid"})
 
@@ -122,6 +126,7 @@ class LogProbRequest(Request[P]):
         without_adapter: Those of the model without its adapter, which is the reference of one that trains an adapter.
         replays_experts: Tokens go to the experts of the column `routed_experts`.
         records_experts: Also return that column, of the experts that tokens went to.
+        num_top: Also the log-probs of this many most likely tokens, and which they are.
     """
 
     temperature: float
@@ -130,6 +135,7 @@ class LogProbRequest(Request[P]):
     without_adapter: bool = False
     replays_experts: bool = False
     records_experts: bool = False
+    num_top: int = 0
 
     @property
     def columns(self) -> frozenset[str]:
@@ -220,6 +226,7 @@ class PolicyUpdate(Update[P]):
             update's own.
         is_weighted: The batch's `rollout_is_weights` weigh the loss of each token.
         selects_tokens: The loss treats the batch's `selected_tokens` differently.
+        distillation: The divergence from a teacher that is part of the loss, or all of it; None where there is none.
 
     Raises:
         ValueError: The update's own log-probs would be the old ones in a second step too, when the weights have moved.
@@ -232,6 +239,7 @@ class PolicyUpdate(Update[P]):
     measures_mismatch: bool
     is_weighted: bool
     selects_tokens: bool
+    distillation: DistillationLossConfig | None = None
 
     def __post_init__(self) -> None:
         if self.old_log_probs is OldLogProbs.OWN and self.plan.num_steps != 1:
@@ -241,23 +249,35 @@ class PolicyUpdate(Update[P]):
             )
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the policy loss is part of the loss."""
+        return self.distillation is None or self.distillation.use_task_rewards
+
+    @property
+    def reads_top(self) -> bool:
+        """Whether the loss reads the log-probs of the teacher's most likely tokens."""
+        return self.distillation is not None and self.distillation.traits.reads_top
+
+    @property
     def token_columns(self) -> list[str]:
         """Names of the columns `(B, R)` that the loss reads beside the mask."""
         reads_sampler = self.measures_mismatch or self.correction is not None
+        rewarded = self.learns_from_rewards
         is_read = {
-            "advantages": True,
-            "old_log_probs": self.old_log_probs is OldLogProbs.COLUMN,
-            "ref_log_prob": self.loss.use_kl_loss,
-            "rollout_is_weights": self.is_weighted,
+            "advantages": rewarded,
+            "old_log_probs": rewarded and self.old_log_probs is OldLogProbs.COLUMN,
+            "ref_log_prob": self.loss.use_kl_loss or self.distillation is not None,
+            "rollout_is_weights": rewarded and self.is_weighted,
             "rollout_log_probs": self.old_log_probs is OldLogProbs.SAMPLER or reads_sampler,
-            "selected_tokens": self.selects_tokens,
+            "selected_tokens": rewarded and self.selects_tokens,
         }
         return [name for name, read in is_read.items() if read]
 
     @property
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
-        return super().columns | set(self.token_columns)
+        of_teacher = {TEACHER_LOG_PROBS, TEACHER_IDS} if self.reads_top else set[str]()
+        return super().columns | of_teacher | set(self.token_columns)
 
 
 @dataclass(frozen=True, kw_only=True)

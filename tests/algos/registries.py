@@ -10,6 +10,7 @@ from unittest.mock import patch
 from hrl.algos import (
     advantages,
     aggregation,
+    distillation,
     groups,
     kl,
     policy_filtration,
@@ -27,6 +28,7 @@ REGISTRIES: dict[str, Registry[Any, Any]] = {
     "policy loss": policy_losses.POLICY_LOSSES,
     "aggregation": aggregation.AGGREGATION_MODES,
     "value loss": value_loss.VALUE_LOSSES,
+    "distillation": distillation.DISTILLATION_LOSSES,
     "kl": kl.KL_ESTIMATORS,
     "correction": rollout_correction.IMPORTANCE_LEVELS,
     "group filter": groups.GROUP_FILTERS,

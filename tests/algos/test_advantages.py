@@ -311,6 +311,12 @@ def test_rloo_by_hand() -> None:
     assert outcome([1.0, 2.0, 6.0], ["a"] * 3, "rloo") == pytest.approx([1 - 4.0, 2 - 3.5, 6 - 1.5])
 
 
+def test_the_best_of_n_is_imitated():
+    """Those that tie share the weight; a group whose scores are equal has none."""
+    got = outcome([1.0, 4.0, 4.0, 3.0, 3.0, 0.5, -1.0], ["a", "a", "a", "b", "b", "c", "c"], "best_of_n")
+    assert got == [0, 0.5, 0.5, 0, 0, 1, 0]
+
+
 def test_passk_by_hand() -> None:
     plain = AdvantageConfig(norm_adv_by_std_in_grpo=False)
     got = outcome([1.0, 4.0, 2.5, 3.0, 3.0, 0.0], ["a", "a", "a", "b", "b", "b"], "grpo_passk", plain)

@@ -33,11 +33,12 @@ pytestmark = pytest.mark.usefixtures("own_registries")
 
 FAMILIES: dict[str, Any] = REGISTRIES | {"rejection": rollout_correction.REJECTION_RULES}
 MUST_EXIST = {
-    "advantage": "gae grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline remax opo gpg grpo_passk gdpo "
-    "optimal_token_baseline",
+    "advantage": "gae grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline remax opo gpg grpo_passk "
+    "best_of_n gdpo optimal_token_baseline",
     "policy loss": "vanilla gspo cispo sapo gpg clip_cov kl_cov geo_mean dppo_tv dppo_kl dro",
     "aggregation": "token-mean token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm",
     "value loss": "clipped",
+    "distillation": "k1 k2 k3 reverse_kl_topk forward_kl_topk",
     "kl": "k1 abs k2 k3 kl mse low_var_kl",
     "correction": "token sequence",
     "rejection": "token_k1 token_k2 token_k3 seq_mean_k1 seq_mean_k2 seq_mean_k3 seq_max_k2 seq_max_k3",

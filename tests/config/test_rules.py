@@ -19,6 +19,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 GDPO = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a", "b"]}
 BYPASS = {f"{CORRECTION}.bypass_mode": True}
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
+DISTILS = {"distillation.enabled": True, TEACHER: "my/teacher"}
+DIVERGENCE = "distillation.distillation_loss"
 
 CASES = [
     (
@@ -58,6 +61,15 @@ CASES = [
         f"Set {ROLLOUT}.n=8, or another estimator.",
     ),
     ({"algorithm.adv_estimator": "rloo", f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n is 1"),
+    ({"distillation.enabled": True}, f"{TEACHER} needs a value, because distillation.enabled is true."),
+    (DISTILS | {f"{ACTOR}.use_kl_loss": True}, f"{ACTOR}.use_kl_loss is true, but the teacher takes the place"),
+    (DISTILS | {"algorithm.preference_loss": "sigmoid"}, "distillation.enabled has no effect on algorithm.preference"),
+    (DISTILS | {f"{DIVERGENCE}.loss_mode": "k1"}, f"{DIVERGENCE}.loss_mode is k1, whose expected gradient in a loss"),
+    (
+        DISTILS | {f"{DIVERGENCE}.loss_mode": "reverse_kl_topk", f"{DIVERGENCE}.use_policy_gradient": True},
+        f"{DIVERGENCE}.loss_mode is reverse_kl_topk, which a sampled token's advantage can't hold: it has a gradient "
+        f"of its own. Set k1, or {DIVERGENCE}.use_policy_gradient=false.",
+    ),
     ({"algorithm.adv_estimator": "gae", "critic.enable": False}, "critic.enable is false"),
     ({"algorithm.adv_estimator": "grpo", "trainer.critic_warmup": 5}, "trainer.critic_warmup is 5"),
     (

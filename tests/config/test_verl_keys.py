@@ -160,7 +160,8 @@ WHAT_IS_LEARNT = {
     f"{MODEL}.mtp.enable": True,
     "data.image_key": "images",
     "reward_model.reward_manager": "batch",
-    "distillation.enabled": True,
+    "distillation.distillation_loss.loss_max_clamp": 10.0,
+    "distillation.teacher_key": "task",
 }
 
 

@@ -87,7 +87,7 @@ def results_and_gradients(model: nn.Module, group: WeightGroup | None) -> tuple[
     torch.manual_seed(1)
     weights = [torch.randn(len(results[0]), dtype=torch.float64) for _ in range(2)]
     sum((column * weight).sum() for column, weight in zip(results[:2], weights, strict=True)).backward()
-    return [column.detach() for column in results], {n: gradient_of(p, group) for n, p in model.named_parameters()}
+    return [column.detach() for column in results[:3]], {n: gradient_of(p, group) for n, p in model.named_parameters()}
 
 
 def gradient_of(parameter: Tensor, group: WeightGroup | None) -> Tensor:
@@ -130,15 +130,16 @@ def head_case(group: WeightGroup, chunk: int, size: int) -> dict[str, float]:
         found = token_statistics(
             leaves[0], leaves[1], labels, 0.7, chunk=chunk, with_entropy=True, with_sum_pi_squared=True,
             bias=leaves[2], form=form, first=part.start, group=of_group,
+            at=(labels[:, None] + torch.arange(3)) % size, num_top=min(4, size),
         )  # fmt: skip
-        (found.log_prob[:-1].sum() + (found.entropy[:-1] ** 2).sum()).backward()
+        (found.log_prob[:-1].sum() + (found.entropy[:-1] ** 2).sum() + (found.log_prob_at**2).sum()).backward()
         return [*(column.detach() for column in found), *(leaf.grad for leaf in leaves)]
 
     wanted, got = of(slice(0, size), None), of(mine, group)
     assert wanted[0][-1].isnan() and got[0][-1].isnan(), "a label outside of the vocabulary has no log-prob"
     wanted[0], got[0] = wanted[0][:-1], got[0][:-1]
-    dist.all_reduce(got[3], group=group.processes)
-    wanted[4:] = [gradient[mine] for gradient in wanted[4:]]
+    dist.all_reduce(got[6], group=group.processes)
+    wanted[7:] = [gradient[mine] for gradient in wanted[7:]]
     return {str(index): apart(*pair) for index, pair in enumerate(zip(got, wanted, strict=True)) if pair[1].numel()}
 
 

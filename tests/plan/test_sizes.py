@@ -57,7 +57,7 @@ def test_check_says_no_to_nothing(size, monkeypatch):
     folders = {role: folder_of_model(model.path) for role, model in outline.models.items()}
     memory_look.look_at_memory(findings, config, outline, folders)
     look_at_heads(findings, outline, folders)
-    look_at_positions(findings, outline, folders["actor"])
+    look_at_positions(findings, outline, outline.models["actor"], folders["actor"])
     assert findings.problems == [] and findings.notes == [] and findings.unchecked == []
     assert warnings(config) == []
     cards = config.trainer.nnodes * config.trainer.n_gpus_per_node

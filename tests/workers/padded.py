@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.bypass import bypass_loss
+from hrl.algos.distillation import distillation_loss
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.preference import (
@@ -47,10 +48,14 @@ class Plain:
 
     def statistics(self, batch: DataProto) -> tuple[Tensor, Tensor]:
         """Log-probs of the responses' tokens and entropies ``(B, R)``."""
-        logits = self.actor(**_inputs(batch)).logits[:, batch.batch["prompts"].shape[1] - 1 : -1]
-        log_probs = (logits / batch.meta_info["temperature"]).log_softmax(-1)
+        log_probs = self.log_probs(batch)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return log_probs.gather(-1, batch.batch["responses"].unsqueeze(-1))[..., 0], entropy
+
+    def log_probs(self, batch: DataProto) -> Tensor:
+        """Of the whole vocabulary ``(B, R, V)``."""
+        logits = self.actor(**_inputs(batch)).logits[:, batch.batch["prompts"].shape[1] - 1 : -1]
+        return (logits / batch.meta_info["temperature"]).log_softmax(-1)
 
     def values(self, batch: DataProto) -> Tensor:
         """Of the states before each token of the responses ``(B, R)``."""
@@ -76,6 +81,9 @@ def _inputs(batch: DataProto) -> dict[str, Tensor]:
         "attention_mask": torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf).unsqueeze(1),
         "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
     }
+
+
+Gradients = dict[str, Tensor]
 
 
 def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -113,6 +121,22 @@ def policy_gradients(
         divergence = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
         loss = loss + config.kl_loss_coef * _whole(divergence, batch, config.loss_agg_mode)
     return gradients(plain.actor, loss)
+
+
+def distillation_gradients(plain: Plain, batch: DataProto, teacher: Tensor, settings: Any, config: Any) -> Gradients:
+    """Of a divergence from the teacher's log-probs ``(B, R, V)`` alone."""
+    student, count = plain.log_probs(batch), settings.topk
+    if settings.traits.is_sampled:
+        tokens = batch.batch["responses"].unsqueeze(-1)
+        found = distillation_loss(
+            settings.loss_mode, *(column.gather(-1, tokens)[..., 0] for column in (student, teacher))
+        )
+    else:
+        ids = teacher.topk(count if settings.traits.reads_top else teacher.shape[-1], -1).indices
+        found = distillation_loss(
+            settings.loss_mode, *(column.gather(-1, ids).flatten(0, 1) for column in (student, teacher))
+        )
+    return gradients(plain.actor, _whole(found.view(student.shape[:2]), batch, config.loss_agg_mode))
 
 
 def value_gradients(plain: Plain, batch: DataProto, config: Any, name: str) -> dict[str, Tensor]:

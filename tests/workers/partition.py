@@ -35,9 +35,11 @@ from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import VALUE_LOSSES
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
+from hrl.columns import object_column
+from hrl.config.distillation import DistillationLossConfig
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import StepReport
-from hrl.workers.requests import OldLogProbs
+from hrl.workers.requests import TEACHER_IDS, TEACHER_LOG_PROBS, OldLogProbs
 from tests.algos.batches import ACTOR
 from tests.models.tiny import (
     RESPONSE_WIDTH,
@@ -237,6 +239,28 @@ def policy_subject(
     return Subject(batch, update, lambda plain: padded.policy_gradients(plain, batch, config, **asked), cut)
 
 
+def distillation_subject(loss_mode: str) -> Subject:
+    """A divergence from a teacher, and nothing else."""
+    settings = DistillationLossConfig(loss_mode=loss_mode, topk=5, use_task_rewards=False)
+    config = SimpleNamespace(**vars(actor_config()) | {"loss_agg_mode": EVERY})
+    batch = batch_for("vanilla")
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    generator = torch.Generator().manual_seed(1)
+    shape = (*mask.shape, SHAPE["vocab_size"])
+    # Numbers of float32, which is what travels.
+    teacher = torch.randn(shape, generator=generator).mul(0.5).log_softmax(-1).double()
+    columns["ref_log_prob"] = teacher.gather(-1, columns["responses"].unsqueeze(-1))[..., 0]
+    top = teacher.topk(settings.topk, -1)
+    for name, column in ((TEACHER_LOG_PROBS, top.values.float()), (TEACHER_IDS, top.indices.int())):
+        batch.non_tensor_batch[name] = object_column([column[row][mask[row]].numpy() for row in range(len(batch))])
+
+    def update(models: Models) -> tuple[Actor, Update]:
+        models.actor.loss = config
+        return models.actor, partial(models.actor.learn, distillation=settings)
+
+    return Subject(batch, update, lambda plain: padded.distillation_gradients(plain, batch, teacher, settings, config))
+
+
 def kl_subject(kind: str) -> Subject:
     return policy_subject("vanilla", still=True, use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=1.0)
 
@@ -310,6 +334,7 @@ def whole() -> dict[str, Subject]:
         | {"value": value_subject(EVERY), "supervised": supervised_subject(EVERY)}
         | {f"pair {name}": pair_subject(name) for name in members(PAIR_LOSSES)}
         | {"reward model": reward_model_subject(EVERY)}
+        | {f"distillation {mode}": distillation_subject(mode) for mode in ("k2", "reverse_kl_topk", "forward_kl_topk")}
         | {"policy of a tree": policy_subject(EVERY, is_tree=True, entropy_coeff=0.3, **kl)}
         | {"value of a tree": value_subject(EVERY, is_tree=True)}
     )

@@ -11,7 +11,8 @@ A head makes logits `z = scale * (hidden W^T + bias)`, and some models cap them:
 - `d log p(y) / d z = onehot(y) - p`
 - `d H / d z = -p (log p + H)`
 
-The collision probability `sum(p^2)` is a number for advantage estimators and has no gradient.
+Log-probs of other tokens than the sampled one have the same gradient, and the tiles are gone through once for all of
+them. The collision probability `sum(p^2)` is a number for advantage estimators and has no gradient.
 
 The ranks of a tensor group have a part of the vocabulary each. They fold the tiles of their own part, then put
 together a few numbers for each token (largest logit, mass, label's logit), and no rank ever has another's logits. The
@@ -55,11 +56,17 @@ class TokenStatistics(NamedTuple):
         log_prob: Of the token, with gradient.
         entropy: Of the distribution it was sampled from, with gradient.
         sum_pi_squared: Sum of that distribution's squared probabilities, without gradient.
+        log_prob_at: `(T, K)` log-probs of other tokens, with gradient.
+        top_log_prob: `(T, k)` largest log-probs, in descending order, without gradient.
+        top_ids: `(T, k)` int64, the tokens that have them.
     """
 
     log_prob: Tensor
     entropy: Tensor | None = None
     sum_pi_squared: Tensor | None = None
+    log_prob_at: Tensor | None = None
+    top_log_prob: Tensor | None = None
+    top_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ def token_statistics(
     form: LogitForm = PLAIN,
     first: int = 0,
     group: WeightGroup | None = None,
+    at: Tensor | None = None,
+    num_top: int = 0,
 ) -> TokenStatistics:
     """Return log-probs of `labels`, and more if asked, under `softmax(form(hidden @ weight.T + bias) / temperature)`.
 
@@ -108,6 +117,8 @@ def token_statistics(
         first: The vocabulary's entry to which the first row of `weight` belongs.
         group: Ranks that have the other entries, each a run of them; every one of them calls this, with the same hidden
             states and labels, and gets the same results. None where `weight` is all of the head's.
+        at: `(T, K)` int64, other tokens whose log-probs are wanted.
+        num_top: How many of the largest log-probs are wanted; at most the vocabulary.
 
     Returns:
         Float32 (float64 for float64 inputs).
@@ -124,7 +135,9 @@ def token_statistics(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"a bias (V,) of {tuple(bias.shape)} does not fit a weight (V, H) of {tuple(weight.shape)}")
-    log_prob, entropy, sum_pi_squared = _LogProb.apply(
+    if at is not None and (at.ndim != 2 or at.shape[0] != len(labels)):
+        raise ValueError(f"at (T, K) of {tuple(at.shape)} does not fit {len(labels)} labels")
+    log_prob, entropy, sum_pi_squared, log_prob_at, top_log_prob, top_ids = _LogProb.apply(
         hidden,
         weight,
         bias,
@@ -135,8 +148,18 @@ def token_statistics(
         with_entropy,
         with_sum_pi_squared,
         group,
+        None if at is None else at - first,
+        int(num_top),
+        first,
     )
-    return TokenStatistics(log_prob, entropy if with_entropy else None, sum_pi_squared if with_sum_pi_squared else None)
+    return TokenStatistics(
+        log_prob,
+        entropy if with_entropy else None,
+        sum_pi_squared if with_sum_pi_squared else None,
+        None if at is None else log_prob_at,
+        top_log_prob if num_top else None,
+        top_ids if num_top else None,
+    )
 
 
 def _tiles(tokens: int, vocabulary: int, chunk: int) -> tuple[list[slice], list[slice]]:
@@ -216,7 +239,10 @@ class _LogProb(torch.autograd.Function):
         with_entropy: bool,
         with_sum_pi_squared: bool,
         group: WeightGroup | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        at: Tensor | None,
+        num_top: int,
+        first: int,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         dtype = accumulation_dtype(hidden.dtype)
         row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], chunk)
@@ -224,6 +250,10 @@ class _LogProb(torch.autograd.Function):
         label_logit = torch.full_like(normaliser, torch.nan)  # a label outside the vocabulary stays NaN, never a number
         mean_logit = torch.empty_like(normaliser) if with_entropy else None
         sum_pi_squared = torch.empty_like(normaliser)
+        # Of other tokens too: what is outside the vocabulary stays NaN.
+        at_logit = normaliser.new_full((len(normaliser), 0 if at is None else at.shape[1]), torch.nan)
+        top_logit = normaliser.new_full((len(normaliser), num_top), -torch.inf)
+        top_ids = torch.zeros_like(top_logit, dtype=torch.int64)
         for rows in row_tiles:
             top = normaliser.new_full((rows.stop - rows.start,), -torch.inf)
             mass = torch.zeros_like(top)  # sum of exp(z - top)
@@ -231,6 +261,10 @@ class _LogProb(torch.autograd.Function):
             squared_mass = torch.zeros_like(top)  # sum of exp(z - top)^2
             for columns in vocab_tiles:
                 logits = _logits(hidden[rows], weight[columns], _part(bias, columns), form, dtype)
+                if at is not None:
+                    _pick(logits, at[rows], columns, at_logit[rows])
+                if num_top:
+                    _keep_top(logits, first + columns.start, top_logit[rows], top_ids[rows])
                 if _has_kernels(logits):
                     from hrl.models.ops.log_prob_kernels import fold_tile
 
@@ -249,7 +283,7 @@ class _LogProb(torch.autograd.Function):
                     continue
                 if temperature != 1.0:
                     logits.div_(temperature)
-                _pick_labels(logits, labels[rows], columns, label_logit[rows])
+                _pick(logits, labels[rows, None], columns, label_logit[rows, None])
                 new_top = torch.maximum(top, logits.amax(1))
                 shrink = torch.exp(top - new_top)
                 if with_entropy:
@@ -265,22 +299,30 @@ class _LogProb(torch.autograd.Function):
             if group is not None:
                 folded = _fold_of_group(top, mass, first_moment, squared_mass, label_logit[rows], group)
                 top, mass, first_moment, squared_mass, label_logit[rows] = folded
+                at_logit[rows] = _picks_of_group(at_logit[rows], group)
+                top_logit[rows], top_ids[rows] = _top_of_group(top_logit[rows], top_ids[rows], group)
             normaliser[rows] = top + mass.log()
             if mean_logit is not None:
                 mean_logit[rows] = first_moment / mass
             sum_pi_squared[rows] = squared_mass / mass.square()
         entropy = normaliser - mean_logit if mean_logit is not None else torch.empty_like(normaliser)
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+        log_prob_at, top_log_prob = (picked / temperature - normaliser[:, None] for picked in (at_logit, top_logit))
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, at)
         ctx.form, ctx.temperature, ctx.chunk, ctx.accumulation_dtype = form, temperature, chunk, dtype
-        ctx.mark_non_differentiable(sum_pi_squared)
-        return label_logit - normaliser, entropy, sum_pi_squared
+        ctx.mark_non_differentiable(sum_pi_squared, top_log_prob, top_ids)
+        return label_logit - normaliser, entropy, sum_pi_squared, log_prob_at, top_log_prob, top_ids
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_log_prob, grad_entropy, _ = grads
-        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
-        if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 10
+        grad_log_prob, grad_entropy, _, grad_at, *_ = grads
+        hidden, weight, bias, labels, normaliser, entropy, at = ctx.saved_tensors
+        if grad_log_prob is None and grad_entropy is None and grad_at is None:
+            return (None,) * 13
+        # The tokens whose log-probs have gradients, and these, (T, K) each.
+        picks, grad_picks = labels[:, None], None if grad_log_prob is None else grad_log_prob[:, None]
+        if at is not None and grad_at is not None:
+            picks = at if grad_picks is None else torch.cat([picks, at], 1)
+            grad_picks = grad_at if grad_picks is None else torch.cat([grad_picks, grad_at], 1)
         form = ctx.form
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], ctx.chunk)
@@ -296,9 +338,9 @@ class _LogProb(torch.autograd.Function):
                     logits,
                     normaliser[rows],
                     entropy[rows],
-                    labels[rows],
+                    picks[rows],
                     columns,
-                    None if grad_log_prob is None else grad_log_prob[rows],
+                    None if grad_picks is None else grad_picks[rows],
                     None if grad_entropy is None else grad_entropy[rows],
                     form,
                     ctx.temperature,
@@ -322,7 +364,7 @@ class _LogProb(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 7,
+            *(None,) * 10,
         )
 
 
@@ -341,41 +383,73 @@ def _fold_of_group(
     return largest, mass, first_moment, squared_mass, torch.where(count > 0, label, torch.nan)
 
 
+def _picks_of_group(picked: Tensor, group: WeightGroup) -> Tensor:
+    """Return logits `(t, K)` that one rank each has found, the others being NaN; NaN where none has. A collective."""
+    if not picked.numel():
+        return picked
+    found = ~picked.isnan()
+    sums = torch.stack([torch.where(found, picked, 0.0), found.to(picked)])
+    dist.all_reduce(sums, group=group.processes)
+    return torch.where(sums[1] > 0, sums[0], torch.nan)
+
+
+def _top_of_group(logits: Tensor, ids: Tensor, group: WeightGroup) -> tuple[Tensor, Tensor]:
+    """Return the largest of all ranks' largest logits and their tokens, `(t, k)` each. Two collectives."""
+    if not logits.numel():
+        return logits, ids
+    size = dist.get_world_size(group.processes)
+    parts = []
+    for own in (logits, ids):
+        of_ranks = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(of_ranks, own.contiguous(), group=group.processes)
+        parts.append(torch.cat(of_ranks, 1))
+    largest, places = parts[0].topk(logits.shape[1], dim=1)
+    return largest, parts[1].gather(1, places)
+
+
 def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
     return None if bias is None else bias[columns]
 
 
-def _pick_labels(logits: Tensor, labels: Tensor, columns: slice, out: Tensor) -> None:
-    """Write the logits of the labels that fall into this vocabulary tile to `out (t,)`."""
-    local = labels - columns.start
+def _pick(logits: Tensor, tokens: Tensor, columns: slice, out: Tensor) -> None:
+    """Write the logits of the tokens `(t, K)` that fall into this vocabulary tile to `out (t, K)`."""
+    local = tokens - columns.start
     inside = (local >= 0) & (local < logits.shape[1])
-    picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+    picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1))
     torch.where(inside, picked, out, out=out)
+
+
+def _keep_top(logits: Tensor, first: int, top: Tensor, ids: Tensor) -> None:
+    """Let the largest logits so far `(t, k)` and their tokens be those with this tile's, whose first token is given."""
+    here, places = logits.topk(min(top.shape[1], logits.shape[1]), dim=1)
+    largest, chosen = torch.cat([top, here], 1).topk(top.shape[1], dim=1)
+    ids.copy_(torch.cat([ids, places + first], 1).gather(1, chosen))
+    top.copy_(largest)
 
 
 def _grad_of_products(
     logits: Tensor,
     normaliser: Tensor,
     entropy: Tensor,
-    labels: Tensor,
+    picks: Tensor,
     columns: slice,
-    grad_log_prob: Tensor | None,
+    grad_picks: Tensor | None,
     grad_entropy: Tensor | None,
     form: LogitForm,
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the gradient of the products behind one tile's logits, `(t, v)` in `dtype`; may overwrite `logits`."""
-    if _has_kernels(logits):
+    if _has_kernels(logits) and picks.shape[1] == 1:
         from hrl.models.ops.log_prob_kernels import grad_of_tile
 
         factor, first = form.scale / temperature, columns.start
-        ends = (normaliser, entropy, grad_log_prob, grad_entropy)
-        return grad_of_tile(logits, labels, first, temperature, factor, form.softcap, *ends, dtype)
+        ends = (normaliser, entropy, None if grad_picks is None else grad_picks[:, 0], grad_entropy)
+        return grad_of_tile(logits, picks[:, 0], first, temperature, factor, form.softcap, *ends, dtype)
     slope = None if form.softcap is None else 1.0 - (logits / form.softcap).square_()
     if temperature != 1.0:
         logits.div_(temperature)
-    grad_logits = _grad_of_logits(logits, normaliser, entropy, labels, columns, grad_log_prob, grad_entropy)
+    grad_logits = _grad_of_logits(logits, normaliser, entropy, picks, columns, grad_picks, grad_entropy)
     if slope is not None:
         grad_logits.mul_(slope)
     if form.scale != temperature:
@@ -387,9 +461,9 @@ def _grad_of_logits(
     logits: Tensor,
     normaliser: Tensor,
     entropy: Tensor,
-    labels: Tensor,
+    picks: Tensor,
     columns: slice,
-    grad_log_prob: Tensor | None,
+    grad_picks: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
     """Return the gradient of one tile's scaled logits, `(t, v)`; may overwrite `logits`."""
@@ -397,11 +471,11 @@ def _grad_of_logits(
     entropy_part = None
     if grad_entropy is not None:
         entropy_part = torch.exp(log_p).mul_(log_p + entropy[:, None]).mul_(-grad_entropy[:, None])
-    if grad_log_prob is None:
-        assert entropy_part is not None  # the caller returned early when both gradients are absent
+    if grad_picks is None:
+        assert entropy_part is not None  # the caller returned early when all gradients are absent
         return entropy_part
-    grad = log_p.exp_().mul_(-grad_log_prob[:, None])
-    local = labels - columns.start
+    grad = log_p.exp_().mul_(-grad_picks.sum(1, keepdim=True))
+    local = picks - columns.start
     inside = (local >= 0) & (local < grad.shape[1])
-    grad.scatter_add_(1, local.clamp(0, grad.shape[1] - 1)[:, None], torch.where(inside, grad_log_prob, 0.0)[:, None])
+    grad.scatter_add_(1, local.clamp(0, grad.shape[1] - 1), torch.where(inside, grad_picks, 0.0))
     return grad if entropy_part is None else grad.add_(entropy_part)

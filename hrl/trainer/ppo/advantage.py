@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 from hrl.algos.advantages import AdvantageConfig, AdvantageInput, compute_advantages
+from hrl.algos.distillation import with_teacher_advantages
 from hrl.algos.groups import group_codes
 from hrl.algos.kl import KLController, penalise_rewards
 from hrl.algos.registry import EstimatorTraits, estimator_traits
 from hrl.batching.episodes import episode_numbers
 from hrl.config.algorithm import AlgorithmConfig
+from hrl.config.distillation import DistillationLossConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob
@@ -107,6 +109,29 @@ def compute_advantage(
     )
     batch["advantages"], batch["returns"] = compute_advantages(adv_estimator, inputs, settings)
     return data
+
+
+def add_teacher_advantages(data: DataProto, settings: DistillationLossConfig) -> dict[str, float]:
+    """Subtract the divergence from a teacher from every token's advantage, see `with_teacher_advantages`.
+
+    Args:
+        data: `advantages`, `old_log_probs`, `ref_log_prob` (the teacher's) and `response_mask`, each (B, R); its
+            `advantages` are replaced.
+        settings: Which divergence, its weight, and whether there are advantages of rewards too.
+
+    Returns:
+        The metric `distillation/loss`, the mean divergence of a trained token.
+    """
+    columns, mask = data.batch, data.batch["response_mask"]
+    columns["advantages"], divergence = with_teacher_advantages(
+        columns["advantages"] if settings.use_task_rewards else None,
+        student=columns["old_log_probs"],
+        teacher=columns["ref_log_prob"],
+        mask=mask,
+        name=settings.loss_mode,
+        weight=settings.weight,
+    )
+    return {"distillation/loss": float(divergence.double().sum() / mask.sum().clamp(min=1))}
 
 
 def needed_columns(traits: EstimatorTraits) -> list[str]:

@@ -28,6 +28,7 @@ def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
     return algorithm.preference_loss is None and (
         not is_on_policy(config)
         or algorithm.use_kl_in_reward
+        or config.distils_by_reward
         or algorithm.rollout_correction.bypass_mode
         or algorithm.rollout_correction.corrects
         or estimator_traits(algorithm.adv_estimator).needs_old_log_probs
@@ -86,6 +87,7 @@ def policy_update(
         ValueError: The KL term's estimator is unknown, or has no gradient in a loss.
     """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    distillation = config.distillation.distillation_loss
     if actor.use_kl_loss:
         check_kl_loss_type(actor.kl_loss_type)
     return PolicyUpdate(
@@ -101,4 +103,5 @@ def policy_update(
         measures_mismatch=update_measures_mismatch(config, bypasses=bypasses),
         is_weighted=correction.weighs_tokens,
         selects_tokens=actor.policy_loss.loss_mode in TOKEN_SELECTORS,
+        distillation=distillation if config.distils_by_loss else None,
     )

@@ -26,6 +26,7 @@ from hrl.report.first_look import first_look
 from hrl.report.samples import rollout_records
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import (
+    add_teacher_advantages,
     advantage_columns,
     apply_kl_penalty,
     compute_advantage,
@@ -497,12 +498,18 @@ class RayPPOTrainer(TrainingLoop):
         return batch
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Add `ref_log_prob (B, R)` of the reference policy."""
+        """Add `ref_log_prob (B, R)` of the reference policy, or of a teacher, and what else is read of the teacher."""
         is_actor = self.config.reference_is_actor
         ref = self.workers.actor if is_actor else self.workers.ref
         plan = self.planner.forward(batch, ref.world_size, self.limits["ref"])
         temperature = temperature_of(batch.meta_info)
-        request = LogProbRequest(plan=plan, temperature=temperature, without_adapter=is_actor)
+        distillation = self.config.distillation.distillation_loss
+        request = LogProbRequest(
+            plan=plan,
+            temperature=temperature,
+            without_adapter=is_actor,
+            num_top=distillation.topk if self.config.distils_by_loss and distillation.traits.reads_top else 0,
+        )
         return batch.union(ref.compute_ref_log_prob(batch, request))
 
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -530,7 +537,10 @@ class RayPPOTrainer(TrainingLoop):
         else:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
         columns = advantage_columns(self.config)
-        return compute_advantage(batch, algorithm.adv_estimator, config=algorithm, columns=columns)
+        batch = compute_advantage(batch, algorithm.adv_estimator, config=algorithm, columns=columns)
+        if self.config.distils_by_reward:
+            metrics |= add_teacher_advantages(batch, self.config.distillation.distillation_loss)
+        return batch
 
     def update_critic(self, batch: DataProto, metrics: StepMetrics) -> None:
         """Teach the critic the returns."""
@@ -591,7 +601,7 @@ class RayPPOTrainer(TrainingLoop):
             metrics |= mark_tokens(batch, settings, self._generator("selected_tokens"))
         if correction.bypass_mode:
             loss = bypass_loss_name(loss, correction)
-        only_policy_loss = not settings.use_kl_loss and settings.entropy_coeff == 0
+        only_policy_loss = not (settings.use_kl_loss or settings.entropy_coeff or self.config.distils_by_loss)
         may_skip = only_policy_loss and policy_loss_traits(loss).zero_at_zero_advantage
         plan = self.planner.update(
             batch,

@@ -50,7 +50,7 @@ def compare(dtype, chunk, temperature, form, with_bias, weights) -> None:
         form=form,
     )
     want = plain(*exact[:2], exact[2] if with_bias else None, temperature, form)
-    for mine, theirs in zip(got, want, strict=True):
+    for mine, theirs in zip(got[:3], want, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=2e-5, atol=2e-5)
     got_grads = torch.autograd.grad(total(*got[:2]), leaves)
     want_grads = torch.autograd.grad(total(*want[:2]), exact)

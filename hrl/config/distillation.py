@@ -1,0 +1,58 @@
+"""`distillation.*`: a teacher whose distribution the policy approaches on its own samples."""
+
+from typing import Annotated
+
+from pydantic import NonNegativeFloat, PositiveInt
+
+from hrl.algos.registry import DISTILLATION_TRAITS, DistillationTraits
+from hrl.config.section import NameOf, Section, section
+
+
+class TeacherModelConfig(Section):
+    """`distillation.teacher_models.teacher_model`: the teacher."""
+
+    model_path: str | None = None
+    """Folder or hub id of the teacher, of any architecture with the policy's vocabulary. It takes the place of the
+    reference: `actor_rollout_ref.ref` says how it is sharded and run, `trainer.role_pools` where."""
+
+
+class TeacherModelsConfig(Section):
+    """`distillation.teacher_models`: there is one."""
+
+    teacher_model: TeacherModelConfig = section(TeacherModelConfig)
+
+
+class DistillationLossConfig(Section):
+    """`distillation.distillation_loss`: the divergence from the teacher, and where it enters."""
+
+    loss_mode: Annotated[str, NameOf(DISTILLATION_TRAITS)] = "k3"
+    """Divergence of the policy from the teacher at each sampled token: an estimate from that token alone (the
+    estimators of `algorithm.kl_penalty`), or exact over the teacher's `topk` most likely tokens (`reverse_kl_topk`, and
+    `forward_kl_topk` in the other direction)."""
+    topk: PositiveInt = 32
+    """Number of the teacher's tokens that the `_topk` modes read."""
+    use_task_rewards: bool = True
+    """Learn from the rewards too; false learns from the teacher alone, and rewards are measured only."""
+    distillation_loss_coef: NonNegativeFloat = 1.0
+    """Weight of the divergence beside the rewards; without them it is 1."""
+    use_policy_gradient: bool = False
+    """Subtract the divergence from every token's advantage instead of adding it to the loss."""
+
+    @property
+    def traits(self) -> DistillationTraits:
+        """What `loss_mode` reads of the teacher."""
+        return DISTILLATION_TRAITS[self.loss_mode]
+
+    @property
+    def weight(self) -> float:
+        """Of the divergence."""
+        return self.distillation_loss_coef if self.use_task_rewards else 1.0
+
+
+class DistillationConfig(Section):
+    """`distillation.*`: a teacher that scores the policy's own samples, token by token."""
+
+    enabled: bool = False
+    """Learn from a teacher."""
+    teacher_models: TeacherModelsConfig = section(TeacherModelsConfig)
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig)
