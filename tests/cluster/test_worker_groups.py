@@ -197,6 +197,18 @@ def test_processes_are_told_the_tokenizers_folder_by_its_absolute_path(
         assert worker.args[0].tokenizer_path == told
 
 
+def test_a_teacher_comes_from_its_own_folder_as_it_is() -> None:
+    adapter = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.override_config={num_labels: 3}"]
+    runtime, folders = SimpleNamespace(seed=1, run_folder="/run", device="cuda"), {"actor": "/model", "ref": "/teacher"}
+    config = compose_cli(["recipe=distillation", *adapter])
+    teacher = worker_mapping(config, [Role.RefPolicy], runtime, folders, 1)[Role.RefPolicy]
+    assert teacher.kwargs["model_path"] == "/teacher" and not config.reference_is_actor
+    assert not teacher.args[0].trains_adapter and teacher.args[0].override_config == {}
+    plain = compose_cli(["actor_rollout_ref.actor.use_kl_loss=true"])
+    reference = worker_mapping(plain, [Role.RefPolicy], runtime, {"actor": "/model"}, 1)[Role.RefPolicy]
+    assert reference.kwargs["model_path"] == "/model"
+
+
 @pytest.mark.parametrize(
     ("device", "engine", "begins"), [("cpu", "vllm", True), ("cuda", "vllm", False), ("cpu", "hf", False)]
 )

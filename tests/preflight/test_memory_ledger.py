@@ -110,6 +110,15 @@ def test_a_shard_is_the_whole_divided_by_the_processes():
     assert shares[1]["actor moments"] == 8 * SEVEN.parameters
 
 
+def test_a_teacher_is_counted_by_its_own_size_and_lies_beside_the_policy():
+    given = config(*ONE_CARD, "recipe=distillation", "trainer.n_gpus_per_node=1", "data.train_batch_size=8")
+    teacher = replace(SEVEN, parameters=2 * SEVEN.parameters)
+    ledger = next(ledger for ledger in ledgers_of(given, {"actor": SEVEN, "ref": teacher}, "cuda", CARD))
+    phases = {phase.name: {entry.label: entry.num_bytes for entry in phase.entries} for phase in ledger.phases}
+    assert phases["reference"]["ref weights"] == 2 * 2 * SEVEN.parameters  # in bfloat16
+    assert phases["actor backward"]["ref weights"] == phases["reference"]["ref weights"]
+
+
 def test_a_sequence_group_divides_activations_and_not_weights():
     found, models = {}, {}
     for degree in (1, 4):

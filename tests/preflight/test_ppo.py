@@ -597,3 +597,20 @@ def test_a_function_of_ones_own_that_will_get_no_ground_truth_is_noted(run, tmp_
         in run(**bare).findings.notes
     )
     assert not any("ground_truth" in note for note in run().findings.notes)
+
+
+def test_a_teacher_has_the_vocabulary_and_positions_that_its_pupil_needs(run, tmp_path):
+    same, other = save_model(tmp_path / "same"), save_model(tmp_path / "other", f"{PROMPT} three")
+    teacher = "distillation.teacher_models.teacher_model.model_path"
+    enabled = {"distillation.enabled": True}
+    ready = run(**enabled, **{teacher: str(same)})
+    assert ready.folders["ref"] == same and ready.folders["actor"] != same
+    assert any(fact.label == "teacher" and "same" in fact.text for fact in ready.findings.facts)
+    (problem,) = refused(run, **enabled, **{teacher: str(other)})
+    assert problem.startswith(f"{teacher} names other, which has another vocabulary than the policy")
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4}))
+    (problem,) = refused(run, **enabled, **{teacher: str(same)})
+    assert "but same has 4 positions" in problem
+    own = run(**enabled, **{teacher: str(ready.folders["actor"])})
+    assert any("names the policy's own model" in note for note in own.findings.notes)
