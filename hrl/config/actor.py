@@ -75,6 +75,8 @@ class ActorConfig(Section):
     """Shuffle a step's prompts before each pass over them; false keeps the order of the data."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
+    freeze_vision_tower: bool = False
+    """In a run on pictures, leave the part of the model that reads them as it is."""
     clip_ratio: NonNegativeFloat = 0.2
     """PPO's clip range."""
     clip_ratio_low: NonNegativeFloat | None = None

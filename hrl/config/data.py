@@ -46,6 +46,10 @@ class RowsConfig(Section):
     """Seed of the row order. Default: `trainer.seed`."""
     map: dict[str, str] = Field(default_factory=dict)
     """Column as hrl names it → column of the rows, `{prompt: question}`; `a.b` is the field `b` of the column `a`."""
+    image_key: str = "images"
+    """Column of the pictures that the prompt shows, one for each `<image>` of it: paths, or the bytes of files."""
+    video_key: str = "videos"
+    """Column of videos; a row that has any is refused."""
     train_max_samples: MinusOneOrMore = -1
     """Use only this many training rows; -1 uses all."""
     val_max_samples: MinusOneOrMore = -1
@@ -80,7 +84,7 @@ class DataConfig(RowsConfig):
     """Column that holds the right answer. Null takes `reward_model.ground_truth`, or else the column `ground_truth` or
     `answer`."""
     max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 512
-    """Longest prompt in tokens, chat template included."""
+    """Longest prompt in tokens, chat template and pictures included."""
     max_response_length: Annotated[PositiveInt, Unit("tokens")] = 512
     """Maximum number of tokens generated per sample."""
     train_batch_size: Annotated[PositiveInt, Unit("prompts per step")] = 1024

@@ -82,17 +82,18 @@ def shortened(text: str) -> str:
 # ---- from a row ------------------------------------------------------------------------------------------------
 
 
-def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, Any]] | str:
+def as_messages(prompt: object, key: str, role: str = "user", *, pictures: bool = False) -> list[dict[str, Any]] | str:
     """Return a chat, or a sentence about what is wrong with it; a string is one message of `role`, or a chat as JSON.
 
-    A content is text, a list of text parts, or null in a message with other content (an assistant's `tool_calls`).
-    Messages keep all other fields for the chat template, except nulls: Parquet gives every message every field, and
-    templates test whether a field is present.
+    A content is text, a list of parts (text and pictures), or null in a message with other content (an assistant's
+    `tool_calls`). Messages keep all other fields for the chat template, except nulls: Parquet gives every message every
+    field, and templates test whether a field is present.
 
     Args:
         prompt: The value of a row's column.
         key: Name of the column.
         role: Role of the message that a string becomes.
+        pictures: Whether messages may show pictures, in parts `{"type": "image"}`.
     """
     wrong = wrong_value(prompt, key)
     if wrong is not None:
@@ -119,7 +120,7 @@ def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, 
             return f"'role' of message {position} of {key!r} is {show_value(message.get('role'))}, expected a string"
         fields = {name: value for name, value in message.items() if value is not None and name != "content"}
         content = message.get("content")
-        wrong = _wrong_content(content, says_more=len(fields) > 1)
+        wrong = _wrong_content(content, says_more=len(fields) > 1, pictures=pictures)
         if wrong is not None:
             return f"'content' of message {position} of {key!r} is {show_value(content)}, {wrong}"
         messages.append({"role": fields.pop("role"), "content": content, **fields})
@@ -136,15 +137,20 @@ def chat_of_text(value: object) -> object:
         return value
 
 
-def _wrong_content(content: object, *, says_more: bool) -> str | None:
+def _wrong_content(content: object, *, says_more: bool, pictures: bool) -> str | None:
     """Return what was expected instead of a message's content; None if the content is right."""
     if isinstance(content, str) or (content is None and says_more):
         return None
     if not isinstance(content, Sequence) or not content:
-        return "expected a string, a list of text parts, or null beside fields such as tool_calls"
+        return "expected a string, a list of parts, or null beside fields such as tool_calls"
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            return 'expected parts {"type": "text", "text": …}: hrl trains on text'
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            continue
+        if not pictures:
+            return 'expected parts {"type": "text", "text": …}: hrl trains on text here'
+        if kind != "image":
+            return 'expected parts {"type": "text", "text": …} and {"type": "image"}: hrl trains on text and pictures'
     return None
 
 
@@ -229,7 +235,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     if content is not None:
-        return "".join(part["text"] for part in content)
+        return "".join(part["text"] if part["type"] == "text" else "<image>" for part in content)
     return json.dumps({name: value for name, value in message.items() if name not in ("role", "content")}, default=str)
 
 

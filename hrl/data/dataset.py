@@ -19,9 +19,11 @@ import torch
 from hrl.columns import object_column
 from hrl.data.chat import as_messages, chat_of_text, encode_texts, render_prompt, tools_of, with_tools, wrong_value
 from hrl.data.order import digest_of
+from hrl.data.pictures import PictureTokens, take_pictures
 from hrl.data.sources import GROUND_TRUTH, DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.errors import DatasetError
+from hrl.pictures import MULTI_MODAL_DATA, Picture
 from hrl.processes.plain_data import to_plain
 from hrl.protocol import DataProto
 from hrl.user_file import UserFileError, load_user_file
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 ANSWER = "answer"
 """Column of the ground truth in rows without `reward_model.ground_truth` and without a column `ground_truth`."""
+IMAGES, VIDEOS = "images", "videos"
+"""Columns of pictures and of videos, unless the configuration names others."""
 MESSAGES = "messages"
 """Column of a whole chat, in rows without a prompt; a reply at its end is no part of the prompt, but the answer."""
 
@@ -61,7 +65,14 @@ class PromptRow(DataRow):
     tools: list[dict[str, Any]] | None = None
 
 
-def check_prompt(raw: Mapping[str, Any], prompt_key: str, answer_key: str | None = None) -> PromptRow | str:
+def check_prompt(
+    raw: Mapping[str, Any],
+    prompt_key: str,
+    answer_key: str | None = None,
+    *,
+    image_key: str = IMAGES,
+    video_key: str = VIDEOS,
+) -> PromptRow | str:
     """Check a raw row; return a prompt, or a sentence about what is wrong with the row.
 
     Args:
@@ -69,11 +80,17 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, answer_key: str | None
         prompt_key: Column of the prompt (`data.prompt_key`). Rows without it may have `messages`, a whole chat.
         answer_key: Column of the right answer (`data.answer_key`); None takes `reward_model.ground_truth`, or else the
             column `ground_truth` or `answer`.
+        image_key: Column of its pictures (`data.image_key`).
+        video_key: Column of its videos (`data.video_key`).
     """
     prompt, reply = _prompt_of(raw, prompt_key)
-    messages = as_messages(prompt, prompt_key)
+    messages = as_messages(prompt, prompt_key, pictures=True)
     if isinstance(messages, str):
         return messages
+    placed = take_pictures(raw, messages, image_key, video_key)
+    if isinstance(placed, str):
+        return placed
+    messages, images = placed
     tools = tools_of(raw)
     if isinstance(tools, str):
         return tools
@@ -93,6 +110,8 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, answer_key: str | None
                 return wrong_value(value, name, is_text=False) or str(error)
             if name == answer_key:
                 return f"{error} (data.answer_key)"
+            if images and name in (image_key, prompt_key, MESSAGES):
+                continue
             left_out.append((str(name), str(error).partition(";")[0]))  # such as the bytes of a picture
             continue
         columns[str(name)] = value
@@ -127,6 +146,7 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, answer_key: str | None
         columns=columns,
         left_out=tuple(left_out),
         tools=tools,
+        images=images,
     )
 
 
@@ -152,7 +172,8 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     config: DataConfig
 
     def check(self, raw: Mapping[str, Any]) -> PromptRow | str:
-        return check_prompt(raw, self.config.prompt_key, self.config.answer_key)
+        data = self.config
+        return check_prompt(raw, data.prompt_key, data.answer_key, image_key=data.image_key, video_key=data.video_key)
 
     def of_prompts(self, rows: Sequence[Mapping[str, Any]]) -> Self:
         """Return a data set of prompts that are only answered, which may lack answer and mapped columns.
@@ -167,14 +188,29 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return type(self)(rows, self.tokenizer, config)
 
     def render(self, row: PromptRow) -> str:
-        return render_row(self.tokenizer, self.config, row)
+        text = render_row(self.tokenizer, self.config, row)
+        return self._pictures.spread(text, row.images) if row.images else text
 
     def shape(self, row: PromptRow) -> str:
         is_text = len(row.messages) == 1 and row.messages[0]["role"] == "user"
-        return ("single questions" if is_text else "chats") + (" with tools" if row.tools else "")
+        beside = [name for name, has in (("pictures", row.images), ("tools", row.tools)) if has]
+        return ("single questions" if is_text else "chats") + (f" with {' and '.join(beside)}" if beside else "")
 
     def shown(self, row: PromptRow) -> str:
-        return self.render(row)
+        return render_row(self.tokenizer, self.config, row)
+
+    @cached_property
+    def _pictures(self) -> PictureTokens:
+        return PictureTokens(self.tokenizer)
+
+    def picture_tokens(self, width: int, height: int) -> int:
+        """Return how many tokens stand for a picture of this size."""
+        return self._pictures.processor.num_tokens(width, height)
+
+    @cached_property
+    def has_pictures(self) -> bool:
+        """Whether any prompt shows one; of a streamed data set, any of those that are known."""
+        return any(self.rows[index].images for index in self.known)
 
     def encode(self, rendered: Sequence[str]) -> list[np.ndarray]:
         return [np.array(ids, dtype=np.int32) for ids in encode_texts(self.tokenizer, rendered)]
@@ -183,7 +219,10 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return len(tokens)
 
     def fit(self, tokens: np.ndarray) -> np.ndarray | None:
-        return fitting(self.config, tokens)
+        fitted = fitting(self.config, tokens)
+        if fitted is not None and fitted is not tokens and "_pictures" in vars(self) and self._pictures.shows(tokens):
+            return None  # a picture is not cut
+        return fitted
 
     def too_long(self) -> tuple[str, str] | None:
         if self.config.filter_overlong_prompts:
@@ -191,7 +230,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return (
             f"prompts are longer than data.max_prompt_length={self.config.max_prompt_length}",
             "raise it, or set data.filter_overlong_prompts=True to drop them, or data.truncation=left or right to cut "
-            "them",
+            "those without pictures",
         )
 
     def all_ids(self) -> Iterable[np.ndarray]:
@@ -200,7 +239,8 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     def beside_ids(self) -> Iterator[dict[str, Any]]:
         for row in (self.rows[index] for index in self.known):
             given = {"data_source": row.data_source, "extra_info": row.extra_info, **row.columns}
-            yield {name: to_plain(value) for name, value in given.items()}
+            shown = {IMAGES: [picture.identity for picture in row.images]} if row.images else {}
+            yield {name: to_plain(value) for name, value in given.items()} | shown
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return one prompt: `input_ids`, `attention_mask`, `position_ids`, int64 (P,), left-padded; and its row.
@@ -223,7 +263,18 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         """Return a batch of prompts: `prompts`, `attention_mask`, `position_ids`, int64 (B, P); object columns (B,)."""
         chosen = list(indices)
         columns = collate_fn([_belongings(self.rows[index], index) for index in chosen])
+        if self.has_pictures:
+            columns[MULTI_MODAL_DATA] = object_column([self._shown_by(index) for index in chosen])
+        elif odd := next((row for row in map(self.rows.__getitem__, chosen) if row.images), None):
+            raise DatasetError(
+                f"{odd.origin} shows a picture, and none of the rows that were looked at before the run does: put such "
+                "a row among the first of its source, so that the run is made for pictures"
+            )
         return DataProto.from_single_dict({**self._left_padded(chosen), **columns})
+
+    def _shown_by(self, index: int) -> tuple[Picture, ...]:
+        images = self.rows[index].images
+        return self._pictures.placed(self.tokens[index], images) if images else ()
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

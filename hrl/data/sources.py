@@ -37,6 +37,7 @@ from hrl.nearest import listing
 
 if TYPE_CHECKING:
     from hrl.config.data import RowsConfig
+    from hrl.pictures import PictureSource
 
 BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"
@@ -130,10 +131,12 @@ class DataRow:
     Attributes:
         data_source: Chooses the scorer and groups validation metrics.
         origin: File and row, for messages.
+        images: The pictures that its prompt shows, in order.
     """
 
     data_source: str = ""
     origin: str = ""
+    images: tuple[PictureSource, ...] = ()
 
 
 R = TypeVar("R", bound=DataRow)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from hrl.models.ops.exchange import SlicedLayout
 from hrl.models.ops.layout import AttentionLayout
 from hrl.models.ops.log_prob import LogitForm
+from hrl.models.pictures import PackedPictures, shown
 
 #: Products of the stand-in head: large ones show a cap, small ones a scale.
 _PRODUCTS = (-1e9, -300.0, -20.0, -3.0, -0.5, -1e-2, 0.0, 1e-2, 0.5, 3.0, 20.0, 300.0, 1e9)
@@ -87,24 +89,30 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def last_hidden_states(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: AttentionLayout | SlicedLayout
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    layout: AttentionLayout | SlicedLayout,
+    pictures: PackedPictures | None = None,
 ) -> Tensor:
     """Run the backbone on one packed row, or on this rank's slice of one.
 
     Args:
         model: Whose attention is `hrl.models.ops.attention.ATTENTION_NAME`.
         ids: Tokens of the row `(1, L)`.
-        positions: Their positions, each in its own sequence `(1, L)`.
+        positions: Their positions, each in its own sequence `(1, L)`; `(3, 1, L)` beside pictures.
         layout: Which tokens attend to which.
+        pictures: What the row shows.
 
     Returns:
         `(1, L, H)`.
     """
-    mask = layout.full_mask(ids.device)
-    output = backbone_of(model)(
-        input_ids=ids, attention_mask=mask, position_ids=positions, packing=layout, use_cache=False
-    )
-    return output.last_hidden_state
+    mask, backbone = layout.full_mask(ids.device), backbone_of(model)
+    run = partial(backbone, input_ids=ids, attention_mask=mask, position_ids=positions, packing=layout, use_cache=False)
+    if pictures is None:
+        return run().last_hidden_state  # type: ignore[no-any-return]
+    with shown(backbone, pictures) as (seen, zero):
+        return run(**seen).last_hidden_state + zero  # type: ignore[no-any-return]
 
 
 def _fit(products: Tensor, logits: Tensor) -> LogitForm | None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -32,6 +33,7 @@ from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.residual import widen_residual
 from hrl.models.ops.rms_norm import use_fused_rms_norms
 from hrl.models.ops.rope import fix_rope_frequencies
+from hrl.models.pictures import sees
 from hrl.models.source import ModelSourceError
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class ModelSource:
         adapter: What is trained instead of the model's own weights; None trains these.
         recompute_num_layers: How many layers recompute them, the first ones; None is all.
         enable_activation_offload: Keep activations in host memory until the backward pass.
+        shows_pictures: Rows of the run have pictures, which the model's tower reads.
+        freeze_vision_tower: The tower is not trained.
     """
 
     path: str
@@ -65,6 +69,8 @@ class ModelSource:
     adapter: AdapterSource | None = None
     recompute_num_layers: int | None = None
     enable_activation_offload: bool = False
+    shows_pictures: bool = False
+    freeze_vision_tower: bool = False
 
     @classmethod
     def to_look_at(
@@ -110,7 +116,7 @@ def load_causal_lm(source: ModelSource, dtype: torch.dtype, *, meta: bool = Fals
         ModelConfigError: `override_config` does not fit the model.
     """
     exported = _config(source)
-    model, info = _load(AutoModelForCausalLM, source, deepcopy(exported), dtype, meta=meta)
+    model, info = _load(language_model_class(exported), source, deepcopy(exported), dtype, meta=meta)
     _require_weights(source.path, model, info)
     if info.unexpected:
         logger.warning(
@@ -121,6 +127,21 @@ def load_causal_lm(source: ModelSource, dtype: torch.dtype, *, meta: bool = Fals
             _first(info.unexpected),
         )
     return Loaded(_prepared(model, source), exported)
+
+
+def language_model_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that builds a model with a language model's head from a config."""
+    known = AutoModelForCausalLM._model_mapping
+    seeing = AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if type(config) not in known and type(config) in seeing else AutoModelForCausalLM
+
+
+def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
+    """Return the attention of every part of a model that is run packed: the tower's pictures have their own."""
+    if not sees(config):
+        return ATTENTION_NAME
+    parts = {part: ATTENTION_NAME for part in config.sub_configs if part != "vision_config"}
+    return {"": ATTENTION_NAME, **parts, "vision_config": "sdpa"}
 
 
 def load_scalar_model(
@@ -168,7 +189,11 @@ def _load(
     auto: Any, source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, *, meta: bool
 ) -> tuple[PreTrainedModel, _Mismatch]:
     """Return the model of a transformers class, and how its folder's weights differ from it."""
-    options = {"trust_remote_code": source.trust_remote_code, "attn_implementation": ATTENTION_NAME, "dtype": dtype}
+    options = {
+        "trust_remote_code": source.trust_remote_code,
+        "attn_implementation": attention_of(config),
+        "dtype": dtype,
+    }
     if meta:
         with torch.device("meta"):
             return auto.from_config(config, **options), _Mismatch()

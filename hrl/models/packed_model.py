@@ -11,6 +11,9 @@ Three things are left out of a packed row, none of which changes a number:
   the first `r - 1` of them.
 - Rows without a trained token.
 
+Pictures of a prompt are shared with it. Tokens that stand for one are the same for every picture of a size, so while
+rows are compared each picture has a number of its own in their place.
+
 Several ranks may run one packed row together (`hrl.models.ops.exchange`). Then each packs the same rows and keeps a
 slice of the tokens, with those of the wanted hidden states that lie in it.
 """
@@ -35,7 +38,9 @@ from hrl.models.ops.exchange import SequenceGroup, SlicedLayout, join_results
 from hrl.models.ops.layout import AttentionLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
 from hrl.models.ops.tensor_parallel import WeightGroup, shared
+from hrl.models.pictures import PackedPictures, Sight, places_of
 from hrl.models.tensor_parallel import cut, own, share_out_experts
+from hrl.pictures import MULTI_MODAL_DATA, Picture
 from hrl.routing import ROUTED_EXPERTS, is_missing, missing
 
 if TYPE_CHECKING:
@@ -56,6 +61,7 @@ class TokenRows:
         trained: `(B, R)` bool, tokens to train on or to score.
         routed: The experts that each token of a row goes to, `(tokens, L, K)` of the layers that have some, prompt and
             response without padding; as many tokens as are known, the others choose by themselves. None where all do.
+        pictures: Those of each row's prompt; None in a run without pictures.
     """
 
     prompts: list[np.ndarray]
@@ -63,19 +69,22 @@ class TokenRows:
     response_lengths: np.ndarray
     trained: np.ndarray
     routed: list[np.ndarray] | None = None
+    pictures: list[tuple[Picture, ...]] | None = None
 
     @classmethod
-    def of(cls, batch: DataProto, *, routed: bool = False) -> TokenRows:
+    def of(cls, batch: DataProto, *, routed: bool = False, pictures: bool = False) -> TokenRows:
         """Read `prompts`, `responses`, `attention_mask` and `response_mask` of a batch.
 
         Args:
             batch: Rows of any number.
             routed: Also read `routed_experts`.
+            pictures: Also read `multi_modal_data`.
 
         Raises:
             KeyError: A column is missing.
             ValueError: A prompt is not left-padded or empty, a response is not right-padded, a trained token lies
-                beyond its response, or experts are given for more tokens than there are.
+                beyond its response, experts are given for more tokens than there are, or a picture stands beyond its
+                prompt.
         """
         missing = {"prompts", "responses", "attention_mask", "response_mask"} - set(batch.batch.keys())
         if missing:
@@ -98,13 +107,36 @@ class TokenRows:
             experts = list(batch.non_tensor_batch[ROUTED_EXPERTS])
             fits = np.array([len(row) for row in experts], np.int64) <= prompt_lengths + response_mask.sum(1)
             _require(fits, f"{ROUTED_EXPERTS} has experts for more tokens than it has")
+        shown = None
+        if pictures:
+            if MULTI_MODAL_DATA not in batch.non_tensor_batch:
+                raise KeyError(f"the batch lacks the column {MULTI_MODAL_DATA!r}, which has the prompts' pictures")
+            shown = [tuple(row) for row in batch.non_tensor_batch[MULTI_MODAL_DATA]]
+            ends = np.array([max((each.start + each.length for each in row), default=0) for row in shown], np.int64)
+            _require(ends <= prompt_lengths, f"{MULTI_MODAL_DATA} has a picture beyond its prompt")
         return cls(
             [row[width - n :] for row, n in zip(prompts, prompt_lengths.tolist(), strict=True)],
             responses,
             response_mask.sum(1),
             trained,
             experts,
+            shown,
         )
+
+    @cached_property
+    def compared(self) -> list[np.ndarray]:
+        """The prompts with each picture's own negative number in the place of its tokens, `(P_i,)` int64."""
+        if self.pictures is None:
+            return self.prompts
+        numbers: dict[str, int] = {}
+        found = []
+        for prompt, shown in zip(self.prompts, self.pictures, strict=True):
+            tokens = prompt.copy() if shown else prompt
+            for picture in shown:
+                number = numbers.setdefault(picture.digest, len(numbers))
+                tokens[picture.start : picture.start + picture.length] = -1 - number
+            found.append(tokens)
+        return found
 
     @cached_property
     def _before_last_trained(self) -> np.ndarray:
@@ -130,7 +162,7 @@ class PackedMicroBatch:
 
     Attributes:
         input_ids: `(1, T)` int64.
-        position_ids: `(1, T)` int64.
+        position_ids: `(1, T)` int64; `(3, 1, T)` in a run with pictures.
         layout: Which token attends to which.
         hidden_index: `(N,)` int64, the positions in the packed row whose hidden states are wanted.
         labels: `(N,)` int64, the token id that follows each of them (0 for `last`).
@@ -139,6 +171,7 @@ class PackedMicroBatch:
         is_empty: Nothing is wanted. One token still runs, so that every rank joins every collective.
         picked: Positions on this rank of the micro-batch's rows.
         routing: What is known of the tokens' experts, for a model that has some.
+        pictures: What the row shows; None in a run without pictures.
     """
 
     input_ids: Tensor
@@ -151,6 +184,7 @@ class PackedMicroBatch:
     is_empty: bool
     picked: tuple[int, ...]
     routing: PackedRouting | None
+    pictures: PackedPictures | None
 
     def own_results(self, results: Tensor) -> Tensor:
         """Return those `(N, ...)` of all results that are computed here, as many as there are labels."""
@@ -207,6 +241,7 @@ def pack_micro_batch(
     device: torch.device,
     group: SequenceGroup | None = None,
     with_routing: bool = False,
+    sight: Sight | None = None,
 ) -> PackedMicroBatch:
     """Pack the rows `picked` into one row.
 
@@ -219,10 +254,11 @@ def pack_micro_batch(
         device: Of the result.
         group: Ranks that run the row together, of which this one gets its slice; None where it is alone.
         with_routing: The model has experts; a token that several rows have goes to those of the first row that says.
+        sight: How the model sees, if the rows have pictures.
     """
     used = rows.used(picked, wanted)
     if not used:
-        return _empty(picked, device, group, rows if with_routing else None)
+        return _empty(picked, device, group, rows if with_routing else None, sight)
     writer = _Writer()
     write = _write_rows if not share_prefix else _write_tree if is_tree else _write_groups
     segment = write(writer, rows, used)
@@ -243,12 +279,74 @@ def pack_micro_batch(
         index.append(path[len(rows.prompts[row]) - 1 + columns])
         labels.append(rows.responses[row, columns])
         places.append(slot * width + columns)
-    arrays = [np.concatenate(writer.tokens), layout.position_ids(), *map(np.concatenate, (index, labels, places))]
+    positions, seen = layout.position_ids(), None
+    if sight is not None:
+        ways = [(row, paths[segment[row]][: len(rows.prompts[row]) + length]) for row, length in used]
+        positions, seen = _Pictures.of(rows, ways, layout.num_tokens, sight)
+    arrays = [np.concatenate(writer.tokens), positions, *map(np.concatenate, (index, labels, places))]
     routing = None
     if with_routing:
         of_rows = {row: paths[segment[row]][: len(rows.prompts[row]) + length] for row, length in used}
         routing = _Routing.of(rows, [of_rows.get(row) for row in picked], picked, layout.num_tokens)
-    return _on_device(arrays, layout, width, device, group, is_empty=False, picked=picked, routing=routing)
+    return _on_device(
+        arrays, layout, width, device, group, is_empty=False, picked=picked, routing=routing, seen=seen
+    )
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """`PackedPictures` on the host, of the whole packed row.
+
+    Attributes:
+        patches: `(P, C)` of all pictures.
+        grids: Of each.
+        places: `(T,)` int64, which of the tower's results goes to each token; -1 for text.
+    """
+
+    patches: Tensor
+    grids: list[tuple[int, int, int]]
+    places: np.ndarray
+
+    @classmethod
+    def of(
+        cls, rows: TokenRows, paths: Sequence[tuple[int, np.ndarray]], num_tokens: int, sight: Sight
+    ) -> tuple[np.ndarray, _Pictures]:
+        """Return the positions `(T, 3)` of the row's tokens, and its pictures, each once.
+
+        Args:
+            rows: The rank's rows.
+            paths: Row → where in the packed row its tokens are.
+            num_tokens: T.
+            sight: How the model sees.
+        """
+        assert rows.pictures is not None, "a run that sees has the column"
+        found, first = dict[str, Picture](), dict[str, int]()
+        end = 0
+        positions, places = np.zeros((num_tokens, 3), np.int64), np.full(num_tokens, -1, np.int64)
+        for row, path in paths:
+            for picture in rows.pictures[row]:
+                if picture.digest not in found:
+                    found[picture.digest], first[picture.digest] = picture, end
+                    end += picture.length
+            prompt = len(rows.prompts[row])
+            tokens = np.concatenate([rows.prompts[row], rows.responses[row, : len(path) - prompt]])
+            positions[path] = sight.positions(tokens, rows.pictures[row])
+            places[path] = places_of(rows.pictures[row], first, len(path))
+        pixels = [sight.processor.pixels(picture) for picture in found.values()] or [sight.processor.blank]
+        patches = torch.cat([each.patches for each in pixels])
+        return positions, cls(patches, [each.grid for each in pixels], places)
+
+    @classmethod
+    def none(cls, sight: Sight) -> _Pictures:
+        """Return those of a row of one token of text."""
+        return cls(sight.processor.blank.patches, [sight.processor.blank.grid], np.full(1, -1, np.int64))
+
+    def on_device(self, device: torch.device, layout: SlicedLayout | None) -> PackedPictures:
+        """Return it on the device; in a sequence group every rank runs the tower, and puts its slice's results."""
+        places = self.places if layout is None else _slice_of(self.places, layout, -1)
+        is_place = torch.from_numpy(places >= 0)[None]
+        index = torch.from_numpy(places[places >= 0])
+        return PackedPictures(*to_device([self.patches, torch.tensor(self.grids), is_place, index], device))
 
 
 @dataclass(frozen=True)
@@ -339,7 +437,7 @@ def _write_groups(writer: _Writer, rows: TokenRows, used: list[tuple[int, int]])
     """Write equal prompts once, each before its responses, in order of appearance."""
     groups: dict[bytes, list[tuple[int, int]]] = {}
     for row, length in used:
-        groups.setdefault(rows.prompts[row].tobytes(), []).append((row, length))
+        groups.setdefault(rows.compared[row].tobytes(), []).append((row, length))
     segment: dict[int, int] = {}
     for members in groups.values():
         if len(members) == 1:
@@ -356,7 +454,8 @@ def _write_groups(writer: _Writer, rows: TokenRows, used: list[tuple[int, int]])
 def _write_tree(writer: _Writer, rows: TokenRows, used: list[tuple[int, int]]) -> dict[int, int]:
     """Write of each row what it does not have in common with a row before it."""
     sequences = [_tokens(rows, row, length) for row, length in used]
-    trie, segment, last = Trie.of(sequences), dict[int, int](), 0
+    compared = [np.concatenate([rows.compared[row], rows.responses[row, :length]]) for row, length in used]
+    trie, segment, last = Trie.of(compared), dict[int, int](), 0
     for at, common in zip(trie.order.tolist(), trie.shared.tolist(), strict=True):
         tokens = sequences[at]
         if common < len(tokens):  # else it is equal to the row before it, since of two the shorter comes first
@@ -370,13 +469,19 @@ def _tokens(rows: TokenRows, row: int, length: int) -> np.ndarray:
 
 
 def _empty(
-    picked: tuple[int, ...], device: torch.device, group: SequenceGroup | None, routed: TokenRows | None
+    picked: tuple[int, ...],
+    device: torch.device,
+    group: SequenceGroup | None,
+    routed: TokenRows | None,
+    sight: Sight | None,
 ) -> PackedMicroBatch:
     zero = np.zeros(1, np.int64)
     layout = AttentionLayout(np.array([1]), np.array([0]), np.array([0]))
     routing = None if routed is None else _Routing.of(routed, [None] * len(picked), [0] * len(picked), 1)
-    arrays = [zero, zero, zero, zero, zero[:0]]
-    return _on_device(arrays, layout, 1, device, group, is_empty=True, picked=picked, routing=routing)
+    positions = zero if sight is None else np.zeros((1, 3), np.int64)
+    seen = None if sight is None else _Pictures.none(sight)
+    arrays = [zero, positions, zero, zero, zero[:0]]
+    return _on_device(arrays, layout, 1, device, group, is_empty=True, picked=picked, routing=routing, seen=seen)
 
 
 def _on_device(
@@ -389,12 +494,13 @@ def _on_device(
     is_empty: bool,
     picked: tuple[int, ...],
     routing: _Routing | None,
+    seen: _Pictures | None,
 ) -> PackedMicroBatch:
     """Return a packed row on the device, or this rank's slice of it.
 
     Args:
-        arrays: Tokens and positions `(T,)`; wanted hidden states and their labels `(N,)`; the flat positions of the
-            results in the micro-batch's rows `(N,)`, none where nothing is wanted.
+        arrays: Tokens `(T,)` and positions, `(T,)` or `(T, 3)`; wanted hidden states and their labels `(N,)`; the flat
+            positions of the results in the micro-batch's rows `(N,)`, none where nothing is wanted.
         layout: Of the row.
         width: Columns of the micro-batch's mask.
         device: Where it is wanted.
@@ -402,6 +508,7 @@ def _on_device(
         is_empty: Nothing is wanted.
         picked: Positions on this rank of the rows.
         routing: What is known of the tokens' experts.
+        seen: The row's pictures.
     """
     shape = len(picked), width
     sliced = None if group is None else SlicedLayout(layout, group)
@@ -411,13 +518,13 @@ def _on_device(
     tensors = to_device([*map(torch.from_numpy, arrays)], device)
     input_ids, position_ids, hidden_index, labels, at = tensors[:5]
     mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=device).index_fill(0, at, True).view(shape)
-    row = input_ids[None], position_ids[None]
+    row = input_ids[None], position_ids[None] if position_ids.dim() == 1 else position_ids.T[:, None]
     known = None if routing is None else routing.on_device(device, sliced)
+    shown = None if seen is None else seen.on_device(device, sliced)
+    index = hidden_index, labels, mask, at
     if sliced is None:
-        return PackedMicroBatch(*row, layout, hidden_index, labels, mask, at, is_empty, picked, known)
-    return SlicedMicroBatch(
-        *row, sliced, hidden_index, labels, mask, at, is_empty, picked, known, tensors[5], num_results
-    )
+        return PackedMicroBatch(*row, layout, *index, is_empty, picked, known, shown)
+    return SlicedMicroBatch(*row, sliced, *index, is_empty, picked, known, shown, tensors[5], num_results)
 
 
 def _of_slice(arrays: list[np.ndarray], layout: SlicedLayout) -> list[np.ndarray]:
@@ -466,7 +573,7 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, packed: PackedMicroBatch) -> Tensor:
         """Return the last hidden states at the wanted tokens, `(N, H)`."""
-        hidden = last_hidden_states(self.model, packed.input_ids, packed.position_ids, packed.layout)
+        hidden = last_hidden_states(self.model, packed.input_ids, packed.position_ids, packed.layout, packed.pictures)
         return hidden[0].index_select(0, packed.hidden_index)
 
 

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from hrl.errors import HrlError
 from hrl.models.cut import CROSSED_TOKENS, UNREACHED_TOKENS, cuts
 from hrl.models.hf_config import load_config
-from hrl.models.loading import ModelSource, prepare
+from hrl.models.loading import ModelSource, attention_of, language_model_class, prepare
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.exchange import SequenceGroup
 from hrl.models.ops.rope import fix_rope_frequencies, require_long_factors
@@ -208,7 +208,11 @@ class Family:
             own.num_labels = 1
         own.use_cache = False
         options = {"dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
-        return self.auto.from_config(own, attn_implementation=attention, **options).eval()
+        how = attention_of(own) if attention == ATTENTION_NAME else attention
+        return self._class_for(own).from_config(own, attn_implementation=how, **options).eval()
+
+    def _class_for(self, config: PretrainedConfig) -> Any:
+        return language_model_class(config) if self.auto is AutoModelForCausalLM else self.auto
 
 
 # ---------------------------------------------------------------------------------------------- the two ways to run it

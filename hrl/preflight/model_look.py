@@ -85,13 +85,22 @@ def look_at_ids(
     return ids
 
 
-def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str, Path]) -> None:
+def look_at_families(
+    findings: Findings, outline: Outline, folders: Mapping[str, Path], *, shows_pictures: bool = False
+) -> None:
     """Compare every model's forward pass on packed rows, as in training, with its own plain forward pass.
 
     Ranks don't repeat it: the comparison runs on a CPU and depends only on a model's config and code, which are the
     same on every node.
+
+    Args:
+        findings: Collects problems.
+        outline: Outline of the run.
+        folders: Role → folder of its model.
+        shows_pictures: The rows have pictures, with which the comparison is made as well.
     """
     from hrl.models.loading import ModelSource
+    from hrl.models.picture_probe import require_sight
     from hrl.models.probe import require_right
 
     for role, folder in folders.items():
@@ -106,6 +115,8 @@ def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str,
         )
         with findings.about(model.key):
             require_right(source, scalar=model.is_scalar)
+            if shows_pictures and not model.is_scalar:
+                require_sight(source)
         if model.replays or model.balances:
             _look_at_experts(findings, model, source)
 

@@ -33,6 +33,7 @@ from hrl.preflight.machine_look import (
 )
 from hrl.preflight.memory_look import look_at_memory
 from hrl.preflight.model_look import look_at_families, look_at_ids, look_at_models, padding_of_classifier
+from hrl.preflight.pictures_look import look_at_pictures, pictures_of
 from hrl.preflight.resume_look import look_at_changes
 from hrl.preflight.reward_look import look_at_reward
 from hrl.preflight.run_inputs import run_inputs
@@ -124,6 +125,7 @@ def inspect_run(
     elif given.reward is not None:
         findings.problem("reward", "was given, and this kind of run scores nothing.", "Leave it out.")
     look_at_batch(findings, config, train)
+    look_at_pictures(findings, config, train, val)
     look_at_rate(findings, config)
     look_at_devices(findings, config.trainer, outline.num_processes)
     look_at_shared_memory(findings, config.trainer)
@@ -144,7 +146,8 @@ def inspect_run(
         findings.notes.append(f"{outline.section}.probe=false: no model is compared with its own forward")
     elif not findings.problems:
         with stage("comparing the model's packed forward pass with its own"):
-            look_at_families(findings, outline, folders)
+            shows = pictures_of(config, train, val)["shows_pictures"]
+            look_at_families(findings, outline, folders, shows_pictures=shows)
         if not findings.problems and has_layouts(outline):
             with stage("comparing the model over several processes, or with its adapter, with itself"):
                 look_at_layouts(findings, outline, folders, config.trainer.seed)

@@ -64,6 +64,7 @@ from hrl.report.samples import (
     require_sample,
     sample_facts,
 )
+from hrl.report.thumbnails import data_uris
 
 _PROMPTS_SHOWN = 8
 _LONGEST_TEXT = 6000
@@ -367,7 +368,7 @@ def _first_look(file: Path) -> str:
     require_kinds(str(file), look, kinds, ("headline", "advice"))
     if (example := look.get("example")) is not None:
         require_sample(str(file), example)
-        example = _shown(example)
+        example = _shown(example, file.parent / "rollouts")
     return section("first_look", shown_text(look["headline"]), example, [shown_text(line) for line in look["advice"]])
 
 
@@ -410,13 +411,14 @@ def _last_samples(rollouts: Path) -> str:
     if not steps:
         return ""
     records = read_samples(rollouts, steps[-1])
-    picked = [(label, _shown(record)) for label, record in best_median_worst(records)]
+    picked = [(label, _shown(record, rollouts)) for label, record in best_median_worst(records)]
     return section("samples", {"step": steps[-1], "total": len(records), "picked": picked}) if picked else ""
 
 
-def _shown(record: Sample) -> dict[str, Any]:
-    """Format a sample for the template."""
+def _shown(record: Sample, rollouts: Path) -> dict[str, Any]:
+    """Format a sample for the template; its pictures are in the folder `rollouts`."""
     return {
+        "pictures": data_uris(record.get("images") or (), rollouts),
         "question": shown_text(question(record)),
         "prompt": shown_text(record["prompt"]),
         "response": shown_text(record["response"]),

@@ -22,6 +22,7 @@ from hrl.errors import HrlError, RefusedError, system_error
 from hrl.files import add_whole, expanded, make_durable, open_itself, remove, unfinished, unfinished_in, write_whole
 from hrl.processes.plain_data import is_huge
 from hrl.report.environment import describe_environment
+from hrl.report.thumbnails import write as write_thumbnails
 from hrl.report.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
@@ -210,6 +211,11 @@ class RunFolder:
         """Write samples to `step_<step>.jsonl`, or those of a validation to `val_step_<step>.jsonl`."""
         text = "".join(json_line(record) for record in records)
         self.write(lambda: self._put_rollouts(rollouts_file(self.rollouts, step, kind), text), len(text))
+
+    def write_pictures(self, files: Mapping[Path, bytes]) -> None:
+        """Write the pictures that samples show, see `hrl.report.thumbnails`."""
+        if files:
+            self.write(lambda: write_thumbnails(files), sum(map(len, files.values())))
 
     def _put_rollouts(self, file: Path, text: str) -> None:
         self.rollouts.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from hrl.batching.planner import lengths_of
 from hrl.data.chat import text_of
+from hrl.pictures import MULTI_MODAL_DATA
 from hrl.report.conversation import is_episode, transcript
 from hrl.report.episode_records import with_conversations
 from hrl.report.run_folder import (
@@ -30,10 +31,12 @@ from hrl.report.run_folder import (
     require_kinds,
     rollouts_file,
 )
+from hrl.report.thumbnails import names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hrl.pictures import Picture
     from hrl.protocol import DataProto
 
 Sample = Mapping[str, Any]
@@ -47,7 +50,7 @@ _KINDS = {
     "env_metrics": OBJECT,
     "messages": OBJECTS,
     "turns": OBJECTS,
-    "branches": LIST,
+    **dict.fromkeys(("branches", "images"), LIST),
     **dict.fromkeys(("num_turns", "tool_calls", "policy_tokens", "environment_tokens"), WHOLE),
     **dict.fromkeys(("end", "error"), TEXT),
 }
@@ -73,7 +76,8 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
         tokenizer: Decodes the tokens.
 
     Returns:
-        Per row: `prompt` as the model sees it, `question` (the chat's last message), `response`, `score` as
+        Per row: `prompt` as the model sees it, `images` (the pictures that it shows, as files of the folder
+        `rollouts`), `question` (the chat's last message), `response`, `score` as
         the reward function gave it (None if it left the response out), `shaped_score` (what is trained on, where
         shaping or a penalty made it another), `reward_parts`, `advantage` (mean over trained tokens),
         `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; fields that the run lacks are left out. Of
@@ -82,7 +86,10 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
     tensors, others = batch.batch, batch.non_tensor_batch
     trained = tensors["response_mask"].bool()
     lengths = lengths_of(batch)[1]
-    fields: dict[str, Iterable[Any]] = {"prompt": _texts(batch, "prompts", tokenizer)}
+    shown = others.get(MULTI_MODAL_DATA)
+    fields: dict[str, Iterable[Any]] = {"prompt": _texts(batch, "prompts", tokenizer, shown)}
+    if MULTI_MODAL_DATA in others:
+        fields["images"] = [names_of(pictures) for pictures in others[MULTI_MODAL_DATA]]
     if "raw_prompt" in others:
         fields["question"] = [text_of(chat[-1]) for chat in others["raw_prompt"]]
     fields["response"] = _texts(batch, "responses", tokenizer)
@@ -108,12 +115,21 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
     return with_conversations(records, batch, tokenizer) if "episode_id" in others else records
 
 
-def _texts(batch: DataProto, column: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Decode prompts or responses without their padding."""
+def _texts(
+    batch: DataProto,
+    column: str,
+    tokenizer: PreTrainedTokenizerBase,
+    shown: Iterable[Sequence[Picture]] | None = None,
+) -> list[str]:
+    """Decode prompts or responses without their padding; one token stands for each picture that is `shown`."""
     ids, mask = batch.batch[column], batch.batch["attention_mask"].bool()
     width = ids.shape[1]
     kept = mask[:, :width] if column == "prompts" else mask[:, -width:]
-    return tokenizer.batch_decode([row[keep].tolist() for row, keep in zip(ids, kept, strict=True)])
+    rows = [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
+    for row, pictures in () if shown is None else zip(rows, shown, strict=True):
+        for picture in reversed(pictures):
+            del row[picture.start + 1 : picture.start + picture.length]
+    return tokenizer.batch_decode(rows)
 
 
 # ---------------------------------------------------------------------------------------------- which to show
@@ -225,6 +241,7 @@ def sample_facts(record: Sample) -> list[tuple[str, str]]:
         **{name: _fact(part, ".4g") for name, part in (record.get("reward_parts") or {}).items()},
         **{f"env/{name}": _fact(value, ".4g") for name, value in _env_metrics(record).items()},
         "truth": expected(record),
+        "pictures": ", ".join(f"rollouts/{name}" for name in record.get("images") or ()) or None,
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact is not None]
 

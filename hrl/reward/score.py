@@ -33,6 +33,7 @@ _SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", 
 SCORERS: dict[str, Scorer] = {
     "numeric": numbers.NUMERIC,
     "bundled/addition": answer_format.in_format(numbers.NUMERIC),
+    "bundled/shapes": numbers.NUMERIC,
     "gsm8k": numbers.GSM8K,
     "openai/gsm8k": numbers.GSM8K,
     "gsm8k_flexible": numbers.GSM8K_FLEXIBLE,

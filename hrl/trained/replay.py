@@ -445,6 +445,10 @@ def _learner(dump: Dump, request: Any, model: str | None, *, trust_code: bool) -
         source = replace(ModelSource(**model_fields), trust_remote_code=trust_code)
     except (ValidationError, TypeError) as error:
         raise ReplayError(f"config or model in {dump.path} is not one of this version of hrl: {error}") from error
+    if source.shows_pictures:
+        raise ReplayError(
+            f"the prompts in {dump.path} show pictures, which are not kept with a step: it can't be replayed"
+        )
     if model is not None:
         source = replace(source, path=model)
     if not Path(source.path).is_dir():

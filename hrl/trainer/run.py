@@ -32,6 +32,7 @@ from hrl.masking import remember_environment
 from hrl.preflight.earlier_models import with_earlier_models, with_models_of_before
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
+from hrl.preflight.pictures_look import pictures_of
 from hrl.preflight.preflight import Preflight, preflight
 from hrl.processes.evidence import count_kills_from_now
 from hrl.processes.signals import ENDING, SENDING_SHARE, StopRequest
@@ -240,6 +241,7 @@ def _trainer(
         device=device,
         num_cores=available_cores(),
         run_folder=reporter.folder.path,
+        **pictures_of(config, ready.train_dataset, ready.val_dataset),
     )
     steps = ready.total_training_steps
     with kind.services(config, ready, given) as services:

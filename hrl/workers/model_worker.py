@@ -83,6 +83,8 @@ class ModelWorker(Worker):
             None if learner is None else adapter_of(learner, self.runtime.seed),
             self.model.recompute_num_layers,
             self.model.enable_activation_offload,
+            self.runtime.shows_pictures,
+            self.runtime.freeze_vision_tower,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

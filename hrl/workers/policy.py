@@ -104,7 +104,7 @@ class Policy:
                 results += [*found.top_log_prob.unbind(1), *found.top_ids.to(found.top_log_prob).unbind(1)]
             return tuple(results)
 
-        rows = TokenRows.of(batch, routed=request.replays_experts)
+        rows = TokenRows.of(batch, routed=request.replays_experts, pictures=request.with_pictures)
         routed: list[np.ndarray] | None = [] if request.records_experts else None
         if request.replays_experts or request.records_experts:
             self.engine.experts.require_some()

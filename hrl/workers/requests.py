@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from hrl.pictures import MULTI_MODAL_DATA
 from hrl.routing import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ class Request(Generic[P]):
 
     Attributes:
         plan: Which rank runs which rows; on a rank, what it runs.
+        with_pictures: Prompts show pictures, which the column `multi_modal_data` has.
     """
 
     plan: P
+    with_pictures: bool = False
 
     @property
     def rows(self: Request[BatchPlan]) -> Sequence[Sequence[int]]:
@@ -56,7 +59,11 @@ class Request(Generic[P]):
     @property
     def columns(self) -> frozenset[str]:
         """Names of the columns, tensors and others, that the ranks read."""
-        return ROW_COLUMNS
+        return ROW_COLUMNS | self._shown
+
+    @property
+    def _shown(self) -> frozenset[str]:
+        return frozenset({MULTI_MODAL_DATA} if self.with_pictures else ())
 
     def for_rank(self: Request[BatchPlan], rank: int) -> Request[RankPlan]:
         """Return what that rank is asked for."""
@@ -107,7 +114,7 @@ class SampleRequest(Request[P]):
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
         names = {"prompts", "attention_mask", "uid", "sample_index"}
-        return frozenset(names | {"greedy"} if self.with_greedy else names)
+        return frozenset(names | {"greedy"} if self.with_greedy else names) | self._shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +206,7 @@ class Update(Request[P]):
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
         read = {"episode_tokens": self.has_branches, ROUTED_EXPERTS: self.replays_experts}
-        return ROW_COLUMNS | {name for name, is_read in read.items() if is_read}
+        return super().columns | {name for name, is_read in read.items() if is_read}
 
 
 class OldLogProbs(StrEnum):

@@ -53,6 +53,8 @@ class Runtime:
         engine_threads: CPU threads of an engine on a GPU; None leaves them to the engine.
         own_losses: Policy losses that the user has registered with the driver, with their traits.
         private: Nobody but the user may read the files that are written.
+        shows_pictures: Prompts of the run have pictures.
+        freeze_vision_tower: The part of a model that reads them is not trained.
     """
 
     device: str
@@ -68,10 +70,21 @@ class Runtime:
     engine_threads: int | None = None
     own_losses: Mapping[str, tuple[PolicyLoss, PolicyLossTraits]] = field(default_factory=dict)
     private: bool = False
+    shows_pictures: bool = False
+    freeze_vision_tower: bool = False
 
     @classmethod
     def of(
-        cls, trainer: RunConfig, outline: Outline, ids: TokenIds, *, device: str, num_cores: int, run_folder: Path
+        cls,
+        trainer: RunConfig,
+        outline: Outline,
+        ids: TokenIds,
+        *,
+        device: str,
+        num_cores: int,
+        run_folder: Path,
+        shows_pictures: bool = False,
+        freeze_vision_tower: bool = False,
     ) -> Runtime:
         """Return the settings of every process of a run.
 
@@ -82,6 +95,8 @@ class Runtime:
             device: `cpu` or `cuda`.
             num_cores: That the processes of a node share, where `trainer.cpu_threads_per_worker` does not divide them.
             run_folder: Of the run.
+            shows_pictures: Prompts have pictures.
+            freeze_vision_tower: What reads them is not trained.
         """
         return cls(
             device=device,
@@ -97,6 +112,8 @@ class Runtime:
             engine_threads=trainer.cpu_threads_per_worker,
             own_losses=POLICY_LOSSES.added(),
             private=trainer.private,
+            shows_pictures=shows_pictures,
+            freeze_vision_tower=freeze_vision_tower,
         )
 
 

@@ -158,7 +158,7 @@ WHAT_IS_LEARNT = {
     f"{MODEL}.lora.target_modules": ["linear_qkv"],
     "reward_model.model.lora_rank": 8,
     f"{MODEL}.mtp.enable": True,
-    "data.image_key": "images",
+    "data.mm_processor_kwargs": {"max_pixels": 1},
     "reward_model.reward_manager": "batch",
     "distillation.distillation_loss.loss_max_clamp": 10.0,
     "distillation.teacher_key": "task",

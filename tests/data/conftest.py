@@ -36,6 +36,8 @@ def config() -> SimpleNamespace:
     return SimpleNamespace(
         prompt_key="prompt",
         answer_key=None,
+        image_key="images",
+        video_key="videos",
         map={},
         max_prompt_length=40,
         filter_overlong_prompts=False,

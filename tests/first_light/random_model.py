@@ -90,7 +90,13 @@ def build_engine(
     return Engine(
         load,
         PackedCausalLM,
-        SimpleNamespace(share_prefix=True, adapter=None, enable_activation_offload=False),
+        SimpleNamespace(
+            share_prefix=True,
+            adapter=None,
+            enable_activation_offload=False,
+            shows_pictures=False,
+            freeze_vision_tower=False,
+        ),
         Training(optim=optim_section(optimizer), grad_clip=1.0, total_steps=1, seed=0, run_folder=None)
         if trained
         else None,

@@ -103,6 +103,8 @@ def model_config(path: Path, **changes: Any) -> SimpleNamespace:
         "trust_remote_code": False,
         "max_model_len": 128,
         "adapter": None,
+        "shows_pictures": False,
+        "freeze_vision_tower": False,
     }
     return SimpleNamespace(**(base | changes))
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 
+from hrl.columns import object_column
 from hrl.data.chat import PROBE_ANSWER, ChatTemplateError, Message, encode_texts, render_chat, render_prompt
+from hrl.data.pictures import PictureTokens
 from hrl.data.sources import DataFiles, DataRow
 from hrl.data.tokenised_dataset import TokenisedDataset
+from hrl.pictures import MULTI_MODAL_DATA, Picture
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -299,6 +303,12 @@ class ChatPrompt(NamedTuple):
     tools: list[dict[str, Any]] | None
 
 
+def beside(row: Any) -> str:
+    """Return what a row has beside its texts, as the end of a sentence about it."""
+    names = [name for name, has in (("pictures", row.images), ("tools", row.tools)) if has]
+    return f" with {' and '.join(names)}" if names else ""
+
+
 class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
     """Rows with their answers as tokens, one answer per row of a batch; `render` gives one list of passages for each.
 
@@ -337,6 +347,30 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         """The data source of every row (N,)."""
         return [row.data_source for row in self.rows]
 
+    @cached_property
+    def _pictures(self) -> PictureTokens:
+        return PictureTokens(self.tokenizer)
+
+    def picture_tokens(self, width: int, height: int) -> int:
+        """Return how many tokens stand for a picture of this size."""
+        return self._pictures.processor.num_tokens(width, height)
+
+    @cached_property
+    def has_pictures(self) -> bool:
+        """Whether any prompt shows one; of a streamed data set, any of those that are known."""
+        return any(self.rows[index].images for index in self.known)
+
+    def with_pictures(self, passages: list[Passage], row: R) -> list[Passage]:
+        """Return a row's passages, in whose first one as many tokens stand for each picture as it takes.
+
+        Raises:
+            ChatTemplateError: The chat template shows another number of pictures.
+        """
+        if not row.images:
+            return passages
+        first, *others = passages
+        return [replace(first, text=self._pictures.spread(first.text, row.images)), *others]
+
     def as_proto(self, tensors: dict[str, torch.Tensor], indices: Sequence[int]) -> DataProto:
         """Return a batch with the columns common to all rows and temperature 1 for log-probs."""
         columns = {
@@ -345,6 +379,12 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
             "index": list(indices),
         }
         objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
+        if self.has_pictures:
+            prompts = dict[int, tuple[Picture, ...]]()
+            for index in indices:
+                if index not in prompts:  # both answers of a pair hold one object
+                    prompts[index] = self._pictures.placed(self.tokens[index][0].prompt, self.rows[index].images)
+            objects[MULTI_MODAL_DATA] = object_column([prompts[index] for index in indices])
         return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"temperature": 1.0})
 
     def in_order(self, size: int) -> Iterator[DataProto]:
@@ -370,6 +410,8 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         over = self.length(tokens) - limit
         if over <= 0:
             return tokens
+        if "_pictures" in vars(self) and self._pictures.shows(tokens[0].prompt):
+            return None  # a picture is not cut
         if self.config.truncation == "left":  # cut all answers by the same number, so that a pair keeps one prompt
             cut = [answer.without_beginning(over) for answer in tokens]
         elif self.config.truncation == "right":

@@ -10,7 +10,7 @@ template that shows them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hrl.data.chat import as_messages, tools_of, with_tools, wrong_value
@@ -18,12 +18,14 @@ from hrl.data.offline.answers import (
     ChatPrompt,
     OfflineDataset,
     Passage,
+    beside,
     pad_answers,
     passages_of_chat,
     passages_of_text,
     passages_of_whole_text,
 )
 from hrl.data.offline.pairs import pair_of, without_prompt
+from hrl.data.pictures import take_pictures
 from hrl.data.sources import DataRow, show_value, source_of
 from hrl.protocol import DataProto
 
@@ -56,12 +58,35 @@ class Demonstration(DataRow):
 
 def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig) -> Demonstration | str:
     """Check a raw row; return a demonstration, or a sentence about what is wrong with the row."""
+    found = _demonstration_of(raw, config)
+    if isinstance(found, str):
+        return found
+    placed = take_pictures(raw, found.messages, config.image_key, config.video_key)
+    if isinstance(placed, str):
+        return placed
+    messages, images = placed
+    roles = [message["role"] for message in messages]
+    first = roles.index("assistant", found.first_trained) if "assistant" in roles[found.first_trained :] else len(roles)
+    if any(isinstance(part, Mapping) and part["type"] == "image" for part in _parts(messages[first:])):
+        return (
+            "shows a picture behind the first answer that is trained on, and a row's pictures belong to its prompt: "
+            "split the chat into several rows"
+        )
+    return replace(found, messages=messages, images=images)
+
+
+def _parts(messages: Iterable[Mapping[str, Any]]) -> Iterable[Any]:
+    contents = (message["content"] for message in messages)
+    return (part for content in contents if not isinstance(content, str) for part in content or ())
+
+
+def _demonstration_of(raw: Mapping[str, Any], config: DemonstrationDataConfig) -> Demonstration | str:
     source = source_of(raw, config.data_source_key)
     tools = tools_of(raw)
     if isinstance(tools, str):
         return tools
     if raw.get(config.messages_key) is not None:
-        messages = as_messages(raw[config.messages_key], config.messages_key)
+        messages = as_messages(raw[config.messages_key], config.messages_key, pictures=True)
         return messages if isinstance(messages, str) else Demonstration(messages, 0, tools, data_source=source)
     known = (config.completion_key,) if config.completion_key else COMPLETION_KEYS
     key = next((key for key in known if raw.get(key) is not None), known[0])
@@ -78,7 +103,7 @@ def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig)
             f"has neither {config.messages_key!r}, nor {config.prompt_key!r} with {' or '.join(map(repr, known))}, nor "
             f"{CHOSEN!r}, nor {TEXT!r}; its columns are {found}"
         )
-    prompt = as_messages(raw[config.prompt_key], config.prompt_key)
+    prompt = as_messages(raw[config.prompt_key], config.prompt_key, pictures=True)
     answer = as_messages(raw.get(key), key, "assistant")
     if isinstance(prompt, str) or isinstance(answer, str):
         return prompt if isinstance(prompt, str) else str(answer)
@@ -116,7 +141,7 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
     def shape(self, row: Demonstration) -> str:
         if row.text is not None:
             return "whole texts" if row.before is None else "texts with their answers"
-        return ("prompts with answers" if row.first_trained else "whole chats") + (" with tools" if row.tools else "")
+        return ("prompts with answers" if row.first_trained else "whole chats") + beside(row)
 
     def render(self, row: Demonstration) -> list[list[Passage]]:
         if row.text is not None and row.before is None:
@@ -124,7 +149,8 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
         if row.text is not None and row.before is not None:
             return [passages_of_text(self.tokenizer, row.before, row.text)]
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
-        return [passages_of_chat(self.tokenizer, row.messages, row.first_trained, kwargs)]
+        passages = passages_of_chat(self.tokenizer, row.messages, row.first_trained, kwargs)
+        return [self.with_pictures(passages, row)]
 
     def batch(self, indices: Iterable[int]) -> DataProto:
         """Return the columns of `pad_answers`; non-tensor `uid`, `data_source` and `index`."""

@@ -23,10 +23,12 @@ from hrl.data.offline.answers import (
     ChatPrompt,
     OfflineDataset,
     Passage,
+    beside,
     pad_answers,
     passages_of_chat,
     passages_of_text,
 )
+from hrl.data.pictures import take_pictures
 from hrl.data.sources import DataRow, show_value, source_of
 from hrl.errors import NonFiniteError
 from hrl.protocol import DataProto
@@ -64,7 +66,15 @@ def check_pair(raw: Mapping[str, Any], config: PairDataConfig) -> PairRow | str:
     if isinstance(tools, str):
         return tools
     found = pair_of(raw, config.prompt_key, config.chosen_key, config.rejected_key)
-    return found if isinstance(found, str) else PairRow(*found, margin, tools, data_source=source)
+    if isinstance(found, str):
+        return found
+    prompt, chosen, rejected = found
+    placed = take_pictures(raw, [] if isinstance(prompt, str) else prompt, config.image_key, config.video_key)
+    if isinstance(placed, str):
+        return placed
+    if not isinstance(prompt, str):
+        prompt = placed[0]
+    return PairRow(prompt, chosen, rejected, margin, tools, data_source=source, images=placed[1])
 
 
 Side = list[dict[str, Any]] | str
@@ -84,7 +94,7 @@ def pair_of(
         return given
     if isinstance(other, str):
         return other
-    before = as_messages(prompt, prompt_key) if prompt is not None else _shared(given, other)
+    before = as_messages(prompt, prompt_key, pictures=True) if prompt is not None else _shared(given, other)
     if isinstance(before, str):
         return before
     if not before:
@@ -131,7 +141,7 @@ class PairDataset(OfflineDataset[PairRow]):
     def shape(self, row: PairRow) -> str:
         if isinstance(row.prompt, str):
             return "pairs of texts"
-        return "pairs of answers" + (" with tools" if row.tools else "")
+        return "pairs of answers" + beside(row)
 
     def render(self, row: PairRow) -> list[list[Passage]]:
         """Return the passages of prompt and chosen answer, and those of prompt and rejected answer."""
@@ -142,12 +152,13 @@ class PairDataset(OfflineDataset[PairRow]):
                 found.append(passages_of_text(self.tokenizer, row.prompt, answer))
             else:
                 kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
-                found.append(passages_of_chat(self.tokenizer, [*row.prompt, *answer], len(row.prompt), kwargs))
+                passages = passages_of_chat(self.tokenizer, [*row.prompt, *answer], len(row.prompt), kwargs)
+                found.append(self.with_pictures(passages, row))
         return found
 
     def beside_ids(self) -> Iterator[dict[str, Any]]:
-        for index, beside in zip(self.known, super().beside_ids(), strict=True):
-            yield beside | {"margin": self.rows[index].margin}  # None where the run has no use for margins
+        for index, others in zip(self.known, super().beside_ids(), strict=True):
+            yield others | {"margin": self.rows[index].margin}  # None where the run has no use for margins
 
     def batch(self, indices: Iterable[int]) -> DataProto:
         """Return two rows per pair, chosen then rejected, with the same `uid`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hrl.data.tasks import addition, games
+from hrl.data.tasks import addition, games, shapes
 from hrl.data.tasks.answer_format import options_in, take_format, take_shots
 from hrl.errors import DatasetError
 from hrl.nearest import did_you_mean
@@ -15,11 +15,12 @@ _TASKS = {
     "addition_pairs": addition.pairs,
     "addition_answers": addition.answers,
     "games": games.rows,
+    "shapes": shapes.rows,
 }
 
 
 def bundled_rows(name: str) -> Iterator[dict[str, Any]]:
-    """Return the rows of `<task>/<split>`; `addition` and `games` take options, as in `addition/train?answer=tags`.
+    """Return the rows of `<task>/<split>`; most take options, as in `addition/train?answer=tags`.
 
     Raises:
         DatasetError: No such task, split or option.
@@ -31,8 +32,8 @@ def bundled_rows(name: str) -> Iterator[dict[str, Any]]:
         raise DatasetError(f"unknown bundled task {task!r} in 'bundled:{name}'. {hint}")
     if not query:
         return _TASKS[task](split)
-    if task == "games":
-        return games.rows(split, query)
+    if task in ("games", "shapes"):
+        return {"games": games.rows, "shapes": shapes.rows}[task](split, query)
     if task != "addition":
         raise DatasetError(f"bundled:{task} takes no options, and 'bundled:{name}' has {query!r}")
     options = options_in(query, f"bundled:{name}")

@@ -49,6 +49,16 @@ _OWN = (
     Task(
         "addition_pairs", f"{_BUNDLED}addition_pairs/train", "A right answer to a sum and a wrong one.", ("dpo", "rm")
     ),
+    Task(
+        "shapes",
+        f"{_BUNDLED}shapes/train",
+        "Shapes of one kind in a picture that is drawn for each row, to count; needs a model that sees.",
+        options={
+            "size": "number of rows, 512 unless given",
+            "seed": "of the pictures, 1 unless given",
+            "side": "width and height of a picture in pixels, 112 unless given",
+        },
+    ),
     Task("addition_answers", f"{_BUNDLED}addition_answers/train", "Sums with their answers.", ("sft",)),
 )
 

@@ -17,6 +17,7 @@ from hrl.algos.preference import PairOptions, pair_margins, preference_loss
 from hrl.config.offline import DPOTrainerConfig
 from hrl.errors import DatasetError
 from hrl.metrics import Metric
+from hrl.pictures import has_pictures
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import FORWARD_ITEMS, OfflineTrainer, pair_scores
 from hrl.workers.requests import PreferenceUpdate, temperature_of
@@ -86,6 +87,7 @@ class DPOTrainer(OfflineTrainer):
             options=self.options,
             has_reference=self.config.needs_reference,
             measures_mismatch=False,
+            with_pictures=has_pictures(batch.non_tensor_batch),
         )
         return self.workers.model.update_actor(batch, request)
 

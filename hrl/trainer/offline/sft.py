@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hrl.config.offline import SFTTrainerConfig
 from hrl.metrics import Metric, StepMetrics
+from hrl.pictures import has_pictures
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import OfflineTrainer
 from hrl.workers.requests import SupervisedUpdate, temperature_of
@@ -43,6 +44,7 @@ class SFTTrainer(OfflineTrainer):
             loss_type=self.loss_type,
             loss_agg_mode=self.config.algorithm.loss_agg_mode,
             loss_scale_factor=self.config.data.max_length,  # as long as any answer may be, and the same in all steps
+            with_pictures=has_pictures(batch.non_tensor_batch),
         )
         return self.workers.model.update_actor(batch, request)
 

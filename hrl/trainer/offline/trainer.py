@@ -14,6 +14,7 @@ from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
 from hrl.errors import NonFiniteError
 from hrl.metrics import Metric, StepMetrics, validation_of
+from hrl.pictures import has_pictures
 from hrl.protocol import DataProto
 from hrl.report import health
 from hrl.trainer.loop import TrainingLoop
@@ -91,7 +92,11 @@ class OfflineTrainer(TrainingLoop):
 
     def log_probs(self, batch: DataProto) -> Tensor:
         """Return log-probs `(B, R)` of the trained tokens under the present weights, float64, zero elsewhere."""
-        request = LogProbRequest(plan=self.forward_plan(batch), temperature=temperature_of(batch.meta_info))
+        request = LogProbRequest(
+            plan=self.forward_plan(batch),
+            temperature=temperature_of(batch.meta_info),
+            with_pictures=has_pictures(batch.non_tensor_batch),
+        )
         return self.workers.model.compute_log_prob(batch, request).batch["old_log_probs"].double()
 
 

@@ -72,6 +72,7 @@ def policy_update(
     temperature: float,
     bypasses: bool,
     has_branches: bool = False,
+    with_pictures: bool = False,
 ) -> PolicyUpdate[BatchPlan]:
     """Return the request of a step's update.
 
@@ -82,6 +83,7 @@ def policy_update(
         temperature: That the batch was sampled at.
         bypasses: The sampler's log-probs are this step's old ones, as in bypass mode unless they drifted too far.
         has_branches: Episodes of the batch have several rows.
+        with_pictures: Its prompts show pictures.
 
     Raises:
         ValueError: The KL term's estimator is unknown, or has no gradient in a loss.
@@ -94,6 +96,7 @@ def policy_update(
         plan=plan,
         step=step,
         has_branches=has_branches,
+        with_pictures=with_pictures,
         router_aux_loss_coef=actor.router_aux_loss_coef,
         replays_experts=update_replays_experts(config, bypasses=bypasses),
         temperature=temperature,

@@ -13,6 +13,7 @@ import torch
 from hrl.algos.groups import best_against_worst, group_codes
 from hrl.algos.preference import PairOptions
 from hrl.metrics import StepMetrics
+from hrl.pictures import has_pictures
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.metrics import compute_data_metrics
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -95,5 +96,6 @@ class OnlineDPOTrainer(RayPPOTrainer):
             options=PairOptions(beta=self.kl_ctrl.value),
             has_reference=self.use_reference_policy,
             measures_mismatch=True,
+            with_pictures=has_pictures(batch.non_tensor_batch),
         )
         metrics.observe(*actor.update_actor(batch, request))

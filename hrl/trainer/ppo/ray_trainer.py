@@ -20,10 +20,12 @@ from hrl.config.alarms import SAMPLER_GAP
 from hrl.data.order import Position
 from hrl.data.sampler import PromptSampler, check_choice, load_sampler
 from hrl.metrics import Metric, StepMetrics
+from hrl.pictures import has_pictures
 from hrl.protocol import DataProto
 from hrl.report import health
 from hrl.report.first_look import first_look
 from hrl.report.samples import rollout_records
+from hrl.report.thumbnails import thumbnails
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import (
     add_teacher_advantages,
@@ -375,6 +377,7 @@ class RayPPOTrainer(TrainingLoop):
             with_greedy=with_greedy,
             reward_round=reward_round,
             with_experts=with_experts,
+            with_pictures=has_pictures(rows.non_tensor_batch),
         )
 
     def _responses(self, asked: Asked, metrics: StepMetrics) -> DataProto:
@@ -487,6 +490,7 @@ class RayPPOTrainer(TrainingLoop):
             with_sum_pi_squared=self.estimator.needs_sum_pi_squared,
             replays_experts=self._router_replay == "R3",
             records_experts=self._router_replay == "R2",
+            with_pictures=has_pictures(batch.non_tensor_batch),
         )
         batch = batch.union(actor.compute_log_prob(batch, request))
         self.finite.look(batch, "old_log_prob")  # before the correction, which would reject such a token
@@ -509,6 +513,7 @@ class RayPPOTrainer(TrainingLoop):
             temperature=temperature,
             without_adapter=is_actor,
             num_top=distillation.topk if self.config.distils_by_loss and distillation.traits.reads_top else 0,
+            with_pictures=has_pictures(batch.non_tensor_batch),
         )
         return batch.union(ref.compute_ref_log_prob(batch, request))
 
@@ -583,6 +588,7 @@ class RayPPOTrainer(TrainingLoop):
             temperature=temperature_of(batch.meta_info),
             with_entropy=True,
             replays_experts=self._router_replay == "R3",
+            with_pictures=has_pictures(batch.non_tensor_batch),
         )
         scored, mask = actor.compute_log_prob(sample, request).batch, sample.batch["response_mask"]
         metrics.observe(sampler_drift(scored["old_log_probs"], sample.batch["rollout_log_probs"], mask))
@@ -623,6 +629,7 @@ class RayPPOTrainer(TrainingLoop):
             temperature=temperature_of(batch.meta_info),
             bypasses=self.bypasses,
             has_branches=count_episode_tokens(batch),
+            with_pictures=has_pictures(batch.non_tensor_batch),
         )
         metrics.observe(*self.workers.actor.update_actor(batch, request))
 
@@ -681,6 +688,7 @@ class RayPPOTrainer(TrainingLoop):
         )
         if self.keeps_validation_samples:
             tracked, samples = self.config.trainer.log_val_generations, rollout_records(scored, self.tokenizer)
+            self._write_pictures(scored)
             self.reporter.validation_samples(self.global_steps, samples, tracked=tracked)
         return metrics | left_out | validation_troubles(counters) | validation_episodes(counters)
 
@@ -720,8 +728,13 @@ class RayPPOTrainer(TrainingLoop):
         """Write the step's samples to the run folder, and show some every `trainer.log_rollouts_freq` steps."""
         shown = self.is_due(self.config.trainer.log_rollouts_freq)
         samples = rollout_records(batch, self.tokenizer)
+        self._write_pictures(batch)
         self.reporter.samples(self.global_steps, samples, show=shown)
         self.callbacks.on_rollouts(self.run_state, samples)
+
+    def _write_pictures(self, batch: DataProto) -> None:
+        folder = self.reporter.folder
+        folder.write_pictures(thumbnails(batch, folder.rollouts))
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -26,9 +26,12 @@ from hrl.models.dtypes import dtype_of
 from hrl.models.experts import RoutingPass, followed_experts
 from hrl.models.flops import ModelFlops, peak_flops
 from hrl.models.four_bit import hold_in_4bit
+from hrl.models.head import backbone_of
 from hrl.models.loading import Loaded, hidden_matrices
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
+from hrl.models.pictures import PictureProcessor, Sight
+from hrl.models.towers import unreachable_parameters
 from hrl.profiling.spans import CHECKSUM, OPTIMIZER, span
 from hrl.workers.engine.activations import ActivationOffload
 from hrl.workers.engine.background import BackgroundWriter
@@ -217,6 +220,7 @@ class Engine:
         )
         self.degree = fsdp.ulysses_sequence_parallel_size * fsdp.tensor_parallel_size
         adapter = source.adapter
+        trains_tower = source.shows_pictures and not source.freeze_vision_tower
         masters = dtype_of(fsdp.model_dtype)
 
         def adapt(model: PreTrainedModel) -> None:
@@ -239,11 +243,16 @@ class Engine:
             self.mesh,
             device,
             train=training is not None,
+            freezes=_nothing if trains_tower else unreachable_parameters,
             adapt=None if adapter is None else adapt,
             weight_mesh=self.weight_mesh,
             policy=policy,
         )
         self.experts = followed_experts(self.module)
+        self.sight: Sight | None = None
+        if source.shows_pictures:
+            processor = PictureProcessor(source.path, trust_remote_code=source.trust_remote_code)
+            self.sight = Sight(backbone_of(loaded.model), processor)
         self.has_adapter = adapter is not None
         self.source_config = loaded.source_config
         self.form = CheckpointForm.of(loaded.model)
@@ -304,6 +313,7 @@ class Engine:
             device=self.device,
             group=self.sequence_group,
             with_routing=len(self.experts) > 0,
+            sight=None if rows.pictures is None else self.sight,
         )
 
     @torch.no_grad()
@@ -433,7 +443,7 @@ class Engine:
         plan, (optimizer, _) = request.plan, self._trained
         # Ranks that run the same rows measure the same, and one of them is asked.
         measuring = dist.get_world_size() // self.degree
-        rows = TokenRows.of(batch, routed=request.replays_experts)
+        rows = TokenRows.of(batch, routed=request.replays_experts, pictures=request.with_pictures)
         meter, routers = Meter(measuring, len(plan.mini_batches)), RouterMeter(self.experts, self.device)
         start, steps_before, num_flops = time.perf_counter(), optimizer.steps_taken, 0.0
         broken = rows_of_nonfinite({name: column for name, column in batch.batch.items() if name in request.columns})
@@ -788,6 +798,10 @@ class Engine:
         """Return the names in the checkpoint of the parameters that no update moves and no sync sends."""
         kept = {name for name, _ in saved_tensors(self.module) if name in self._not_sent and not is_part(name)}
         return sorted(piece.name for name in kept for piece in self.form.pieces(name.removeprefix(PREFIX)))
+
+
+def _nothing(model: Any) -> tuple[str, ...]:
+    return ()
 
 
 def forward_micro_batches(plan: RankPlan, num_rows: int) -> tuple[tuple[int, ...], ...]:

@@ -132,6 +132,7 @@ def build_sharded(
     device: torch.device,
     *,
     train: bool,
+    freezes: Callable[[PreTrainedModel], Collection[str]] = unreachable_parameters,
     adapt: Callable[[PreTrainedModel], None] | None = None,
     weight_mesh: WeightMesh | None = None,
     policy: CPUOffloadPolicy | None = None,
@@ -147,7 +148,8 @@ def build_sharded(
         fsdp: `dtype` and `reshard_after_forward`.
         mesh: From `build_mesh`.
         device: Of this rank.
-        train: Freeze what cannot be trained, see `hrl.models.towers`.
+        train: Freeze what is not trained.
+        freezes: Returns the names of what is not; by default what text does not reach, see `hrl.models.towers`.
         adapt: Puts an adapter into a model.
         weight_mesh: From `build_weight_mesh`.
         policy: From `offload_policy`: then the shards are in host memory, and only buffers are on the device.
@@ -160,7 +162,7 @@ def build_sharded(
     """
     if mesh.size() == 1:
         loaded = load(False)
-        loaded, towers = _frozen(loaded, unreachable_parameters(loaded.model) if train else ())
+        loaded, towers = _frozen(loaded, freezes(loaded.model) if train else ())
         if adapt is not None:
             adapt(loaded.model)
         module = wrap(loaded.model)
@@ -171,8 +173,8 @@ def build_sharded(
         return module, loaded
     full = load(False) if dist.get_rank() == 0 else None
     loaded = load(True)
-    unreachable = () if full is None or not train else unreachable_parameters(full.model)
-    loaded, towers = _frozen(loaded, _broadcast_object(unreachable))
+    untrained = () if full is None or not train else freezes(full.model)
+    loaded, towers = _frozen(loaded, _broadcast_object(untrained))
     if adapt is not None:
         adapt(loaded.model)
         if full is not None:
@@ -252,7 +254,7 @@ def _shard(
         shard(end, reshard_after_forward=reshard and not keeps)
     of_layers = {part for layer in layers for part in layer.modules()}
     for tower in towers:
-        # A unit of its own, since it never runs and is never gathered. A layer's frozen parts run with the layer.
+        # A unit of its own, since one that never runs is never gathered. A layer's frozen parts run with the layer.
         if tower not in of_layers and not isinstance(tower, FSDPModule):
             shard(tower, reshard_after_forward=reshard)
     shard(module, reshard_after_forward=False)

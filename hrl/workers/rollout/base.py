@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hrl.config.rollout import RolloutConfig
     from hrl.models.loading import ModelSource
     from hrl.models.tokenizer import TokenIds
+    from hrl.pictures import Picture
     from hrl.protocol import DataProto
     from hrl.workers.requests import SamplingParams
 
@@ -188,7 +189,12 @@ class RolloutEngine(ABC):
         """Kill what is left of an engine that hangs, so that its start or shutdown returns."""
 
     async def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None = None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        on_tokens: OnTokens | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> SampleOutput:
         """Sample one response.
 
@@ -197,6 +203,7 @@ class RolloutEngine(ABC):
             sampling: How it is sampled.
             request_id: Of this request alone.
             on_tokens: Told on this loop, before this returns, by engines that can tell; others leave it out.
+            pictures: That the prompt shows.
 
         Raises:
             EngineDeadError: The engine is gone.
@@ -205,7 +212,7 @@ class RolloutEngine(ABC):
         self._require_usable()
         self._in_flight += 1
         try:
-            return await self._generate(prompt_ids, sampling, request_id, on_tokens)
+            return await self._generate(prompt_ids, sampling, request_id, on_tokens, pictures)
         finally:
             self._in_flight -= 1
 
@@ -271,7 +278,12 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def _generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        on_tokens: OnTokens | None,
+        pictures: Sequence[Picture],
     ) -> SampleOutput: ...
 
     async def _sleep(self, level: int) -> None: ...

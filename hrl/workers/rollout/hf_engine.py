@@ -11,21 +11,25 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hrl.models.adapter import add_adapter
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.experts import ExpertLayers, follow_experts
 from hrl.models.four_bit import hold_in_4bit
+from hrl.models.head import backbone_of
 from hrl.models.hf_config import load_config
+from hrl.models.loading import language_model_class
 from hrl.models.ops.rope import fix_rope_frequencies
+from hrl.models.pictures import PictureProcessor, Sight, shown
+from hrl.pictures import Picture
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     EngineDeadError,
@@ -118,6 +122,7 @@ class _Request:
         generator: Its own.
         token_ids, log_probs: What has been sampled.
         routed: The experts of the tokens that have passed through the model, `(tokens, L, K)` each, in order.
+        pictures: That the context shows.
     """
 
     prompt_ids: list[int]
@@ -128,6 +133,7 @@ class _Request:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     routed: list[np.ndarray] = field(default_factory=list)
+    pictures: Sequence[Picture] = ()
 
     def add(self, token: int, log_prob: float) -> None:
         self.token_ids.append(token)
@@ -160,6 +166,7 @@ class HfEngine(RolloutEngine):
         self._model: PreTrainedModel | None = None
         self._receiver: WeightReceiver | None = None
         self._experts: ExpertLayers | None = None
+        self._sight: Sight | None = None
         self._thread = ThreadPoolExecutor(1, "hf-engine")
         self._waiting: list[_Request] = []
         self._batch: list[_Request] = []
@@ -179,12 +186,19 @@ class HfEngine(RolloutEngine):
         self._model, self._receiver = None, None
 
     async def _generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        on_tokens: OnTokens | None,
+        pictures: Sequence[Picture],
     ) -> SampleOutput:
         self._running(self._model)
         loop = asyncio.get_running_loop()
         generator = torch.Generator().manual_seed(sampling.seed)
-        request = _Request(prompt_ids, sampling, loop.create_future(), told_on(loop, on_tokens), generator)
+        request = _Request(
+            prompt_ids, sampling, loop.create_future(), told_on(loop, on_tokens), generator, pictures=pictures
+        )
         self._waiting.append(request)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run_waiting())
@@ -216,12 +230,16 @@ class HfEngine(RolloutEngine):
 
     def _load(self) -> PreTrainedModel:
         source = self.setup.model
-        model = AutoModelForCausalLM.from_pretrained(
+        config = load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
+        model = language_model_class(config).from_pretrained(
             source.path,
             dtype=getattr(torch, self.setup.config.dtype),
             trust_remote_code=source.trust_remote_code,
-            config=load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code),
+            config=config,
         )
+        if source.shows_pictures:
+            processor = PictureProcessor(source.path, trust_remote_code=source.trust_remote_code)
+            self._sight = Sight(backbone_of(model), processor)
         fix_rope_frequencies(model, source.max_model_len)
         if self.setup.config.enable_rollout_routing_replay:
             self._experts = follow_experts(model)
@@ -289,12 +307,27 @@ class HfEngine(RolloutEngine):
             mask[row, width - len(context) :] = 1
         running = list(range(len(wave)))
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        cache = None
+        cache, seen = None, None
+        if self._sight is not None:
+            positions = torch.zeros(3, *ids.shape, dtype=torch.int64, device=self._device)
+            for row, (request, context) in enumerate(zip(wave, contexts, strict=True)):
+                found = self._sight.positions(np.array(context), request.pictures)
+                positions[:, row, width - len(context) :] = torch.from_numpy(found.T).to(self._device)
+            shows_at = [(each.pictures, width - len(context)) for each, context in zip(wave, contexts, strict=True)]
+            seen = self._sight.padded(shows_at, width, self._device)
         while running := [row for row in running if not self._is_over(wave[row])]:
-            with nullcontext() if self._experts is None else self._experts.recording() as routing:
+            with ExitStack() as stack:
+                routing = None if self._experts is None else stack.enter_context(self._experts.recording())
+                shows = {} if seen is None else stack.enter_context(shown(backbone_of(model), seen))[0]
                 result = model(
-                    input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    **shows,
                 )
+            seen = None  # the cache has it
             if routing is not None and self._experts is not None:
                 of_rows = routing.stacked(self._experts.dtype).unflatten(0, ids.shape).cpu().numpy()
                 for row in running:
@@ -312,7 +345,7 @@ class HfEngine(RolloutEngine):
                 next_ids[row] = token
             ids = next_ids.to(self._device)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-            positions = positions[:, -1:] + 1
+            positions = positions[..., -1:] + 1
 
     def _is_over(self, request: _Request) -> bool:
         """Whether nothing more is sampled of a request; says so to whoever waits for it."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hrl.columns import object_column
+from hrl.pictures import MULTI_MODAL_DATA, Picture
 from hrl.protocol import DataProto
 from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.requests import SamplingParams
@@ -392,8 +393,10 @@ class RolloutHost:
         wave = self._num_waves
         loop = asyncio.get_running_loop()
 
-        async def one(row: int, prompt: list[int], key: tuple[str, int], sampling: SamplingParams) -> SampleOutput:
-            output = await self.engine.generate(prompt, sampling, f"{wave}-{row}")
+        async def one(
+            row: int, prompt: list[int], key: tuple[str, int], sampling: SamplingParams, pictures: tuple[Picture, ...]
+        ) -> SampleOutput:
+            output = await self.engine.generate(prompt, sampling, f"{wave}-{row}", pictures=pictures)
             check_output(output, sample_name(row, key), max_tokens=sampling.max_tokens, version=version)
             if asked.with_experts:
                 output = with_routed(output, sample_name(row, key), len(prompt))
@@ -403,7 +406,8 @@ class RolloutHost:
 
         try:
             async with asyncio.TaskGroup() as group:
-                requests = enumerate(zip(asked.prompts, asked.keys, asked.samplings, strict=True))
+                rows = zip(asked.prompts, asked.keys, asked.samplings, asked.pictures, strict=True)
+                requests = enumerate(rows)
                 tasks = [group.create_task(one(row, *request)) for row, request in requests]
         except ExceptionGroup as failures:  # the first is the cause; the others were cancelled or failed because of it
             raise failures.exceptions[0] from None
@@ -434,6 +438,7 @@ class _Asked:
         samplings: How each row's response is sampled.
         reward_round: Where finished samples are sent.
         with_experts: Answers have the experts of their tokens.
+        pictures: That each prompt shows.
     """
 
     prompts: list[list[int]]
@@ -441,6 +446,7 @@ class _Asked:
     samplings: list[SamplingParams]
     reward_round: int | None
     with_experts: bool
+    pictures: list[tuple[Picture, ...]]
 
     @classmethod
     def of(cls, batch: DataProto, request: SampleRequest[RankPlan]) -> Self:
@@ -455,7 +461,8 @@ class _Asked:
             for key, greedy in zip(keys, is_greedy, strict=True)
         ]
         prompts = prompt_tokens(batch.batch["prompts"], batch.batch["attention_mask"])
-        return cls(prompts, keys, samplings, request.reward_round, request.with_experts)
+        shown = list(batch.non_tensor_batch[MULTI_MODAL_DATA]) if request.with_pictures else [()] * len(keys)
+        return cls(prompts, keys, samplings, request.reward_round, request.with_experts, shown)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from hrl.pictures import Picture
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     DROP_WEIGHTS,
@@ -141,7 +142,12 @@ class ScriptedEngine(RolloutEngine):
         self._dead = True
 
     async def _generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        on_tokens: OnTokens | None,
+        pictures: Sequence[Picture],
     ) -> SampleOutput:
         script = self._script
         self._require_alive()

@@ -33,7 +33,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from hrl.models.hf_config import engine_overrides
+from hrl.models.hf_config import engine_overrides, load_config
+from hrl.models.pictures import PictureProcessor, sees
+from hrl.pictures import Picture
 from hrl.processes.child_environment import changed_environment
 from hrl.processes.evidence import printed_last, why_memory_ended_it
 from hrl.processes.imports import quick_imports
@@ -52,6 +54,7 @@ from hrl.workers.rollout.base import (
 )
 from hrl.workers.rollout.early_process import ENGINE_PROCESS_NAME, EarlyProcess, engine_environment, taken_by_vllm
 from hrl.workers.rollout.vllm_adapter import lora_request, plain_fields
+from hrl.workers.rollout.vllm_pictures import input_with_pictures, picture_options
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 if TYPE_CHECKING:
@@ -124,6 +127,9 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         from hrl.workers.rollout.vllm_four_bit import loading_options
 
         args |= loading_options(model)
+    whole = load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    if sees(whole):
+        args |= picture_options(model.shows_pictures)
     return args | engine_options(model.adapter) | setup.arguments
 
 
@@ -148,6 +154,7 @@ class VllmEngine(RolloutEngine):
         self._asking: asyncio.Task[None] | None = None
         self._why_ended: str | None = None
         self._adapter: LoRARequest | None = None  # that a sync has brought
+        self._processor: PictureProcessor | None = None
 
     async def prepare(self) -> None:
         """Import vLLM, and start the engine's process, which does so at the same time. On a GPU vLLM starts it alone.
@@ -242,16 +249,32 @@ class VllmEngine(RolloutEngine):
         return [child for child in _engine_processes() if child.pid not in self._others]
 
     async def _generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, on_tokens: OnTokens | None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        on_tokens: OnTokens | None,
+        pictures: Sequence[Picture],
     ) -> SampleOutput:
-        params = self._vllm_params(sampling)
+        params, prompt = self._vllm_params(sampling), self._input(prompt_ids, pictures)
         if on_tokens is not None:
-            return await self._generate_by_and_by(prompt_ids, params, request_id, on_tokens)
-        completion = (await self._request(prompt_ids, params, request_id)).outputs[0]
+            return await self._generate_by_and_by(prompt, params, request_id, on_tokens)
+        completion = (await self._request(prompt, params, request_id)).outputs[0]
         return await self._sampled(completion, completion.token_ids, completion.logprobs.logprobs, request_id)
 
+    def _input(self, prompt_ids: list[int], pictures: Sequence[Picture]) -> Any:
+        """Return a prompt as vLLM takes it."""
+        from vllm.inputs.engine import tokens_input
+
+        if not pictures:
+            return tokens_input(prompt_ids)
+        source = self.setup.model
+        if self._processor is None:
+            self._processor = PictureProcessor(source.path, trust_remote_code=source.trust_remote_code)
+        return input_with_pictures(prompt_ids, pictures, self._processor)
+
     async def _generate_by_and_by(
-        self, prompt_ids: list[int], params: VllmSamplingParams, request_id: str, on_tokens: OnTokens
+        self, prompt: Any, params: VllmSamplingParams, request_id: str, on_tokens: OnTokens
     ) -> SampleOutput:
         from vllm.sampling_params import RequestOutputKind
 
@@ -266,7 +289,7 @@ class VllmEngine(RolloutEngine):
                 log_probs.extend(theirs)
                 on_tokens(new, theirs)
 
-        last = await self._request(prompt_ids, params, request_id, told)
+        last = await self._request(prompt, params, request_id, told)
         return await self._sampled(last.outputs[0], ids, log_probs, request_id)
 
     async def _sampled(
@@ -316,6 +339,8 @@ class VllmEngine(RolloutEngine):
         answers = await self._call("hrl_weights_commit")
         if not await self._alive(self._running().reset_prefix_cache(), "reset of the prefix cache"):
             raise WeightSyncError("vLLM did not reset its prefix cache, so old weights' keys and values would be used")
+        if self.setup.model.shows_pictures:  # what the old tower made of pictures
+            await self._alive(self._running().reset_encoder_cache(), "reset of the encoder cache")
         if plain_fields(self.setup.model.adapter) is not None:
             self._adapter = lora_request()
         return [ReceiverReport(**answer) for answer in answers]
@@ -354,19 +379,15 @@ class VllmEngine(RolloutEngine):
 
     async def _request(
         self,
-        prompt_ids: list[int],
+        prompt: Any,
         params: VllmSamplingParams,
         request_id: str,
         told: Callable[[Any], None] | None = None,
     ) -> Any:
         """Return vLLM's last output for a request; `told` gets each, if its parameters ask for several."""
-        from vllm.inputs.engine import tokens_input
-
         last = None
         try:
-            requests = self._running().generate(
-                tokens_input(prompt_ids), params, request_id, lora_request=self._adapter
-            )
+            requests = self._running().generate(prompt, params, request_id, lora_request=self._adapter)
             async for output in requests:
                 last = output
                 if told is not None:

@@ -159,9 +159,9 @@ def test_rows_marked_greedy_take_the_most_likely_tokens_beside_sampled_ones():
     seen = []
 
     class Recorder(ScriptedEngine):
-        async def _generate(self, prompt_ids, sampling, request_id, on_tokens):
+        async def _generate(self, prompt_ids, sampling, request_id, on_tokens, pictures):
             seen.append((prompt_ids, sampling.temperature))
-            return await super()._generate(prompt_ids, sampling, request_id, on_tokens)
+            return await super()._generate(prompt_ids, sampling, request_id, on_tokens, pictures)
 
     batch = prompt_batch([[1], [2], [3]], n=1, width=2)
     batch.non_tensor_batch["greedy"] = np.array([False, True, False], dtype=object)
@@ -178,9 +178,9 @@ def test_every_sample_is_drawn_as_the_request_says_with_a_seed_of_its_own():
     seen = []
 
     class Recorder(ScriptedEngine):
-        async def _generate(self, prompt_ids, sampling, request_id, on_tokens):
+        async def _generate(self, prompt_ids, sampling, request_id, on_tokens, pictures):
             seen.append(sampling)
-            return await super()._generate(prompt_ids, sampling, request_id, on_tokens)
+            return await super()._generate(prompt_ids, sampling, request_id, on_tokens, pictures)
 
     with scripted() as host:
         host.engine.__class__ = Recorder
@@ -227,9 +227,9 @@ def test_what_was_begun_is_sampled_beside_what_is_asked_for_and_is_the_same_as_w
     at_once = []
 
     class Recorder(ScriptedEngine):
-        async def _generate(self, prompt_ids, sampling, request_id, on_tokens):
+        async def _generate(self, prompt_ids, sampling, request_id, on_tokens, pictures):
             at_once.append(self._in_flight)
-            return await super()._generate(prompt_ids, sampling, request_id, on_tokens)
+            return await super()._generate(prompt_ids, sampling, request_id, on_tokens, pictures)
 
     with scripted({"delay_s": 0.2}) as host:
         host.engine.__class__ = Recorder

@@ -1,0 +1,342 @@
+"""Pictures through a model: from files to pixels, from pixels to the places of a packed row, and their positions.
+
+A model that sees has a tower, which makes a few vectors of a picture, and puts each in the place of a token of the
+prompt that stands for it. Its positions have three axes (M-RoPE, arXiv:2409.12191): a picture's tokens differ by row
+and column, and the text behind it goes on where the larger of the two ends.
+
+Pixels are made by the image processor of the model's folder, in every process in the same way; positions by the model's
+own `get_rope_index`. So a family is supported if its model has that method, a tower behind `get_image_features`, and
+the number of its tokens follows from a picture's size: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and what is built like them.
+
+The tower runs once for every picture of a micro-batch, however many samples show it. Where another rank may run it, it
+runs on a blank picture if there is none: every rank has to join the collectives of its blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hrl.errors import HrlError
+from hrl.models.hf_config import load_config
+from hrl.pictures import Picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PretrainedConfig, PreTrainedModel
+
+#: Bytes of pixels that a process keeps.
+_KEPT_BYTES = 512 * 2**20
+_NEEDED = ("get_rope_index", "get_image_features", "get_placeholder_mask")
+_IMAGE, _TEXT = 1, 0
+_AXES = 3
+
+
+class PictureError(HrlError, ValueError):
+    """A model, or its folder, can't do with pictures what a run asks of it; the message says what is missing."""
+
+
+# ---- from files to pixels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """What the tower reads of one picture.
+
+    Attributes:
+        patches: `(h * w, C)` float32.
+        grid: 1, h and w: its rows and columns of patches.
+    """
+
+    patches: Tensor
+    grid: tuple[int, int, int]
+
+
+class PictureProcessor:
+    """The image processor of a model's folder.
+
+    Args:
+        folder: Has `config.json` and `preprocessor_config.json`.
+        trust_remote_code: The folder may run code.
+
+    Attributes:
+        token_id: The token that stands for a part of a picture.
+        merge: Patches of a token, in each direction.
+
+    Raises:
+        PictureError: The folder has no image processor, or the family's pictures are not understood here.
+    """
+
+    def __init__(self, folder: str | Path, *, trust_remote_code: bool = False) -> None:
+        from transformers import AutoImageProcessor
+
+        config = sighted_config(folder, trust_remote_code=trust_remote_code)
+        self.token_id, self.merge = config.image_token_id, config.vision_config.spatial_merge_size
+        try:
+            self._processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            raise PictureError(
+                f"{folder} has no image processor that loads (preprocessor_config.json), and the rows have pictures: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+        if not hasattr(self._processor, "get_number_of_image_patches"):
+            raise PictureError(
+                f"{type(self._processor).__name__} of {folder} does not say how many tokens a picture takes; hrl knows "
+                "pictures of models such as Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
+            )
+        self._kept: OrderedDict[str, Pixels] = OrderedDict()
+        self._kept_bytes = 0
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Return how many tokens stand for a picture of this size.
+
+        Raises:
+            ValueError: The processor takes no picture of such a shape.
+        """
+        return int(self._processor.get_number_of_image_patches(height, width, {})) // self.merge**2
+
+    def pixels(self, picture: Picture) -> Pixels:
+        """Return what the tower reads of a picture, which is kept for a while.
+
+        Raises:
+            PictureError: Another number of tokens stands for it than its pixels make.
+        """
+        found = self._kept.get(picture.digest)
+        if found is None:
+            found = self._made(picture)
+            self._keep(picture.digest, found)
+        else:
+            self._kept.move_to_end(picture.digest)
+        return found
+
+    def _made(self, picture: Picture) -> Pixels:
+        with decoded(picture.data) as image:
+            made = self._processor(images=[image], return_tensors="pt")
+        grid = tuple(made["image_grid_thw"][0].tolist())
+        if int(np.prod(grid)) != picture.length * self.merge**2:
+            raise PictureError(
+                f"picture {picture.digest} makes a grid of {grid[1]} by {grid[2]} patches here, and "
+                f"{picture.length} tokens stand for it: the image processors of this node and of the driver's differ"
+            )
+        return Pixels(made["pixel_values"].float(), grid)
+
+    def _keep(self, digest: str, pixels: Pixels) -> None:
+        self._kept[digest] = pixels
+        self._kept_bytes += pixels.patches.nbytes
+        while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_bytes -= dropped.patches.nbytes
+
+    @functools.cached_property
+    def blank(self) -> Pixels:
+        """The smallest picture, of which one token is made; its patches are zero."""
+        side = self.merge
+        width = 3 * self._processor.temporal_patch_size * self._processor.patch_size**2
+        return Pixels(torch.zeros(side * side, width), (1, side, side))
+
+
+@contextmanager
+def decoded(data: bytes) -> Iterator[Image]:
+    """Open a picture's file as RGB; what is transparent becomes white, as in verl."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            shown = image.convert("RGBA")
+            white = Image.new("RGBA", shown.size, "white")
+            white.alpha_composite(shown)
+            yield white.convert("RGB")
+        else:
+            yield image.convert("RGB")
+
+
+def sighted_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return the config of a model that sees.
+
+    Raises:
+        PictureError: There is none, or it describes no such model.
+    """
+    try:
+        config = load_config(folder, {}, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise PictureError(f"{folder} has no config.json, which says how the model's prompts show a picture") from error
+    if not sees(config):
+        raise PictureError(
+            f"the rows have pictures, and {config.model_type} at {folder} is no model that hrl can show them to: take "
+            "one such as Qwen2.5-VL or Qwen3-VL"
+        )
+    return config
+
+
+def sees(config: PretrainedConfig) -> bool:
+    """Return whether a config describes a model whose pictures are understood here."""
+    vision = getattr(config, "vision_config", None)
+    return isinstance(getattr(config, "image_token_id", None), int) and hasattr(vision, "spatial_merge_size")
+
+
+# ---- in a packed row -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedPictures:
+    """The pictures of a packed row, on the device.
+
+    Attributes:
+        patches: `(P, C)`, of all pictures, each once.
+        grids: `(K, 3)` int64, of each picture.
+        is_place: `(1, T)` bool, tokens of the row that stand for a part of a picture.
+        index: `(M,)` int64, which of the tower's results goes to each of them.
+    """
+
+    patches: Tensor
+    grids: Tensor
+    is_place: Tensor
+    index: Tensor
+
+
+class Sight:
+    """How a model sees: its processor, and what its backbone does with pictures.
+
+    Args:
+        backbone: Of a transformers model, see `hrl.models.head.backbone_of`.
+        processor: Of its folder.
+
+    Raises:
+        PictureError: The backbone lacks what is needed.
+    """
+
+    def __init__(self, backbone: nn.Module, processor: PictureProcessor) -> None:
+        lacking = [name for name in _NEEDED if not hasattr(backbone, name)]
+        if lacking:
+            raise PictureError(
+                f"{type(backbone).__name__} has no {', '.join(lacking)}: this version of transformers, or this family, "
+                "shows its pictures in another way than hrl knows"
+            )
+        self._backbone = backbone
+        self.processor = processor
+
+    def positions(self, tokens: np.ndarray, pictures: Sequence[Picture]) -> np.ndarray:
+        """Return the positions `(L, 3)` int64 of a sequence's tokens.
+
+        Args:
+            tokens: `(L,)` int64.
+            pictures: Those that the sequence shows, in order.
+        """
+        kinds = np.full(len(tokens), _TEXT, np.int32)
+        for picture in pictures:
+            kinds[picture.start : picture.start + picture.length] = _IMAGE
+        grids = [self.processor.pixels(picture).grid for picture in pictures]
+        found, _ = self._backbone.get_rope_index(
+            input_ids=torch.from_numpy(tokens)[None],
+            mm_token_type_ids=torch.from_numpy(kinds)[None],
+            image_grid_thw=torch.tensor(grids) if grids else None,
+        )
+        return np.ascontiguousarray(found[:, 0].numpy().T)
+
+    def padded(
+        self, rows: Sequence[tuple[Sequence[Picture], int]], width: int, device: torch.device
+    ) -> PackedPictures | None:
+        """Return the pictures of padded rows, each once; None if there is none.
+
+        Args:
+            rows: For each row its pictures, and where its sequence starts.
+            width: Tokens of a row, padding included.
+            device: Where they are wanted.
+
+        Returns:
+            `is_place` is `(B, width)`.
+        """
+        found, first = dict[str, Picture](), dict[str, int]()
+        end = 0
+        for pictures, _ in rows:
+            for picture in pictures:
+                if picture.digest not in found:
+                    found[picture.digest], first[picture.digest] = picture, end
+                    end += picture.length
+        if not found:
+            return None
+        places = np.full((len(rows), width), -1, np.int64)
+        for row, (pictures, start) in enumerate(rows):
+            places[row, start:] = places_of(pictures, first, width - start)
+        pixels = [self.processor.pixels(picture) for picture in found.values()]
+        return PackedPictures(
+            torch.cat([each.patches for each in pixels]).to(device),
+            torch.tensor([each.grid for each in pixels], device=device),
+            torch.from_numpy(places >= 0).to(device),
+            torch.from_numpy(places[places >= 0]).to(device),
+        )
+
+
+def places_of(pictures: Sequence[Picture], digests: Mapping[str, int], length: int) -> np.ndarray:
+    """Return for each of a sequence's first tokens which of the tower's results it gets; -1 for text.
+
+    Args:
+        pictures: Those that the sequence shows.
+        digests: Picture → where its results start.
+        length: L, tokens of the sequence.
+
+    Returns:
+        `(L,)` int64.
+    """
+    found = np.full(length, -1, np.int64)
+    for picture in pictures:
+        end = picture.start + picture.length
+        found[picture.start : end] = digests[picture.digest] + np.arange(picture.length)
+    return found
+
+
+@contextmanager
+def shown(backbone: nn.Module, pictures: PackedPictures) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Run the tower, and let the backbone put its results in their places inside the block.
+
+    Args:
+        backbone: The model's.
+        pictures: Of the row that it will run.
+
+    Yields:
+        Keyword arguments of its forward; and a zero that depends on everything that the tower has computed.
+    """
+    features = backbone.get_image_features(pictures.patches, pictures.grids, return_dict=True)
+    zero = torch.zeros((), dtype=torch.float32, device=pictures.patches.device)
+
+    def taken(results: Sequence[Tensor] | Tensor) -> tuple[Tensor]:
+        nonlocal zero
+        whole = results if isinstance(results, Tensor) else torch.cat(tuple(results))
+        zero = zero + 0.0 * whole.float().sum()
+        return (whole.index_select(0, pictures.index),)
+
+    features.pooler_output = taken(features.pooler_output)
+    deeper = getattr(features, "deepstack_features", None)
+    if deeper is not None:
+        features.deepstack_features = [taken(layer) for layer in deeper]
+
+    def placeholder_mask(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        # Not by token id, as the model's own: a sampled token may be the one that stands for a picture.
+        mask = pictures.is_place[..., None]
+        return mask, torch.zeros_like(mask)
+
+    # The forward asks for them again. Transformers from 5.19 on takes them as an argument too, earlier ones do not.
+    backbone.get_placeholder_mask = placeholder_mask
+    backbone.get_image_features = lambda *args, **kwargs: features
+    try:
+        yield {"pixel_values": pictures.patches, "image_grid_thw": pictures.grids}, zero
+    finally:
+        del backbone.get_placeholder_mask, backbone.get_image_features
+
+
+def tower_of(model: PreTrainedModel) -> nn.Module | None:
+    """Return the part of a model that reads pixels; None if it has none under a name that is known."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("visual", "vision_tower", "vision_model"):
+            return module
+    return None

@@ -1,0 +1,91 @@
+"""Small copies of the pictures that samples show, in the run folder, so that a page and a person can see them.
+
+A prompt's picture is written once for a run, under its digest; a record of `rollouts/` names the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hrl.files import write_whole
+from hrl.pictures import MULTI_MODAL_DATA, Picture
+
+if TYPE_CHECKING:
+    from hrl.protocol import DataProto
+
+FOLDER = "pictures"
+"""In the folder `rollouts`."""
+_SIDE = 192
+"""Longest side in pixels."""
+_MOST_BYTES = 64 * 1024
+"""A file that is no larger is kept as it is."""
+_ENDINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg"}
+_KINDS = {"png": "image/png", "jpg": "image/jpeg"}
+
+
+def names_of(pictures: Sequence[Picture]) -> list[str]:
+    """Return the files of a prompt's pictures, relative to the folder `rollouts`."""
+    return [f"{FOLDER}/{picture.digest}.{_ending(picture)}" for picture in pictures]
+
+
+def thumbnails(batch: DataProto, rollouts: Path) -> dict[Path, bytes]:
+    """Return the files that a batch's pictures lack.
+
+    Args:
+        batch: Its `multi_modal_data` has the pictures; without that column there are none.
+        rollouts: The run's folder of samples.
+    """
+    found: dict[Path, bytes] = {}
+    for pictures in batch.non_tensor_batch.get(MULTI_MODAL_DATA, ()):
+        for picture, name in zip(pictures, names_of(pictures), strict=True):
+            path = rollouts / name
+            if path not in found and not path.exists():
+                found[path] = picture.data if _is_small(picture) else _thumbnail(picture.data)
+    return found
+
+
+def write(files: Mapping[Path, bytes]) -> None:
+    """Write them."""
+    for path, data in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+
+
+def data_uris(names: Iterable[Any], rollouts: Path) -> list[str]:
+    """Return pictures for a page, those whose files are there.
+
+    Args:
+        names: From a record.
+        rollouts: The folder of samples, beyond which nothing is read.
+    """
+    found = []
+    for name in names:
+        path = rollouts / FOLDER / Path(str(name)).name
+        kind = _KINDS.get(path.suffix.removeprefix("."))
+        if kind is not None and path.is_file():
+            found.append(f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}")
+    return found
+
+
+def _is_small(picture: Picture) -> bool:
+    return len(picture.data) <= _MOST_BYTES and any(picture.data.startswith(start) for start in _ENDINGS)
+
+
+def _ending(picture: Picture) -> str:
+    if _is_small(picture):
+        return next(ending for start, ending in _ENDINGS.items() if picture.data.startswith(start))
+    return "jpg"
+
+
+def _thumbnail(data: bytes) -> bytes:
+    from hrl.models.pictures import decoded
+
+    with decoded(data) as image:
+        image.thumbnail((_SIDE, _SIDE))
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=85)
+    return file.getvalue()

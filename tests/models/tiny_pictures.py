@@ -1,0 +1,106 @@
+"""Tiny models that see pictures, each with a real tokenizer, chat template and image processor, made here."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+)
+#: As Qwen2-VL writes a chat, its pictures and its system message left out.
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token, after the special ones."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *letters))}
+    inner = Tokenizer(models.BPE(vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    made.chat_template = TEMPLATE
+    return made
+
+
+def config_of(family: str = "qwen2_5_vl", **text: Any) -> Any:
+    """A configuration of two layers and two blocks of the tower."""
+    ids = {
+        f"{name}_token_id": SPECIAL.index(token)
+        for name, token in (
+            *(("vision_start", "<|vision_start|>"), ("vision_end", "<|vision_end|>")),
+            *(("image", "<|image_pad|>"), ("video", "<|video_pad|>")),
+        )
+    }
+    of_text = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    } | text
+    vision = {"depth": 2, "num_heads": 2, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 64}
+    vision |= {"initializer_range": 0.15}
+    if family == "qwen2_5_vl":
+        vision |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
+        return Qwen2_5_VLConfig(text_config=of_text, vision_config=vision, tie_word_embeddings=False, **ids)
+    of_text["head_dim"] = 32
+    of_text["rope_parameters"] |= {"mrope_interleaved": True}
+    vision |= {"patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    return Qwen3VLConfig(text_config=of_text, vision_config=vision, tie_word_embeddings=False, **ids)
+
+
+def save_vl(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 5, dtype: torch.dtype = torch.float32) -> Path:
+    """A random model with tokenizer and image processor, which makes 4 to 16 tokens of a picture."""
+    torch.manual_seed(seed)
+    made = Qwen2_5_VLForConditionalGeneration if family == "qwen2_5_vl" else Qwen3VLForConditionalGeneration
+    made(config_of(family)).to(dtype).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+    Qwen2VLImageProcessorPil(size=size, patch_size=14).save_pretrained(folder)
+    return folder
+
+
+def picture(seed: int = 0, width: int = 60, height: int = 56) -> Image.Image:
+    """A picture of noise."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def png(image: Image.Image) -> bytes:
+    """The picture as a PNG file."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
