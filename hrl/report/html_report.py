@@ -396,7 +396,7 @@ def shown_series(series: Series, labels: Sequence[str]) -> dict[str, Any]:
         answers.append({"label": f"{label}: {score}{several}", "response": response, "facts": " · ".join(facts)})
     sample = series.answers[-1].sample
     truth = expected(sample)
-    shown = {"question": shown_text(question(sample)), "prompt": shown_text(sample["prompt"])}
+    shown = {"question": shown_text(question(sample)), "prompt": shown_text(sample["prompt"]), "pictures": []}
     return {
         "sample": shown,
         "truth": None if truth is None else shown_text(str(truth)),

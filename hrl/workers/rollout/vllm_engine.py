@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from hrl.models.hf_config import engine_overrides, load_config
-from hrl.models.pictures import PictureProcessor, sees
+from hrl.models.hf_config import engine_overrides
+from hrl.models.pictures import PictureProcessor
 from hrl.pictures import Picture
 from hrl.processes.child_environment import changed_environment
 from hrl.processes.evidence import printed_last, why_memory_ended_it
@@ -54,7 +54,7 @@ from hrl.workers.rollout.base import (
 )
 from hrl.workers.rollout.early_process import ENGINE_PROCESS_NAME, EarlyProcess, engine_environment, taken_by_vllm
 from hrl.workers.rollout.vllm_adapter import lora_request, plain_fields
-from hrl.workers.rollout.vllm_pictures import input_with_pictures, picture_options
+from hrl.workers.rollout.vllm_pictures import has_tower, input_with_pictures, picture_options
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         from hrl.workers.rollout.vllm_four_bit import loading_options
 
         args |= loading_options(model)
-    whole = load_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
-    if sees(whole):
+    if model.shows_pictures or has_tower(Path(model.path)):
         args |= picture_options(model.shows_pictures)
     return args | engine_options(model.adapter) | setup.arguments
 

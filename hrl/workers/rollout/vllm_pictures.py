@@ -8,15 +8,23 @@ another, by which it keeps the tower's results and the cache of a prompt's begin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hrl.models.pictures import PictureProcessor
+from hrl.models.source import read_object
 from hrl.pictures import Picture
 
 _MOST_PICTURES = 999
 """Of a prompt: what limits them is its length."""
+
+
+def has_tower(folder: Path) -> bool:
+    """Return whether a model is one that hrl can show pictures to, by its folder's `config.json`; false without one."""
+    config = folder / "config.json"
+    return config.is_file() and {"vision_config", "image_token_id"} <= read_object(config).keys()
 
 
 def picture_options(shows_pictures: bool) -> dict[str, Any]:
