@@ -9,6 +9,7 @@ from hrl.config.arithmetic import Fact, count
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.preflight.findings import Findings
+from hrl.preflight.small_models import runs_on_gpus
 
 
 def pictures_of(config: RunConfiguration, train_dataset: Any, val_dataset: Any) -> dict[str, bool]:
@@ -64,10 +65,18 @@ def look_at_pictures(findings: Findings, config: RunConfiguration, *datasets: An
         what = "is set, and the rows have pictures: an episode's turns are text."
         findings.problem("environment.path", what, "Leave it out, or the pictures.")
     samples_by_vllm = isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.name == "vllm"
-    if samples_by_vllm and importlib.util.find_spec("torchvision") is None:
+    if samples_by_vllm and not runs_on_gpus(config):
+        what = "is vllm, and the rows have pictures: on a CPU its log-probs were seen to differ from the model's own."
+        findings.problem("actor_rollout_ref.rollout.name", what, "Set it to hf.")
+    elif samples_by_vllm and importlib.util.find_spec("torchvision") is None:
         what = "is vllm, and the rows have pictures: its classes of models that see import torchvision."
         hint = "Install the torchvision that is built for this torch, or set it to hf."
         findings.problem("actor_rollout_ref.rollout.name", what, hint)
+    elif samples_by_vllm:
+        findings.notes.append(
+            "rollout.name=vllm with pictures has not been run on a GPU yet: look at rollout/logprob_diff_mean of the "
+            "first step, which says how far its log-probs are from the trainer's"
+        )
     for role, model in outline.models.items():
         if model.is_scalar:
             what = "reads text alone, and the rows have pictures."
