@@ -288,9 +288,7 @@ def pack_micro_batch(
     if with_routing:
         of_rows = {row: paths[segment[row]][: len(rows.prompts[row]) + length] for row, length in used}
         routing = _Routing.of(rows, [of_rows.get(row) for row in picked], picked, layout.num_tokens)
-    return _on_device(
-        arrays, layout, width, device, group, is_empty=False, picked=picked, routing=routing, seen=seen
-    )
+    return _on_device(arrays, layout, width, device, group, is_empty=False, picked=picked, routing=routing, seen=seen)
 
 
 @dataclass(frozen=True)
