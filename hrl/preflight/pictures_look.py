@@ -81,6 +81,8 @@ def look_at_pictures(findings: Findings, config: RunConfiguration, *datasets: An
         if model.is_scalar:
             what = "reads text alone, and the rows have pictures."
             findings.problem(model.key, what, f"Do without the {role}: estimators such as grpo need no critic.")
+        elif role == "ref":  # which has a model of its own
+            findings.problem(model.key, "is a teacher, which reads text alone, and the rows have pictures.")
         for key, degree in model.degrees.items():
             if key.rpartition(".")[2] in ("tensor_parallel_size", "expert_parallel_size") and degree > 1:
                 if key.startswith("actor_rollout_ref.rollout"):

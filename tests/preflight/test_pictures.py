@@ -1,0 +1,18 @@
+"""What reads no pictures is refused before a run whose rows have some."""
+
+from types import SimpleNamespace
+
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import PPO
+from hrl.preflight.findings import Findings
+from hrl.preflight.pictures_look import look_at_pictures
+
+
+def test_a_teacher_reads_text_alone():
+    row = SimpleNamespace(images=[SimpleNamespace(width=8, height=4)])
+    shown = SimpleNamespace(has_pictures=True, rows=[row], known=[0], picture_tokens=lambda width, height: 2)
+    config = compose_kind(PPO, ["recipe=distillation", "actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"])
+    findings = Findings()
+    look_at_pictures(findings, config, shown, None)
+    (problem,) = findings.problems
+    assert problem.key.startswith("distillation.") and "is a teacher, which reads text alone" in problem.what
