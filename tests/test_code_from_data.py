@@ -61,6 +61,10 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         1,
         "a call of the driver on its way to its ranks through Ray, which pickles all that it sends",
     ),
+    ("hrl/workers/layout_ranks.py", "Pipe()"): (
+        1,
+        "plain data between a process and its own children, over an unnamed pipe",
+    ),
     ("hrl/workers/rollout/early_process.py", "….Pipe()"): (
         1,
         "from a rank to the engine's process, its own child, over an unnamed pipe",

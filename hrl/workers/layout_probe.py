@@ -166,7 +166,7 @@ def compare_layouts(rank: int, request: LayoutRequest, store: Path) -> dict[Layo
                 timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             )
             try:
-                found[layout] = _compare(cuts_of, layout, ADAPTER)
+                found[layout] = _compare(cuts_of, layout, ADAPTER, num_ranks=NUM_RANKS)
             finally:
                 dist.destroy_process_group()
     return found
@@ -184,7 +184,7 @@ def compare_adapter(request: LayoutRequest, adapter: AdapterSource) -> LayoutRes
     """
     tried = replace(adapter, rank=ADAPTER.rank, alpha=ADAPTER.alpha)
     with unnoticed():
-        return _compare(_Cuts(request), "adapter", ADAPTER if adapter.path is not None else tried)
+        return _compare(_Cuts(request), "adapter", ADAPTER if adapter.path is not None else tried, num_ranks=1)
 
 
 class _Cuts:
@@ -204,11 +204,11 @@ class _Cuts:
         return self._of[dtype]
 
 
-def _compare(cuts_of: _Cuts, layout: Layout, adapter: AdapterSource) -> LayoutResult:
+def _compare(cuts_of: _Cuts, layout: Layout, adapter: AdapterSource, *, num_ranks: int) -> LayoutResult:
     try:
-        found = _Comparison(*cuts_of.of(torch.float32), layout, adapter).result()
+        found = _Comparison(*cuts_of.of(torch.float32), layout, adapter, num_ranks).result()
         if found.wrong and found.difference < MOST_ROUNDING:  # rounding, in a model that amplifies it, or not
-            found = _Comparison(*cuts_of.of(torch.float64), layout, adapter).result()
+            found = _Comparison(*cuts_of.of(torch.float64), layout, adapter, num_ranks).result()
     except UnevenError as error:
         return LayoutResult(torch.inf, 0.0, refused=str(error), is_uneven=True)
     except HrlError as error:
@@ -223,12 +223,19 @@ def _compare(cuts_of: _Cuts, layout: Layout, adapter: AdapterSource) -> LayoutRe
 
 
 class _Comparison:
-    """One cut in one layout: on both ranks of the world, or alone in a process that has none."""
+    """One cut in one layout: on both ranks of the world, or on one, whatever world that is in."""
 
     def __init__(
-        self, family: Family, cut: PretrainedConfig, own: PreTrainedModel, layout: Layout, adapter: AdapterSource
+        self,
+        family: Family,
+        cut: PretrainedConfig,
+        own: PreTrainedModel,
+        layout: Layout,
+        adapter: AdapterSource,
+        num_ranks: int,
     ) -> None:
         self.cut, self.own, self.family, self.layout = cut, own, family, layout
+        self.num_ranks = num_ranks
         self.adapter = adapter if layout == "adapter" else None
         self.rows = probe_rows(cut)
         self.every = tuple(range(len(self.rows.prompts)))
@@ -236,16 +243,24 @@ class _Comparison:
     def result(self) -> LayoutResult:
         """Return the differences, of both ranks."""
         wanted, gradients, weights = self._on_one()
-        values, found, picked = self._on_two(weights) if dist.is_initialized() else self._alone(weights)
-        difference = _of_both(largest(values - wanted[list(picked)]))
+        values, found, picked = self._on_two(weights) if self.num_ranks > 1 else self._alone(weights)
+        difference = self._of_all(largest(values - wanted[list(picked)]))
         tolerance = tolerance_of(difference, self.own, self.cut, self.family, self.rows, self._plain())
         if not difference <= tolerance:
             return LayoutResult(difference, 0.0, wrong="its log-probs are not those of one process")
-        apart = _of_both(gradient_difference(found, gradients))
+        apart = self._of_all(gradient_difference(found, gradients))
         wrong = ""
         if not apart <= gradient_tolerance_of(tolerance):
             wrong = f"its log-probs agree and its gradients do not ({_worst(found, gradients)})"
         return LayoutResult(difference, apart, wrong=wrong)
+
+    def _of_all(self, number: float) -> float:
+        """Return the largest of the ranks' numbers."""
+        if self.num_ranks == 1:
+            return number
+        found = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return float(found)
 
     def _plain(self) -> Tensor:
         with torch.no_grad():
@@ -346,15 +361,6 @@ class _Comparison:
 
 def _full(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
-def _of_both(number: float) -> float:
-    """Return the larger of both ranks' numbers."""
-    found = torch.tensor(number, dtype=torch.float64)
-    if not dist.is_initialized():
-        return number
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
 
 
 def _worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:

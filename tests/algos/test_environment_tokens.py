@@ -20,13 +20,14 @@ import hrl.algos
 from hrl.algos.advantages import AdvantageConfig, compute_advantages
 from hrl.algos.aggregation import AGGREGATION_MODES, aggregate
 from hrl.algos.bypass import LOSS_TYPES, bypass_loss
+from hrl.algos.distillation import sampled_divergence, with_teacher_advantages
 from hrl.algos.groups import group_codes
 from hrl.algos.kl import kl_penalty, penalise_rewards
 from hrl.algos.masked import Metrics
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.preference import pair_margins, sequence_log_prob, sft_loss
 from hrl.algos.ratio_bounds import REJECTION_RULES, Interval
-from hrl.algos.registry import Registry
+from hrl.algos.registry import DISTILLATION_TRAITS, Registry
 from hrl.algos.rollout_correction import correct, importance_weights, mismatch
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import value_loss
@@ -90,6 +91,16 @@ def aggregations(name: str, batch: Batch) -> Outcome:
     leaf = batch.log_prob.clone().requires_grad_()
     loss = aggregate(leaf.square(), MASK, name, norm=6.0)
     return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, leaf)[0]}
+
+
+def distillation_losses(name: str, batch: Batch) -> Outcome:
+    if not DISTILLATION_TRAITS[name].is_sampled:
+        return {}  # what the teacher says there is of sampled tokens alone
+    leaf = batch.log_prob.clone().requires_grad_()
+    found = of_loss(sampled_divergence(name, leaf, batch.old_log_prob, MASK), leaf)
+    columns = (batch.advantages, batch.log_prob, batch.old_log_prob, MASK)
+    changed = with_teacher_advantages(*columns, name=name, weight=0.5)
+    return found | dict(zip(("advantages", "divergence"), changed, strict=True))
 
 
 def value_losses(name: str, batch: Batch) -> Outcome:
@@ -156,6 +167,7 @@ FAMILIES: dict[str, OutcomeOf] = {
     "policy loss": policy_losses,
     "aggregation": aggregations,
     "value loss": value_losses,
+    "distillation": distillation_losses,
     "kl": kl_estimators,
     "correction": corrections,
     "token selection": token_selection,

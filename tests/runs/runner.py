@@ -147,9 +147,14 @@ class Runner:
         """Waits for the run and asserts that it listened on loopback alone, sent nothing and left nothing running."""
         family: dict[int, psutil.Process] = {}
         reachable: set[str] = set()
+        of_others, seen_names = set[str](), set(self._shared_memory)
         deadline = time.monotonic() + timeout_s
         while process.poll() is None:
             family |= {child.pid: child for child in descendants(process.pid)}
+            names = set(os.listdir("/dev/shm")) - seen_names
+            for name, owners in owners_of(names).items():
+                seen_names.add(name)
+                of_others |= set() if owners & {process.pid, *family} else {name}
             if self._network is None:  # in a network of its own, this process sees none of the run's sockets
                 reachable |= beyond_loopback([psutil.Process(process.pid), *family.values()])
             if time.monotonic() > deadline:
@@ -159,7 +164,7 @@ class Runner:
             time.sleep(0.5)
         output, _ = process.communicate()
         left = psutil.wait_procs(list(family.values()), timeout=15)[1]
-        left_in_memory = self._left_in_memory(patience_s=15)
+        left_in_memory = self._left_in_memory(patience_s=15) - of_others
         if self._network is not None:
             seen = report_of(self._network)
             shutil.rmtree(self._network.parent)
@@ -218,15 +223,20 @@ def beyond_loopback(processes: Iterable[psutil.Process]) -> set[str]:
     return found
 
 
+def owners_of(names: set[str]) -> dict[str, set[int]]:
+    """Names in /dev/shm → the running processes that have them mapped, of those that any has."""
+    found: dict[str, set[int]] = {}
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        with contextlib.suppress(OSError):  # it has ended
+            for line in maps.read_text().splitlines():
+                if "/dev/shm/" in line and (name := line.split("/dev/shm/")[1].split()[0]) in names:
+                    found.setdefault(name, set()).add(int(maps.parent.name))
+    return found
+
+
 def without_owner(names: set[str]) -> set[str]:
     """Those of these names in /dev/shm that no running process has mapped: other tests may run beside this one."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended
-            mapped |= {
-                line.split("/dev/shm/")[1].split()[0] for line in maps.read_text().splitlines() if "/dev/shm/" in line
-            }
-    return {name for name in names - mapped if Path("/dev/shm", name).exists()}
+    return {name for name in names - owners_of(names).keys() if Path("/dev/shm", name).exists()}
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -448,6 +448,11 @@ def test_every_key_is_read_by_code(
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
     )  # fmt: skip
     two_steps(runner, coin, tmp_path / "packed", *with_reward_model)
+    two_steps(
+        runner, coin, tmp_path / "taught", "recipe=distillation", "trainer.total_training_steps=1",
+        "distillation.distillation_loss.use_task_rewards=true",
+        f"distillation.teacher_models.teacher_model.model_path={runner.model}",
+    )  # fmt: skip
     assert reads.unread(PPOTrainerConfig) == READ_ELSEWHERE.keys()
     source = "\n".join(file.read_text() for file in (ROOT / "hrl").rglob("*.py"))
     assert [key for key in READ_ELSEWHERE if not re.search(rf"[.\"]{key.rpartition('.')[2]}\b", source)] == []
