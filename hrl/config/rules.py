@@ -728,6 +728,17 @@ def weights_in_4_bits_are_frozen(config: RunConfiguration) -> Iterator[Problem]:
             yield Problem(f"{section}.load_in_4bit", what, hint, (f"{section}.lora_rank",))
 
 
+def weights_in_4_bits_are_not_cut(config: RunConfiguration) -> Iterator[Problem]:
+    """A weight of blocks with a magnitude each is not cut by a tensor group; FSDP2 shards it as bytes."""
+    for (_, key, sharding), (section, model) in zip(
+        trained_parts(config).values(), _learners(config).items(), strict=False
+    ):
+        if model.load_in_4bit and sharding.tensor_parallel_size > 1:
+            what = f"is {sharding.tensor_parallel_size}, and a tensor group does not cut weights of 4 bits."
+            hint = f"Set it to 1, or remove {section}.load_in_4bit."
+            yield Problem(f"{key}.tensor_parallel_size", what, hint, (f"{section}.load_in_4bit",))
+
+
 #: Arguments of vLLM by which its loader rounds weights.
 _OF_LOADING = ("load_format", "additional_config", "model_loader_extra_config")
 
@@ -877,6 +888,7 @@ PPO_RULES: tuple[Rule, ...] = (
     episodes_are_played_where_the_policy_is_served,
     adapters_name_layers,
     weights_in_4_bits_are_frozen,
+    weights_in_4_bits_are_not_cut,
     an_engine_rounds_what_it_loads,
     an_adapter_is_of_a_policy_that_learns,
     the_engine_has_kernels_for_the_rank,
@@ -898,6 +910,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     checkpoints_can_be_resumed,
     adapters_name_layers,
     weights_in_4_bits_are_frozen,
+    weights_in_4_bits_are_not_cut,
 )
 DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 

@@ -67,6 +67,8 @@ def look_at_layouts(findings: Findings, outline: Outline, folders: Mapping[str, 
                 key = f"{section}.{'lora_rank' if adapter.path is None else 'lora_adapter_path'}"
                 with findings.about(model.key):
                     result = compare_adapter(request, adapter)
+                    if result.refused:  # such as one of layers that a small cut has not
+                        findings.unchecked.append(f"{key}: not compared on a small cut of the model: {result.refused}")
                     if result.wrong:
                         what = f"asks for an adapter, and {_would_be_wrong(request, result)}."
                         hint = f"Set {section}.exclude_modules to what differs, or {_way_out(outline.section)}"

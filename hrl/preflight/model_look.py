@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hrl.config.arithmetic import Fact
 from hrl.config.outline import NamedModel, Outline
+from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.hf_config import load_config
 from hrl.models.source import (
     ModelSourceError,
@@ -238,6 +239,17 @@ def look_at_heads(findings: Findings, outline: Outline, folders: Mapping[str, Pa
                 fitting = [size for size in range(1, heads + 1) if heads % size == 0]
                 what = f"is {degree}, which does not divide the {heads} attention heads of {folder.name}."
                 findings.problem(key, what, f"Set it to one of {', '.join(map(str, fitting))}.")
+
+
+def look_at_tokens_of_teacher(findings: Findings, config: PPOTrainerConfig, folders: Mapping[str, Path]) -> None:
+    """Check that a loss reads no more of a teacher's tokens than there are."""
+    folder, loss = folders.get("ref"), config.distillation.distillation_loss
+    if folder is None or not config.distils_by_loss or not loss.traits.reads_top:
+        return
+    there = load_config(folder, {}, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    if loss.topk > (size := there.get_text_config().vocab_size):
+        what = f"is {loss.topk}, and {folder.name} knows {size} tokens."
+        findings.problem("distillation.distillation_loss.topk", what, "Lower it: 32 have nearly all of the mass.")
 
 
 def _look_at_vocabulary(

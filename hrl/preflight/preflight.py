@@ -32,7 +32,13 @@ from hrl.preflight.machine_look import (
     look_at_trackers,
 )
 from hrl.preflight.memory_look import look_at_memory
-from hrl.preflight.model_look import look_at_families, look_at_ids, look_at_models, padding_of_classifier
+from hrl.preflight.model_look import (
+    look_at_families,
+    look_at_ids,
+    look_at_models,
+    look_at_tokens_of_teacher,
+    padding_of_classifier,
+)
 from hrl.preflight.pictures_look import look_at_pictures, pictures_of
 from hrl.preflight.resume_look import look_at_changes
 from hrl.preflight.reward_look import look_at_reward
@@ -116,6 +122,8 @@ def inspect_run(
     with stage("looking at the model and its tokenizer"):
         folders, tokenizer = look_at_models(findings, outline, download=download)
         ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
+    if isinstance(config, PPOTrainerConfig):
+        look_at_tokens_of_teacher(findings, config, folders)
     with stage("reading the rows"):
         train, val = look_at_rows(findings, config, given, tokenizer, ids)
     shown_tools: Sequence[Mapping[str, Any]] | None = []

@@ -32,6 +32,16 @@ CASES = [
         {
             f"{MODEL}.load_in_4bit": True,
             f"{MODEL}.lora_rank": 8,
+            f"{ACTOR}.fsdp_config.tensor_parallel_size": 2,
+            "trainer.n_gpus_per_node": 2,
+        },
+        f"{ACTOR}.fsdp_config.tensor_parallel_size is 2, and a tensor group does not cut weights of 4 bits. Set it to "
+        f"1, or remove {MODEL}.load_in_4bit.",
+    ),
+    (
+        {
+            f"{MODEL}.load_in_4bit": True,
+            f"{MODEL}.lora_rank": 8,
             f"{ROLLOUT}.engine_kwargs": {"vllm": {"load_format": "safetensors"}},
         },
         f"engine_kwargs sets vLLM's load_format, and with {MODEL}.load_in_4bit the engine rounds weights as it loads",

@@ -176,6 +176,15 @@ def test_an_adapter_that_would_be_wrong_is_refused_by_its_rank(tmp_path, monkeyp
     assert problem.what.endswith("would be trained wrongly so: it fails (RuntimeError: no).")
 
 
+def test_layers_that_a_small_cut_has_not_leave_an_adapter_unchecked(tmp_path, monkeypatch):
+    absent = LayoutResult(float("inf"), 0.0, refused="no layer is named layers.20")
+    findings = findings_of(tmp_path, monkeypatch, absent, "actor_rollout_ref.model.lora_rank=4")
+    assert not findings.problems
+    assert findings.unchecked == [
+        "actor_rollout_ref.model.lora_rank: not compared on a small cut of the model: no layer is named layers.20"
+    ]
+
+
 def test_heads_that_two_processes_can_not_share_leave_a_layout_unchecked(tmp_path, monkeypatch):
     uneven = LayoutResult(float("inf"), 0.0, refused="its 3 heads can't be shared by 2 processes", is_uneven=True)
     asked = ("trainer.n_gpus_per_node=2", f"{ACTOR}.ulysses_sequence_parallel_size=2")
