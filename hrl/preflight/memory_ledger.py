@@ -244,9 +244,14 @@ class ResidentModel:
         per_weight = self.compute_bytes if self.has_adapter else self.master_bytes
         return per_weight * max(self.size.embedding, self.size.head)
 
-    @property
-    def largest_gathered(self) -> float:
-        """Bytes of the largest weight, or of all experts' of a layer, as it is gathered for an engine or a file."""
+    def largest_gathered(self, *, adapter_alone: bool) -> float:
+        """Return the bytes of the largest weight, or of a layer's experts, as it is gathered to be sent or written.
+
+        Args:
+            adapter_alone: Of a model that has an adapter, nothing else is gathered; here a layer's part of it.
+        """
+        if adapter_alone and self.has_adapter:
+            return self.master_bytes * self.size.adapter / self.size.num_layers
         return self.compute_bytes * max(self.size.embedding, self.size.largest_layer)
 
     def idle(self) -> Iterator[Entry]:
@@ -270,8 +275,8 @@ class ResidentModel:
     def exported(self) -> Iterator[Entry]:
         """Yield the weights of the folder `hf`, which rank 0 holds in host memory until they are written."""
         if self.exports:
-            size = self.size.adapter if self.has_adapter else self.size.parameters
-            yield self._entry(Column.WEIGHTS, self.compute_bytes * size, "folder hf", certain=False)
+            adapter, whole = self.master_bytes * self.size.adapter, self.compute_bytes * self.size.parameters
+            yield self._entry(Column.WEIGHTS, adapter if self.has_adapter else whole, "folder hf", certain=False)
 
     @property
     def _moments_are_off(self) -> bool:
@@ -785,17 +790,30 @@ def _card(pool: _Pool, capacity_bytes: float | None, *, saves: bool) -> Iterator
         beside = [awake] if engine is not None and engine.shares and model.scores_beside_engine else asleep
         for name, work in model.phases():
             yield MemoryPhase(name, (*work, *others, *beside, *copies, *_overhead()))
-    largest = max((model.largest_gathered for model in models if model.trained), default=0.0)
-    whole = [Entry("a whole tensor", largest, Column.WEIGHTS, certain=False)] if largest else []
+
+    def gathered(*, adapter_alone: bool) -> list[Entry]:
+        found = [model.largest_gathered(adapter_alone=adapter_alone) for model in models if model.trained]
+        return [Entry("a whole tensor", max(found), Column.WEIGHTS, certain=False)] if found else []
+
     if engine is not None and engine.shares:
         weights = Entry("engine weights", engine.weights, Column.ENGINE)
         half_awake = [weights, _asleep()] if engine.sleeps else [awake]
         # Offloaded shards stay in host memory; each one comes to the device in turn.
-        yield MemoryPhase("weight sync", (*idle, *half_awake, *copies, *_reload(engine), *whole, *_overhead()))
-    if saves and whole:
+        yield MemoryPhase(
+            "weight sync",
+            (
+                *idle,
+                *half_awake,
+                *copies,
+                *_reload(engine),
+                *gathered(adapter_alone=engine.sent < engine.weights),
+                *_overhead(),
+            ),
+        )
+    if saves and any(model.trained for model in models):
         # State is written from where it lies; the tensors of the folder `hf` are gathered one by one.
         now = [awake] if engine is not None and engine.shares else []
-        yield MemoryPhase("checkpoint", (*idle, *now, *copies, *whole, *_overhead()))
+        yield MemoryPhase("checkpoint", (*idle, *now, *copies, *gathered(adapter_alone=True), *_overhead()))
 
 
 def _host(pools: list[_Pool], *, saves: bool) -> Ledger:

@@ -302,6 +302,18 @@ def test_an_engine_keeps_two_copies_of_an_adapter_that_is_sent_alone_also_while_
     assert not any(entry.label == label for phase in merged.phases for entry in phase.entries)
 
 
+def test_of_an_adapter_nothing_else_is_gathered_where_it_goes_alone():
+    of_layer = 4 * ADAPTED.adapter / ADAPTED.num_layers
+    for merge, sent in (("false", of_layer), ("true", 2 * ADAPTED.embedding)):
+        merges = f"actor_rollout_ref.model.lora.merge={merge}"
+        card, _ = ledgers_of(config(*WITH_ADAPTER, "trainer.save_freq=1", merges), {"actor": ADAPTED}, "cuda", CARD)
+        assert phase_of(card, "weight sync")["a whole tensor"] == sent
+        assert phase_of(card, "checkpoint")["a whole tensor"] == of_layer
+    folder = (*WITH_ADAPTER, "trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]")
+    _, host = ledgers_of(config(*folder), {"actor": ADAPTED}, "cuda", CARD)
+    assert phase_of(host, "checkpoint")["actor folder hf"] == 4 * ADAPTED.adapter
+
+
 def test_an_adapter_of_seven_billion_parameters_fits_a_card_of_24_gb():
     small = (
         *WITH_ADAPTER,
