@@ -45,10 +45,12 @@ class LayoutRanks:
         self._pipes: list[Connection] = []
 
     def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
+        self._folder.cleanup()
 
     def ask(self, request: LayoutRequest, deadline_s: float) -> dict[Layout, LayoutResult]:
         """Return what both ranks found.
@@ -85,7 +87,7 @@ class LayoutRanks:
             ours, theirs = Pipe()
             self._pipes.append(ours)
             command = [sys.executable, "-m", "hrl.workers.layout_ranks", str(rank), str(theirs.fileno())]
-            with theirs:
+            with theirs, self._errors(rank).open("wb") as errors:
                 self._processes.append(
                     subprocess.Popen(
                         [*command, str(os.getpid())],
@@ -93,7 +95,7 @@ class LayoutRanks:
                         pass_fds=[theirs.fileno()],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,
+                        stderr=errors,
                     )
                 )
         self._answers(_START_TIMEOUT_S, "did not start")
@@ -111,8 +113,17 @@ class LayoutRanks:
                     found[rank] = missing.pop(rank).recv()
                 except (EOFError, OSError) as error:
                     code = self._processes[rank].wait(_GRACE_S)
-                    raise LayoutRanksError(f"process {rank} {what}: it ended with exit status {code}") from error
+                    ended = f"process {rank} {what}: it ended with exit status {code}"
+                    raise LayoutRanksError(f"{ended}{self._last_words(rank)}") from error
         return [found[rank] for rank in sorted(found)]
+
+    def _errors(self, rank: int) -> Path:
+        return Path(self._folder.name, f"{rank}.stderr")
+
+    def _last_words(self, rank: int) -> str:
+        """Return the last line of what a process wrote to standard error, which names the error that ended it."""
+        lines = [line for line in self._errors(rank).read_text(errors="replace").splitlines() if line.strip()]
+        return f" ({lines[-1].strip()})" if lines else ""
 
     def _end(self) -> None:
         for process in self._processes:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -118,12 +119,18 @@ def test_a_family_that_is_right_in_one_layout_and_wrong_in_another_is_caught(ran
 
 def test_processes_that_are_late_or_end_are_named(ranks, tmp_path):
     request = LayoutRequest(str(family_folder(tmp_path / "llama", "llama")), {}, False, 64, False, ("shards",))
+    assert ranks.ask(request, 60.0)["shards"].is_right
     with pytest.raises(LayoutRanksError, match=r"the 2 of 2 processes did not compare it within 0.01 s"):
         ranks._answers(0.01, "did not compare it")
     ranks._processes[1].kill()
     with pytest.raises(LayoutRanksError, match=r"process 1 did not compare .*llama: it ended with exit status -9"):
         ranks.ask(request, 60.0)
     assert not ranks._processes, "the other waits for the one that ended"
+    broken = SimpleNamespace(path="it", plain=lambda: {"no_such_field": 1})
+    with pytest.raises(
+        LayoutRanksError, match=r"did not compare it: it ended with exit status 1 \(TypeError: .*no_such"
+    ):
+        ranks.ask(broken, 60.0)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------
