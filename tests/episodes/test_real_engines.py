@@ -126,10 +126,17 @@ def test_a_later_turn_computes_no_whole_block_of_the_turns_before_it_again(
     turns: list[Turn] = []
     for number, host in enumerate(hosts):
 
-        def recorded(ids: list[int], *args: Any, engine: int = number, request: Any = host.engine._request) -> Any:
+        def recorded(prompt: Any, *args: Any, engine: int = number, request: Any = host.engine._request) -> Any:
             async def one() -> Any:
-                output = await request(ids, *args)
-                turns.append(Turn(engine, (*ids,), (*output.outputs[0].token_ids,), output.num_cached_tokens))
+                output = await request(prompt, *args)
+                turns.append(
+                    Turn(
+                        engine,
+                        (*prompt["prompt_token_ids"],),
+                        (*output.outputs[0].token_ids,),
+                        output.num_cached_tokens,
+                    )
+                )
                 return output
 
             return one()

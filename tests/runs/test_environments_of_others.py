@@ -126,8 +126,8 @@ class Words:
         self._tokenizer, self._said = tokenizer, said
         self._left: dict[int, list[int]] = {}
 
-    def request(self, prompt_ids: list[int], *args: Any) -> Any:
-        asked = _Request(prompt_ids, *args)
+    def request(self, prompt_ids: list[int], *args: Any, **options: Any) -> Any:
+        asked = _Request(prompt_ids, *args, **options)
         text = self._tokenizer.decode(prompt_ids)
         turn = text.count("<|im_start|>assistant") - 1
         for question, answers in self._said.values():

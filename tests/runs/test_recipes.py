@@ -420,6 +420,7 @@ READ_ELSEWHERE = {
     },
     "actor_rollout_ref.actor.policy_loss.dro_beta": "a run has one loss, and none here has this one",
     "actor_rollout_ref.actor.checkpoint.load_contents": "read on resume",
+    "distillation.distillation_loss.distillation_loss_coef": "the configuration makes the divergence's weight of it",
     "data.custom_cls.name": "the rows are those of the built-in class",
     "data.truncation": "read where a prompt is too long",
     "trainer.grace_s": "the command reads it where a signal comes, and these runs have none",
