@@ -608,9 +608,10 @@ def test_a_teacher_has_the_vocabulary_and_positions_that_its_pupil_needs(run, tm
     assert any(fact.label == "teacher" and "same" in fact.text for fact in ready.findings.facts)
     (problem,) = refused(run, **enabled, **{teacher: str(other)})
     assert problem.startswith(f"{teacher} names other, which has another vocabulary than the policy")
-    top = {"distillation.distillation_loss.topk": 10_000}
+    loss = "distillation.distillation_loss"
+    top = {f"{loss}.loss_mode": "reverse_kl_topk", f"{loss}.topk": 10_000_000}
     (problem,) = refused(run, **enabled, **{teacher: str(same)}, **top)
-    assert problem.startswith("distillation.distillation_loss.topk is 10000, and same knows ")
+    assert problem.startswith("distillation.distillation_loss.topk is 10000000, and same knows ")
     config = json.loads((same / "config.json").read_text())
     (same / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4}))
     (problem,) = refused(run, **enabled, **{teacher: str(same)})

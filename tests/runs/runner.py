@@ -224,13 +224,19 @@ def beyond_loopback(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 def owners_of(names: set[str]) -> dict[str, set[int]]:
-    """Names in /dev/shm → the running processes that have them mapped, of those that any has."""
-    found: dict[str, set[int]] = {}
-    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+    """Names in /dev/shm → the running processes that have them mapped, of those that any has.
+
+    Files are told by their inodes: who makes a semaphore maps it under a name that it has for a moment.
+    """
+    found, inodes = dict[str, set[int]](), dict[int, str]()
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            inodes[Path("/dev/shm", name).stat().st_ino] = name
+    for maps in Path("/proc").glob("[0-9]*/maps") if inodes else ():
         with contextlib.suppress(OSError):  # it has ended
             for line in maps.read_text().splitlines():
-                if "/dev/shm/" in line and (name := line.split("/dev/shm/")[1].split()[0]) in names:
-                    found.setdefault(name, set()).add(int(maps.parent.name))
+                if "/dev/shm/" in line and (mapped := inodes.get(int(line.split()[4]))) is not None:
+                    found.setdefault(mapped, set()).add(int(maps.parent.name))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The network of its own that runs are watched in finds what a run must not do."""
+"""What watches runs finds what they must not do, in a network of their own, and knows whose shared memory is whose."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.runs.own_network import (
     report_of,
     why_not,
 )
+from tests.runs.runner import owners_of, without_owner
 from tests.runs.runner import beyond_loopback
 
 inside = pytest.mark.skipif(why_not() is not None, reason=f"what runs send is not watched: {why_not()}")
@@ -102,3 +103,16 @@ def test_a_packet_is_told_by_protocol_and_target() -> None:
     assert packet_told(header + bytes([0x9C, 0x40, 0x01, 0xBB]) + bytes(16)) == "tcp 192.0.2.7:443"
     igmp = bytes([*header[:9], 2, *header[10:]])
     assert packet_told(igmp + bytes(8)) is None, "the kernel says this by itself"
+
+
+def test_a_semaphore_belongs_to_who_made_it_until_that_process_ends():
+    made = (
+        "import multiprocessing as m, os; lock = m.get_context('spawn').Lock(); print(lock._semlock.name, flush=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{made}; os.read(0, 1); os._exit(0)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    name = f"sem.{process.stdout.readline().decode().strip().lstrip('/')}"
+    assert owners_of({name}) == {name: {process.pid}} and without_owner({name}) == set()
+    process.communicate(b"x")
+    assert owners_of({name}) == {}

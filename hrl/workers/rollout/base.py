@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from hrl.errors import HrlError
+from hrl.pictures import Picture
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 if TYPE_CHECKING:
     from hrl.config.rollout import RolloutConfig
     from hrl.models.loading import ModelSource
     from hrl.models.tokenizer import TokenIds
-    from hrl.pictures import Picture
     from hrl.protocol import DataProto
     from hrl.workers.requests import SamplingParams
 
