@@ -20,8 +20,7 @@ from tests.runs.own_network import (
     report_of,
     why_not,
 )
-from tests.runs.runner import owners_of, without_owner
-from tests.runs.runner import beyond_loopback
+from tests.runs.runner import beyond_loopback, owners_of, without_owner
 
 inside = pytest.mark.skipif(why_not() is not None, reason=f"what runs send is not watched: {why_not()}")
 
