@@ -19,7 +19,7 @@ import torch
 from hrl.columns import object_column
 from hrl.data.chat import as_messages, chat_of_text, encode_texts, render_prompt, tools_of, with_tools, wrong_value
 from hrl.data.order import digest_of
-from hrl.data.pictures import PictureTokens, take_pictures
+from hrl.data.pictures import take_pictures
 from hrl.data.sources import GROUND_TRUTH, DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.errors import DatasetError
@@ -198,19 +198,6 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
 
     def shown(self, row: PromptRow) -> str:
         return render_row(self.tokenizer, self.config, row)
-
-    @cached_property
-    def _pictures(self) -> PictureTokens:
-        return PictureTokens(self.tokenizer)
-
-    def picture_tokens(self, width: int, height: int) -> int:
-        """Return how many tokens stand for a picture of this size."""
-        return self._pictures.processor.num_tokens(width, height)
-
-    @cached_property
-    def has_pictures(self) -> bool:
-        """Whether any prompt shows one; of a streamed data set, any of those that are known."""
-        return any(self.rows[index].images for index in self.known)
 
     def encode(self, rendered: Sequence[str]) -> list[np.ndarray]:
         return [np.array(ids, dtype=np.int32) for ids in encode_texts(self.tokenizer, rendered)]

@@ -19,6 +19,7 @@ import numpy as np
 from hrl.data.chat import RENDERING_ERRORS, ChatTemplateError
 from hrl.data.files import BadRow
 from hrl.data.order import EpochOrder, MixedOrder, Position, fingerprint, whole_shares
+from hrl.data.pictures import PictureTokens
 from hrl.data.sources import DataFiles, DataRow, checked_row, open_table, read_rows, sources_of
 from hrl.data.streamed import Column, StreamedRows
 from hrl.errors import DatasetError
@@ -357,6 +358,19 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     def known(self) -> Sequence[int]:
         """Numbers of the rows that have been looked at before the run: all, or the usable first ones of each source."""
         return range(len(self.rows)) if self._streamed is None else self._streamed.first_of_each()
+
+    @cached_property
+    def _pictures(self) -> PictureTokens:
+        return PictureTokens(self.tokenizer)
+
+    def picture_tokens(self, width: int, height: int) -> int:
+        """Return how many tokens stand for a picture of this size."""
+        return self._pictures.processor.num_tokens(width, height)
+
+    @cached_property
+    def has_pictures(self) -> bool:
+        """Whether any prompt shows one; of a streamed data set, any of those that are known."""
+        return any(self.rows[index].images for index in self.known)
 
     def draw(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
         """Return the rows of the next batch, in the order of the data set, and the position after it.

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
@@ -20,7 +19,6 @@ import torch
 
 from hrl.columns import object_column
 from hrl.data.chat import PROBE_ANSWER, ChatTemplateError, Message, encode_texts, render_chat, render_prompt
-from hrl.data.pictures import PictureTokens
 from hrl.data.sources import DataFiles, DataRow
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.pictures import MULTI_MODAL_DATA, Picture
@@ -346,19 +344,6 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
     def sources(self) -> list[str]:
         """The data source of every row (N,)."""
         return [row.data_source for row in self.rows]
-
-    @cached_property
-    def _pictures(self) -> PictureTokens:
-        return PictureTokens(self.tokenizer)
-
-    def picture_tokens(self, width: int, height: int) -> int:
-        """Return how many tokens stand for a picture of this size."""
-        return self._pictures.processor.num_tokens(width, height)
-
-    @cached_property
-    def has_pictures(self) -> bool:
-        """Whether any prompt shows one; of a streamed data set, any of those that are known."""
-        return any(self.rows[index].images for index in self.known)
 
     def with_pictures(self, passages: list[Passage], row: R) -> list[Passage]:
         """Return a row's passages, in whose first one as many tokens stand for each picture as it takes.
