@@ -37,8 +37,10 @@ logger = logging.getLogger(__name__)
 ALL_LINEAR = "all-linear"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 #: In the header of the file of weights: the checksum of the weights that it was trained beside, those in 4 bits left
-#: out, and the dtypes of all of them; `torch.uint8` is that of 4 bits.
+#: out, and the dtypes of all of them.
 BASE_CHECKSUM, BASE_DTYPES = "base_checksum", "base_dtypes"
+#: The dtype that stands for 4 bits there.
+IN_4_BITS = "torch.uint8"
 #: peft's name of the only adapter, which is a part of parameters' names in memory and of none in a file.
 _NAME = "default"
 #: What peft puts before a parameter's name in a file.
@@ -327,6 +329,20 @@ def _load(model: PreTrainedModel, folder: Path) -> None:
                 f"{tuple(parameter.shape)}: it is another model's adapter"
             )
         parameter.data.copy_(saved[name])
+
+
+def beside_of(folder: Path) -> tuple[int | None, list[str]]:
+    """Return checksum and dtypes of the weights that an adapter was trained beside; other software says neither."""
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / WEIGHTS_FILE
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            about = opened.metadata() or {}
+    except (SafetensorError, FileNotFoundError):  # told when the weights are read
+        return None, []
+    checksum = about.get(BASE_CHECKSUM, "")
+    return int(checksum) if checksum.isdecimal() else None, about.get(BASE_DTYPES, "").split()
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:

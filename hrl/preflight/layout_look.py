@@ -71,7 +71,12 @@ def look_at_layouts(findings: Findings, outline: Outline, folders: Mapping[str, 
                         findings.unchecked.append(f"{key}: not compared on a small cut of the model: {result.refused}")
                     if result.wrong:
                         what = f"asks for an adapter, and {_would_be_wrong(request, result)}."
-                        hint = f"Set {section}.exclude_modules to what differs, or {_way_out(outline.section)}"
+                        leave_out = (
+                            f"Set {section}.exclude_modules to what differs"
+                            if adapter.path is None
+                            else f"Begin with {section}.lora_rank, and {section}.exclude_modules set to what differs"
+                        )
+                        hint = f"{leave_out}, or {_way_out(outline.section)}"
                         findings.problem(key, what, hint)
 
 

@@ -21,6 +21,8 @@ from hrl.preflight.machine_look import gpus_here, joins_a_cluster
 _SEED = "trainer.seed"
 _OF_ADAPTERS = ("lora_alpha", "use_rslora", "target_modules", "exclude_modules", "load_in_4bit")
 """What an adapter's weights mean, where they are and beside which, in the section of a model that learns."""
+_OF_ITS_FACTOR = ("lora_alpha", "use_rslora")
+"""Of these, what `B A` is multiplied by: with another one the checkpoint's weights are those of another policy."""
 #: Roles whose models may change: nothing of theirs is learnt in a run that samples.
 _FROZEN = ("rm", "ref")
 #: What a run says of itself; a trainer that was built by hand, or an older version of hrl, says nothing.
@@ -87,6 +89,13 @@ def _of_keys(findings: Findings, config: RunConfiguration, plan: FolderPlan) -> 
         is_of_adapter = name in _OF_ADAPTERS and learner is not None and learner.trains_adapter
         if plan.continues and (each.key == _SEED or is_of_adapter):
             _refuse(findings, plan, each.key, f"is {each.new}, and was {each.old}", f"Set {each.key}={each.old}")
+        elif is_of_adapter and name in _OF_ITS_FACTOR:
+            findings.problem(
+                each.key,
+                f"is {each.new}, and the adapter in {plan.checkpoint} was trained with {each.old}: with another factor "
+                "it is another policy.",
+                f"Set {each.key}={each.old}.",
+            )
         elif each.key in loaded:
             findings.problem(
                 each.key,

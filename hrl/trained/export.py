@@ -16,7 +16,7 @@ import hrl
 from hrl.cluster.checkpoints import STATE_FILE
 from hrl.errors import HrlError, RefusedError
 from hrl.files import expanded
-from hrl.models.adapter import BASE_CHECKSUM, BASE_DTYPES, CONFIG_FILE, WEIGHTS_FILE, AdapterSource
+from hrl.models.adapter import CONFIG_FILE, IN_4_BITS, AdapterSource, beside_of
 from hrl.models.source import check_links, check_weights, resolve_model
 from hrl.models.whole_folder import is_free, whole_model
 from hrl.report.run_folder import LIST, OBJECT, WHOLE, read_metrics, read_object, require_kinds
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from hrl.models.loading import Loaded
 
-_IN_4_BITS = "torch.uint8"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _CARD = "README.md"
 _FILES = (".py", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
@@ -167,7 +166,7 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
     saved = read_object(shards / STATE_FILE)
     require_kinds(str(shards / STATE_FILE), saved, {"base_checksum": WHOLE, "base_dtypes": LIST})
     loaded, dtypes = base.load(_adapter_of(model_keys)), saved.get("base_dtypes") or []
-    if _IN_4_BITS not in dtypes:  # whose checksum another kind of device may not find again
+    if IN_4_BITS not in dtypes:  # whose checksum another kind of device may not find again
         _require_base(loaded, base, saved.get("base_checksum"), dtypes)
     held = {f"model.{PREFIX}{name}": each for name, each in loaded.model.named_parameters() if each.requires_grad}
     _read_shards(shards, {name: each.detach() for name, each in held.items()})
@@ -183,7 +182,7 @@ def _from_adapter(trained: Trained, out: Path, dtype: str | None) -> str:
     if not path:
         raise ExportError(f"{folder / CONFIG_FILE} does not name its model: set base_model_name_or_path there")
     base = _Base.of(model_keys, path, is_scalar=said.get("task_type") == "SEQ_CLS")
-    checksum, dtypes = _beside(folder)
+    checksum, dtypes = beside_of(folder)
     source = AdapterSource(
         rank=0,
         alpha=1,
@@ -193,25 +192,11 @@ def _from_adapter(trained: Trained, out: Path, dtype: str | None) -> str:
         path=str(folder),
         seed=0,
         merge=True,
-        load_in_4bit=_IN_4_BITS in dtypes or bool(model_keys.get("load_in_4bit")),
+        load_in_4bit=IN_4_BITS in dtypes or bool(model_keys.get("load_in_4bit")),
     )
     loaded = base.load(source)
     _require_base(loaded, base, checksum, dtypes)
     return _write(loaded, base, out, dtype)
-
-
-def _beside(folder: Path) -> tuple[int | None, list[str]]:
-    """Return checksum and dtypes of the weights that an adapter was trained beside; none of another's adapter."""
-    from safetensors import SafetensorError, safe_open
-
-    file = folder / WEIGHTS_FILE
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            about = opened.metadata() or {}
-    except (SafetensorError, FileNotFoundError):  # told when the weights are read
-        return None, []
-    checksum = about.get(BASE_CHECKSUM, "")
-    return int(checksum) if checksum.isdecimal() else None, about.get(BASE_DTYPES, "").split()
 
 
 def _require_base(loaded: Loaded, base: _Base, checksum: int | None, dtypes: Sequence[str]) -> None:
@@ -224,7 +209,7 @@ def _require_base(loaded: Loaded, base: _Base, checksum: int | None, dtypes: Seq
     from hrl.workers.engine.checksum import checksum_of_tensors
     from hrl.workers.engine.weights import PREFIX
 
-    in_full = [name.removeprefix("torch.") for name in dtypes if name != _IN_4_BITS]
+    in_full = [name.removeprefix("torch.") for name in dtypes if name != IN_4_BITS]
     if checksum is None or len(in_full) != 1:
         return
     trained_in = dtype_of(in_full[0])

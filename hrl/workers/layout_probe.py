@@ -177,14 +177,27 @@ def compare_adapter(request: LayoutRequest, adapter: AdapterSource) -> LayoutRes
 
     Args:
         request: What is compared, but for its layouts.
-        adapter: Of which only the names of layers count; a folder's are taken for all linear layers.
+        adapter: Of which only the names of layers count.
 
     Raises:
         ProbeError: No cut of the model runs alone.
+        AdapterError: The adapter's folder can't be read.
     """
-    tried = replace(adapter, rank=ADAPTER.rank, alpha=ADAPTER.alpha)
+    config = adapter.config()
+    targets, excluded = (
+        names if names is None or isinstance(names, str) else tuple(sorted(names))
+        for names in (config.target_modules, config.exclude_modules)
+    )
+    tried = replace(
+        adapter,
+        rank=ADAPTER.rank,
+        alpha=ADAPTER.alpha,
+        target_modules=targets or (),
+        exclude_modules=excluded,
+        path=None,
+    )
     with unnoticed():
-        return _compare(_Cuts(request), "adapter", ADAPTER if adapter.path is not None else tried, num_ranks=1)
+        return _compare(_Cuts(request), "adapter", tried, num_ranks=1)
 
 
 class _Cuts:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from peft import LoraConfig
 from transformers import CONFIG_MAPPING
 
 from hrl.config.compose import compose_kind
@@ -119,18 +121,18 @@ def test_a_family_that_is_right_in_one_layout_and_wrong_in_another_is_caught(ran
 
 def test_processes_that_are_late_or_end_are_named(ranks, tmp_path):
     request = LayoutRequest(str(family_folder(tmp_path / "llama", "llama")), {}, False, 64, False, ("shards",))
-    assert ranks.ask(request, 60.0)["shards"].is_right
+    assert ranks.ask(request, 300.0)["shards"].is_right
     with pytest.raises(LayoutRanksError, match=r"the 2 of 2 processes did not compare it within 0.01 s"):
         ranks._answers(0.01, "did not compare it")
     ranks._processes[1].kill()
     with pytest.raises(LayoutRanksError, match=r"process 1 did not compare .*llama: it ended with exit status -9"):
-        ranks.ask(request, 60.0)
+        ranks.ask(request, 300.0)
     assert not ranks._processes, "the other waits for the one that ended"
     broken = SimpleNamespace(path="it", plain=lambda: {"no_such_field": 1})
     with pytest.raises(
         LayoutRanksError, match=r"did not compare it: it ended with exit status 1 \(TypeError: .*no_such"
     ):
-        ranks.ask(broken, 60.0)
+        ranks.ask(broken, 300.0)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------
@@ -149,6 +151,16 @@ def test_an_adapter_that_is_left_out_of_the_sum_is_caught(tmp_path, monkeypatch)
     parts_of = adapter.parts_of
     monkeypatch.setattr("hrl.workers.layout_probe.parts_of", lambda name: None if "up_proj" in name else parts_of(name))
     assert compare_adapter(request, ADAPTER).wrong == "its log-probs are not those of one process"
+
+
+def test_the_layers_of_an_adapters_folder_are_those_that_are_compared(tmp_path, monkeypatch):
+    request = LayoutRequest(str(family_folder(tmp_path / "llama", "llama")), {}, False, 64, False, ())
+    LoraConfig(r=8, target_modules=["q_proj", "v_proj"]).save_pretrained(str(tmp_path / "hf"))
+    of_folder = replace(ADAPTER, rank=0, path=str(tmp_path / "hf"))
+    assert compare_adapter(request, of_folder).is_right
+    parts_of = adapter.parts_of
+    monkeypatch.setattr("hrl.workers.layout_probe.parts_of", lambda name: None if "up_proj" in name else parts_of(name))
+    assert compare_adapter(request, of_folder).is_right, "it has none there"
 
 
 # ---- before a run ----------------------------------------------------------------------------------------------

@@ -195,6 +195,17 @@ def test_a_run_goes_on_from_an_adapters_folder(llama, tmp_path):
     assert torch.allclose(theirs.log_probs(batch).batch["old_log_probs"].double(), own, atol=2e-6)
 
 
+def test_an_adapter_of_another_model_is_refused_by_its_checksum(llama, tmp_path, caplog):
+    folder = str(exported(learnt(actor_of(llama)).engine, tmp_path / "hf"))
+    goes_on = replace(NEW, rank=0, path=folder)
+    other = save_llama(tmp_path / "other", seed=1)
+    with pytest.raises(AdapterError, match=f"was trained beside other weights than those of {other}"):
+        actor_of(other, adapter=goes_on)
+    assert not caplog.messages
+    actor_of(other, "float32", adapter=goes_on)
+    assert "not compared with a checksum: another dtype" in caplog.messages[-1]
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

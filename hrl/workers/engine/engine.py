@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.metrics import Meter, Metric
-from hrl.models.adapter import BASE_CHECKSUM, BASE_DTYPES, add_adapter, is_part
+from hrl.models.adapter import BASE_CHECKSUM, BASE_DTYPES, IN_4_BITS, AdapterError, add_adapter, beside_of, is_part
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.dtypes import dtype_of
 from hrl.models.experts import RoutingPass, followed_experts
@@ -83,6 +84,8 @@ if TYPE_CHECKING:
     from hrl.models.loading import ModelSource
     from hrl.protocol import DataProto
     from hrl.workers.requests import Training, Update
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,8 @@ class Engine:
         self._places = {name: place for name, place in places.items() if name not in self._beside}
         self._base_checksum: int | None = None
         self._base()
+        if self._beside and adapter is not None and adapter.path is not None:
+            self._require_base_of(Path(adapter.path))
         self._checksums: Checksums | None = None  # of the weights as the last update left them
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
@@ -606,6 +611,35 @@ class Engine:
         checksum = whole_checksum(Checksums.of(self.module, in_full), self.mesh)
         dtypes = dtypes_of(self.module, self._places)
         return {BASE_CHECKSUM: str(checksum), BASE_DTYPES: " ".join(dtypes)}
+
+    def _require_base_of(self, folder: Path) -> None:
+        """Refuse the adapter of a folder that was trained beside other weights; every rank calls it.
+
+        Raises:
+            AdapterError: It was.
+        """
+        checksum, dtypes = beside_of(folder)
+        if checksum is None:  # others' software does not say
+            return
+        found = self._about_base()
+        own = found[BASE_DTYPES].split()
+        if (IN_4_BITS in dtypes) != (IN_4_BITS in own):
+            was, now = ("in 4 bits", "in 16 or 32") if IN_4_BITS in dtypes else ("in 16 or 32 bits", "in 4")
+            logger.warning(
+                "%s was trained beside a model %s and goes on beside one %s: what it learnt to make good of rounding "
+                "is another thing here. Its old load_in_4bit would keep it",
+                folder,
+                was,
+                now,
+            )
+        elif dtypes != own:
+            logger.warning("%s: the model beside the adapter is not compared with a checksum: another dtype", folder)
+        elif found[BASE_CHECKSUM] != str(checksum):
+            raise AdapterError(
+                f"the adapter in {folder} was trained beside other weights than those of {self._source.path}: their "
+                f"checksum was {checksum} and is {found[BASE_CHECKSUM]}. Name the model that it was trained beside, or "
+                "begin with a new adapter (lora_rank)"
+            )
 
     def _after_update(self, what: str) -> int:
         """Look at weights and moments, and return the checksum of the weights."""
