@@ -31,7 +31,7 @@ from hrl.config.offline import OfflineConfig
 from hrl.config.override import literal
 from hrl.config.own_members import traits_of_estimator
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.run_kind import PPO, C, RunKind, config_folder
+from hrl.config.run_kind import OFFLINE_KINDS, PPO, C, RunKind, config_folder
 from hrl.config.section import Get, Section, WholeConfig, flatten, leaves, unflatten
 from hrl.config.spellings import ONLY_FSDP2, OTHER_ENGINES
 from hrl.errors import ConfigError, Problem, Reason
@@ -294,6 +294,8 @@ def _compose_values(
                 choices[override.key_or_group] = text.lstrip("+")
             else:
                 hint = did_you_mean(str(choice), group, f"Choose one of {', '.join(group)}.")
+                if override.key_or_group == "recipe" and isinstance(choice, str) and choice in OFFLINE_KINDS:
+                    hint = f"It is a program of its own: {OFFLINE_KINDS[choice].program} --help."
                 problems.append(Problem(override.key_or_group, f"has no choice {choice!r}.", hint))
         elif override.key_or_group in PPO.help.groups:
             hint = f"Remove it; `{kind.check} --help` shows what there is to choose."

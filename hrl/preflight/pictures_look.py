@@ -54,6 +54,11 @@ def look_at_pictures(findings: Findings, config: RunConfiguration, *datasets: An
     """
     shown = [dataset for dataset in datasets if _has_pictures(dataset)]
     if not shown:
+        if isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.actor.freeze_vision_tower:
+            findings.notes.append(
+                "actor_rollout_ref.actor.freeze_vision_tower has no effect: no row shows pictures (data.image_key), "
+                "and text trains no tower"
+            )
         return
     outline = outline_of(config)
     findings.facts.append(Fact("pictures", _in_words(shown[0])))

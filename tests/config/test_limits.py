@@ -59,6 +59,10 @@ def test_what_is_just_small_enough_is_left_to_the_keys():
         ("data.map=" + "{a:" * 60 + "1" + "}" * 60, "data.map is nested more than 50 levels deep."),
         ("data.map=" + "{a:" * 900 + "1" + "}" * 900, "data.map is nested too deep to be read."),
         ("recipe=null", "recipe has no choice None."),
+        (
+            "recipe=dpo",
+            "recipe has no choice 'dpo'. It is a program of its own: python -m hrl.trainer.main_dpo --help.",
+        ),
         ("recipe=[grpo]", "recipe has no choice ['grpo']."),
         ("trainer.seed:=1", "trainer.seed: can't read '1'"),
         ("a=\udcff", "a=\\udcff holds bytes that are not UTF-8, or half a character. Write the text in UTF-8."),

@@ -16,3 +16,10 @@ def test_a_teacher_reads_text_alone():
     look_at_pictures(findings, config, shown, None)
     (problem,) = findings.problems
     assert problem.key.startswith("distillation.") and "is a teacher, which reads text alone" in problem.what
+
+
+def test_a_frozen_tower_without_pictures_is_told():
+    config = compose_kind(PPO, ["actor_rollout_ref.actor.freeze_vision_tower=true", "trainer.device=cpu"])
+    findings = Findings()
+    look_at_pictures(findings, config, SimpleNamespace(has_pictures=False), None)
+    assert not findings.problems and "freeze_vision_tower has no effect" in findings.notes[0]
