@@ -16,6 +16,7 @@ which makes 4.25 bits a weight, and what was rounded once stays what it is when 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,21 @@ class FourBitError(HrlError, RuntimeError):
     """Weights can't be held in 4 bits here; says why, and the way out."""
 
 
+@contextmanager
+def _tables_in_float32() -> Iterator[None]:
+    """Let bitsandbytes make its tables in float32, inside the block, whatever the default dtype is.
+
+    It makes the bounds between the 16 values with the default dtype and keeps them. vLLM loads a model with that set to
+    the model's: with bounds in bfloat16 one weight in 250 became its neighbour, and log-probs moved by 0.1.
+    """
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
 def quantised(weight: Tensor) -> Tensor:
     """Return a weight `(out, in)` as NF4: a row of codes and magnitudes each, `(out, bytes)` uint8.
 
@@ -52,9 +68,10 @@ def quantised(weight: Tensor) -> Tensor:
     rows, width = weight.shape
     padded = functional.pad(weight.to(torch.bfloat16), (0, -width % BLOCK)).contiguous()
     try:
-        from bitsandbytes.functional import quantize_4bit
+        with _tables_in_float32():
+            from bitsandbytes.functional import quantize_4bit
 
-        codes, state = quantize_4bit(padded, blocksize=BLOCK, quant_type=_KIND)
+            codes, state = quantize_4bit(padded, blocksize=BLOCK, quant_type=_KIND)
     except (ImportError, NotImplementedError, RuntimeError, OSError) as error:
         raise FourBitError(
             f"load_in_4bit=true needs bitsandbytes, which can't round weights on {weight.device} ({error}): install "
@@ -75,7 +92,8 @@ def dequantised(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     rows, blocks = len(packed), packed.shape[1] // BLOCK_BYTES
     if packed.is_meta:
         return torch.empty(rows, width, dtype=dtype, device=packed.device)
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+    with _tables_in_float32():
+        from bitsandbytes.functional import QuantState, dequantize_4bit
 
     end = blocks * (BLOCK // 2)
     magnitudes = packed[:, end:].contiguous().view(torch.bfloat16).float().flatten()
@@ -86,7 +104,8 @@ def dequantised(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         blocksize=BLOCK,
         quant_type=_KIND,
     )
-    weight: Tensor = dequantize_4bit(packed[:, :end].contiguous().view(-1, 1), state)
+    with _tables_in_float32():
+        weight: Tensor = dequantize_4bit(packed[:, :end].contiguous().view(-1, 1), state)
     return weight[:, :width].to(dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,30 @@ def test_numbers_are_those_that_bitsandbytes_gives_its_own_layer():
     assert torch.equal(dequantised(packed, 192, torch.float32), wide)
     assert torch.equal(dequantised(packed, 192, torch.bfloat16), dequantize_4bit(codes, state))
     assert packed.nbytes == weight.numel() * BYTES_PER_WEIGHT
+
+
+_UNDER_BFLOAT16 = """
+import sys
+
+import torch
+
+sys.path.append({!r})
+from hrl.models.four_bit import rounded
+
+weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+torch.set_default_dtype(torch.bfloat16)
+found = rounded(weight)
+assert torch.get_default_dtype() == torch.bfloat16
+torch.save(found, {!r})
+"""
+
+
+def test_weights_are_rounded_alike_where_the_default_dtype_is_another(tmp_path):
+    """In a process of its own, as an engine's is: bitsandbytes keeps the tables that its first call has made."""
+    file = str(tmp_path / "found.pt")
+    subprocess.run([sys.executable, "-c", _UNDER_BFLOAT16.format(sys.path[-1], file)], check=True, timeout=120)
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(torch.load(file), rounded(weight))
 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 100])
