@@ -75,7 +75,14 @@ DISTILLATION_LOSSES: Registry[Divergence, DistillationTraits] = Registry(
 )
 
 
-def distillation_loss(name: str, student: Tensor, teacher: Tensor) -> Tensor:
+def clamped(divergence: Tensor, limit: float | None) -> Tensor:
+    """Return divergences no further from 0 than `limit`; estimates such as k1's can be negative."""
+    return divergence if limit is None else divergence.clamp(-limit, limit)
+
+
+def distillation_loss(
+    name: str, student: Tensor, teacher: Tensor, *, limit: float | None = None, floor: float | None = None
+) -> Tensor:
     """Return the divergence at each token.
 
     Args:
@@ -83,6 +90,9 @@ def distillation_loss(name: str, student: Tensor, teacher: Tensor) -> Tensor:
         student: Log-probs under the policy: of the sampled tokens, any shape; or `(N, K)`, of the tokens that the loss
             reads. They have the gradient.
         teacher: The same under the teacher.
+        limit: Of a divergence, see `clamped`.
+        floor: What lower log-probs of the tokens that the loss reads are raised to, as in verl; sampled tokens keep
+            theirs.
 
     Returns:
         One number per token: of that shape, or `(N,)`.
@@ -92,10 +102,15 @@ def distillation_loss(name: str, student: Tensor, teacher: Tensor) -> Tensor:
     """
     if student.shape != teacher.shape:
         raise ValueError(f"student has shape {tuple(student.shape)}, teacher has {tuple(teacher.shape)}")
-    return DISTILLATION_LOSSES.find(name)(student, teacher)
+    found = DISTILLATION_LOSSES.find(name)
+    if floor is not None and not DISTILLATION_TRAITS[name].is_sampled:
+        student, teacher = student.clamp(min=floor), teacher.clamp(min=floor)
+    return clamped(found(student, teacher), limit)
 
 
-def sampled_divergence(name: str, student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+def sampled_divergence(
+    name: str, student: Tensor, teacher: Tensor, mask: Tensor, *, limit: float | None = None
+) -> Tensor:
     """Return an estimate of the divergence at each sampled token, `(B, R)`, 0 outside the mask.
 
     Args:
@@ -103,6 +118,7 @@ def sampled_divergence(name: str, student: Tensor, teacher: Tensor, mask: Tensor
         student: Log-probs of the sampled tokens under the policy `(B, R)`.
         teacher: The same under the teacher `(B, R)`.
         mask: Response mask `(B, R)`.
+        limit: Of a divergence, see `clamped`.
 
     Raises:
         ValueError: Unknown name, or it reads more; shapes that differ.
@@ -110,11 +126,18 @@ def sampled_divergence(name: str, student: Tensor, teacher: Tensor, mask: Tensor
     if name in DISTILLATION_LOSSES and not DISTILLATION_TRAITS[name].is_sampled:
         raise ValueError(f"distillation loss {name!r} reads more of the teacher than log-probs of the sampled tokens")
     check_shapes(mask, student=student, teacher=teacher)
-    return keep(distillation_loss(name, keep(student, mask), keep(teacher, mask)), mask)
+    return keep(distillation_loss(name, keep(student, mask), keep(teacher, mask), limit=limit), mask)
 
 
 def with_teacher_advantages(
-    advantages: Tensor | None, student: Tensor, teacher: Tensor, mask: Tensor, *, name: str, weight: float
+    advantages: Tensor | None,
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor,
+    *,
+    name: str,
+    weight: float,
+    limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Subtract the divergence from every token's advantage, so that a policy gradient lowers it.
 
@@ -128,10 +151,11 @@ def with_teacher_advantages(
         mask: Response mask `(B, R)`.
         name: An estimator of `hrl.algos.kl`.
         weight: Of the divergence.
+        limit: Of a divergence, see `clamped`.
 
     Returns:
         Advantages and divergences, both `(B, R)`, 0 outside the mask.
     """
-    found = sampled_divergence(name, student, teacher, mask).detach()
+    found = sampled_divergence(name, student, teacher, mask, limit=limit).detach()
     own = torch.zeros_like(found) if advantages is None else advantages
     return keep(own - weight * found, mask), found

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NegativeFloat, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.algos.registry import DISTILLATION_TRAITS, DistillationTraits
 from hrl.config.section import NameOf, Section, section
@@ -35,6 +35,12 @@ class DistillationLossConfig(Section):
     """Learn from the rewards too; false learns from the teacher alone, and rewards are measured only."""
     distillation_loss_coef: NonNegativeFloat = 1.0
     """Weight of the divergence beside the rewards; without them it is 1."""
+    loss_max_clamp: PositiveFloat | None = None
+    """Largest divergence of a token, and with a minus sign the smallest; a token beyond has no gradient. Null clamps
+    none."""
+    log_prob_min_clamp: NegativeFloat | None = None
+    """What log-probs of policy and teacher are raised to in the `_topk` modes, where they are lower; null raises
+    none."""
     use_policy_gradient: bool = False
     """Subtract the divergence from every token's advantage instead of adding it to the loss."""
 

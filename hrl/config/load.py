@@ -138,7 +138,7 @@ def _translate(given: Mapping[str, Any], kind: RunKind[WholeConfig]) -> tuple[di
                 values |= result
                 read_as = ", ".join(f"{key}={_show(other)}" for key, other in result.items())
                 remarks.append(f"{written}={_show(value)} is read as {read_as}.")
-        elif (entry := lookup(spellings.outside, key)) is None:
+        elif (entry := lookup(spellings.outside, key)) is None or _is_of_a_nearer_section(key, entry[0], kind.schema):
             problems.append(_unknown(written, key, kind))
         elif entry[1].is_taken(value) and not entry[1].is_same(value):
             taken.setdefault(entry[1].says, []).append((written, value, entry[1]))
@@ -166,6 +166,12 @@ def _is_schema_key(key: str, root: type[Section]) -> bool:
     parts = key.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return key in leaves(root) or key in sections(root) or any(prefix in leaves(root) for prefix in above)
+
+
+def _is_of_a_nearer_section(key: str, pattern: str, root: type[Section]) -> bool:
+    """Return whether the schema has a section right above `key`, below the one that a pattern `a.b.*` speaks of."""
+    parent = key.rpartition(".")[0]
+    return parent.startswith(pattern.removesuffix("*")) and parent in sections(root)
 
 
 def _refusal(written: str, value: object, verdict: Verdict, or_meant: str | None = None) -> Problem:

@@ -138,7 +138,7 @@ class LearnerConfig(BackboneConfig):
     lora_rank: NonNegativeInt = 0
     """Rank of the LoRA adapter that is trained instead of the model, whose weights are then frozen in
     `fsdp_config.dtype`; 0 trains the model, unless `lora_adapter_path` is set."""
-    lora_alpha: PositiveInt = 16
+    lora_alpha: NonNegativeInt = 16
     """The adapter's output is multiplied by `lora_alpha / lora_rank`."""
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: `all-linear`, a list of names such as `[q_proj, v_proj]`, or a regular expression for

@@ -51,6 +51,11 @@ class PPOTrainerConfig(WholeConfig):
         return self.needs_reference and trains_adapter and not self.distillation.enabled
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards are learnt from, and not measured alone beside a teacher."""
+        return not self.distillation.enabled or self.distillation.distillation_loss.use_task_rewards
+
+    @property
     def distils_by_reward(self) -> bool:
         """Whether the divergence from a teacher is subtracted from advantages."""
         return self.distillation.enabled and self.distillation.distillation_loss.use_policy_gradient

@@ -90,6 +90,8 @@ def _nearest_divisors(number: int, wanted: int) -> str:
 
 def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
     """An estimator that compares the samples of a prompt needs several of them."""
+    if not config.learns_from_rewards:
+        return
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     smallest = estimator_traits(name).min_group_size
     if samples < smallest:
@@ -719,6 +721,14 @@ def _learners(config: RunConfiguration) -> Mapping[str, LearnerConfig]:
     return {"model": config.model}
 
 
+def an_adapter_adds_something(config: RunConfiguration) -> Iterator[Problem]:
+    """A new adapter has a factor; scripts that train no adapter set 0."""
+    for section, model in _learners(config).items():
+        if model.lora_rank > 0 and model.lora_alpha == 0 and model.lora_adapter_path is None:
+            what = "is 0, by which what the adapter adds is multiplied."
+            yield Problem(f"{section}.lora_alpha", what, "Set it to 16, or to the rank.", (f"{section}.lora_rank",))
+
+
 def weights_in_4_bits_are_frozen(config: RunConfiguration) -> Iterator[Problem]:
     """Nothing but an adapter is trained beside weights in 4 bits."""
     for section, model in _learners(config).items():
@@ -887,6 +897,7 @@ PPO_RULES: tuple[Rule, ...] = (
     an_episode_ends_before_its_phase,
     episodes_are_played_where_the_policy_is_served,
     adapters_name_layers,
+    an_adapter_adds_something,
     weights_in_4_bits_are_frozen,
     weights_in_4_bits_are_not_cut,
     an_engine_rounds_what_it_loads,
@@ -909,6 +920,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     resume_names_its_folder,
     checkpoints_can_be_resumed,
     adapters_name_layers,
+    an_adapter_adds_something,
     weights_in_4_bits_are_frozen,
     weights_in_4_bits_are_not_cut,
 )
@@ -1007,6 +1019,9 @@ def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
         yield f"{TEACHER} has no effect while distillation.enabled is false."
     if distilled.enabled and distilled.distillation_loss.distillation_loss_coef != distilled.distillation_loss.weight:
         yield f"{_DISTILLATION_LOSS}.distillation_loss_coef has no effect while use_task_rewards is false."
+    loss = distilled.distillation_loss
+    if distilled.enabled and loss.traits.is_sampled and loss.log_prob_min_clamp is not None:
+        yield f"{_DISTILLATION_LOSS}.log_prob_min_clamp has no effect on {loss.loss_mode}: it is of the _topk modes."
     if config.critic.enable and not estimator_traits(estimator).needs_critic:
         yield f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads."
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:

@@ -158,12 +158,12 @@ class Teacher:
     Attributes:
         ids: Of each row `(n, K)` int32, n being the number of its trained tokens.
         log_probs: Likewise, float32.
-        loss_mode: The divergence.
+        settings: Which divergence, and its clamps.
     """
 
     ids: Sequence[np.ndarray]
     log_probs: Sequence[np.ndarray]
-    loss_mode: str
+    settings: DistillationLossConfig
 
     @classmethod
     def of(cls, batch: DataProto, request: PolicyUpdate[RankPlan]) -> Teacher:
@@ -181,7 +181,7 @@ class Teacher:
                     f"row {row} has {count} trained tokens, and the teacher scored {len(scored)}: response_mask may "
                     "not change after compute_ref_log_prob"
                 )
-        return cls(list(ids), list(log_probs), request.distillation.loss_mode)
+        return cls(list(ids), list(log_probs), request.distillation)
 
     def of_micro_batch(self, packed: PackedMicroBatch) -> tuple[Tensor, Tensor]:
         """Return ids and log-probs of the results that are computed here, `(M, K)` each, on the device."""
@@ -196,7 +196,14 @@ class Teacher:
     def divergence(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the divergence at each token, and the probability of these tokens under both, `(M,)` each."""
         masses = (log_probs.detach().exp().sum(1) for log_probs in (student, teacher.to(student.dtype)))
-        return distillation_loss(self.loss_mode, student, teacher.to(student.dtype)), *masses
+        divergence = distillation_loss(
+            self.settings.loss_mode,
+            student,
+            teacher.to(student.dtype),
+            limit=self.settings.loss_max_clamp,
+            floor=self.settings.log_prob_min_clamp,
+        )
+        return divergence, *masses
 
 
 def _policy_loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
@@ -235,7 +242,9 @@ def _divergence(
     """Return the divergence from the teacher at each token, `(b, r)`, 0 outside the mask."""
     mask, meter = piece.mask, piece.meter
     if settings.traits.is_sampled:
-        found = sampled_divergence(settings.loss_mode, log_prob, columns["ref_log_prob"], mask)
+        found = sampled_divergence(
+            settings.loss_mode, log_prob, columns["ref_log_prob"], mask, limit=settings.loss_max_clamp
+        )
     else:
         found = piece.result(2)
         for name, column in zip(("student_mass", "teacher_mass"), piece.flat[3:], strict=True):

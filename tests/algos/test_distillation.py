@@ -44,6 +44,28 @@ def test_hand_computed_divergences():
         distillation_loss("reverse_kl_topk", student, teacher[:, :1])
 
 
+def test_hand_computed_clamps():
+    """The policy gives e^-4 and the teacher e^-12 to the second token; with a floor of -10 that is e^-10."""
+    student, teacher = torch.tensor([[-0.5, -4.0]]).double(), torch.tensor([[-0.25, -12.0]]).double()
+    student.requires_grad_()
+    ends = math.exp(-0.25) * 0.25
+    plain = ends + math.exp(-12.0) * -8.0
+    assert distillation_loss("forward_kl_topk", student, teacher).item() == pytest.approx(plain, rel=1e-12)
+    floored = ends + math.exp(-10.0) * -6.0
+    found = distillation_loss("forward_kl_topk", student, teacher, floor=-10.0)
+    assert found.item() == pytest.approx(floored, rel=1e-12)
+    low = distillation_loss("forward_kl_topk", student, teacher, floor=-3.0)
+    assert low.item() == pytest.approx(ends, rel=1e-12)  # both are raised to the same
+    (gradient,) = torch.autograd.grad(low.sum(), student)
+    assert gradient[0, 1] == 0 and gradient[0, 0] == pytest.approx(-math.exp(-0.25), rel=1e-12)
+    one, other = torch.tensor([[-20.0, -0.5, -1.0]]).double(), torch.tensor([[-0.5, -20.0, -1.25]]).double()
+    sampled = sampled_divergence("k1", one, other, torch.ones(1, 3), limit=10.0)
+    assert sampled.tolist() == [[-10.0, 10.0, 0.25]]
+    assert torch.equal(distillation_loss("k1", one, other, floor=-10.0), one - other), "as in verl, of the _topk alone"
+    advantages, _ = with_teacher_advantages(None, one, other, torch.ones(1, 3), name="k1", weight=2.0, limit=10.0)
+    assert advantages.tolist() == [[20.0, -20.0, -0.5]]
+
+
 @given(seed=st.integers(0, 1000), words=st.integers(3, 12), data=st.data())
 def test_the_likeliest_tokens_bound_the_whole_divergence_from_below(seed, words, data):
     student, teacher = distributions(seed, 4, words)

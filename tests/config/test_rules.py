@@ -80,6 +80,10 @@ CASES = [
         f"{DIVERGENCE}.loss_mode is reverse_kl_topk, which a sampled token's advantage can't hold: it has a gradient "
         f"of its own. Set k1, or {DIVERGENCE}.use_policy_gradient=false.",
     ),
+    (
+        {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora_alpha": 0},
+        "actor_rollout_ref.model.lora_alpha is 0, by which what the adapter adds is multiplied. Set it to 16",
+    ),
     ({"algorithm.adv_estimator": "gae", "critic.enable": False}, "critic.enable is false"),
     ({"algorithm.adv_estimator": "grpo", "trainer.critic_warmup": 5}, "trainer.critic_warmup is 5"),
     (
@@ -361,6 +365,13 @@ def test_greedy_and_sampled_validation_are_both_possible():
     validate({f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.val_kwargs.temperature": 0.7})
     sampled = {"do_sample": True, "temperature": 1.0, "n": 16, "top_p": 0.7, "top_k": 20}
     validate({f"{ROLLOUT}.val_kwargs.{name}": value for name, value in sampled.items()})
+
+
+def test_one_sample_of_a_prompt_is_enough_where_the_teacher_alone_is_learnt_from():
+    one = DISTILS | {"actor_rollout_ref.rollout.n": 1, "algorithm.adv_estimator": "grpo"}
+    with pytest.raises(ConfigError, match="algorithm.adv_estimator=grpo compares the samples of a prompt"):
+        validate(one)
+    validate(one | {f"{DIVERGENCE}.use_task_rewards": False, f"{DIVERGENCE}.loss_mode": "forward_kl_topk"})
 
 
 def test_a_run_without_validation_rows_is_possible():

@@ -160,7 +160,7 @@ WHAT_IS_LEARNT = {
     f"{MODEL}.mtp.enable": True,
     "data.mm_processor_kwargs": {"max_pixels": 1},
     "reward_model.reward_manager": "batch",
-    "distillation.distillation_loss.loss_max_clamp": 10.0,
+    "distillation.teacher_models.gsm8k.model_path": "my/teacher",
     "distillation.teacher_key": "task",
 }
 

@@ -67,12 +67,20 @@ def test_the_policy_nears_its_teacher(runner: Runner, teacher: Path, tmp_path: P
     "changes",
     [
         (f"{LOSS}.loss_mode=k2", f"{LOSS}.use_task_rewards=true", "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
-        (f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=true"),
+        (
+            f"{LOSS}.loss_mode=k1",
+            f"{LOSS}.use_policy_gradient=true",
+            f"{LOSS}.loss_max_clamp=0.01",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=1",
+        ),
     ],
-    ids=["in the loss beside rewards, in two steps", "as a reward"],
+    ids=["in the loss beside rewards, in two steps", "as a reward, clamped, of one sample"],
 )
 def test_what_the_teacher_says_of_sampled_tokens_is_learnt_from(
     runner: Runner, teacher: Path, tmp_path: Path, changes: tuple[str, ...]
 ) -> None:
     (step,) = steps_of(runner, teacher, tmp_path / "run", *changes, "trainer.total_training_steps=1")
-    assert step["distillation/loss"] != 0 and step["actor/grad_norm"] > 0 and "actor/pg_loss" in step
+    is_clamped = f"{LOSS}.loss_max_clamp=0.01" in changes
+    assert abs(step["distillation/loss"]) > 0 and is_clamped == (abs(step["distillation/loss"]) < 0.0101)
+    assert step["actor/grad_norm"] > 0 and "actor/pg_loss" in step

@@ -130,6 +130,7 @@ def add_teacher_advantages(data: DataProto, settings: DistillationLossConfig) ->
         mask=mask,
         name=settings.loss_mode,
         weight=settings.weight,
+        limit=settings.loss_max_clamp,
     )
     return {"distillation/loss": float(divergence.double().sum() / mask.sum().clamp(min=1))}
 
