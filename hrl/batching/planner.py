@@ -5,6 +5,8 @@ Ranks never negotiate. A plan is a function of its arguments, so a rerun plans t
 The samples of a group compute their prompt once. Rows of episodes of several turns have more in common than that, or
 less: branches of an episode share most of it, and their prompts may differ. How much is read from their tokens, once
 for a batch (`Trie`), and then the rows of a group are planned as a tree: cuts go where rows have the least in common.
+
+Rows of a model that can't run packed ones share nothing; they are padded, and planned by length (`cut_padded`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 from hrl.algos.numbering import number_groups
 from hrl.batching.balance import balance, longest_first, pack
 from hrl.batching.episodes import episode_numbers
+from hrl.batching.padded import cut_padded
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.batching.trie import Trie
 
@@ -71,6 +74,7 @@ class RowLengths:
         shared: (B,) tokens that a row has in common with the one before it, as `Trie` has them. None where a group's
             rows have their prompt in common and no more is looked for.
         episode: (B,) number of the episode that a row is a branch of; None where every row is one.
+        is_padded: The rows of a micro-batch are padded to the longest of them, and share nothing.
     """
 
     index: np.ndarray
@@ -81,6 +85,7 @@ class RowLengths:
     share_prefix: bool
     shared: np.ndarray | None = None
     episode: np.ndarray | None = None
+    is_padded: bool = False
 
     @classmethod
     def of(
@@ -92,6 +97,8 @@ class RowLengths:
         share_prefix: bool,
         trie: Trie | None = None,
         episode_ids: np.ndarray | None = None,
+        *,
+        is_padded: bool = False,
     ) -> RowLengths:
         """Check the lengths and sort the rows by group.
 
@@ -104,10 +111,14 @@ class RowLengths:
             trie: What the rows of each group have in common instead; it is read where `share_prefix` is set. Without
                 it, rows of a group whose prompts are of one length have one prompt.
             episode_ids: (B,) codes of the episode of every row, all of one group; None makes every row an episode.
+            is_padded: The rows of a micro-batch are padded to the longest of them.
 
         Raises:
-            ValueError: The lengths are not (B,) counts, or a response has more trained tokens than tokens.
+            ValueError: The lengths are not (B,) counts, a response has more trained tokens than tokens, or padded rows
+                share prefixes.
         """
+        if is_padded and share_prefix:
+            raise ValueError("padded rows share no prefix")
         prompt = _counts(prompt_lens, "prompt_lens")
         response = _counts(response_lens, "response_lens", num_rows=len(prompt))
         trained = _counts(trained_tokens, "trained_tokens", num_rows=len(prompt))
@@ -123,7 +134,8 @@ class RowLengths:
             is_like_before = (np.diff(group[index]) == 0) & (np.diff(prompt[index]) == 0)
             shared = np.append(False, is_like_before) * prompt[index]
         episode = None if episode_ids is None else episode_ids[index]
-        return cls(index, prompt[index], response[index], trained[index], group[index], share_prefix, shared, episode)
+        sizes = prompt[index], response[index], trained[index]
+        return cls(index, *sizes, group[index], share_prefix, shared, episode, is_padded)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -274,9 +286,11 @@ class Planner:
     Attributes:
         share_prefix: The samples of a group compute their prompt once; rows of episodes of several turns compute once
             all that they have in common at their beginning.
+        packs_rows: Rows of a micro-batch are packed into one; else they are padded, and share nothing.
     """
 
     share_prefix: bool
+    packs_rows: bool = True
     _last_trie: list[tuple[list[ref[Any]], Trie]] = field(default_factory=list, repr=False, compare=False)
 
     def forward(self, batch: DataProto, world_size: int, limits: MicroBatchLimits) -> BatchPlan:
@@ -347,10 +361,12 @@ class Planner:
 
     def _rows(self, batch: DataProto, *, grouped: bool = True) -> RowLengths:
         groups = batch.non_tensor_batch["uid"] if grouped else None
-        trie = self.trie(batch) if grouped and self.share_prefix and _has_turns(batch) else None
+        shares = self.share_prefix and self.packs_rows
+        trie = self.trie(batch) if grouped and shares and _has_turns(batch) else None
         trained = batch.batch["response_mask"].sum(-1)
         episodes = episode_numbers(batch) if grouped else None
-        return RowLengths.of(*lengths_of(batch), trained, groups, self.share_prefix, trie, episodes)
+        lengths = lengths_of(batch)
+        return RowLengths.of(*lengths, trained, groups, shares, trie, episodes, is_padded=not self.packs_rows)
 
     def trie(self, batch: DataProto) -> Trie:
         """Return what the rows of the groups have in common, read once for all stages of a step."""
@@ -572,8 +588,10 @@ def plan_pairs(
     ):
         if wrong.any():
             raise ValueError(f"pair {int(np.argmax(wrong))} {what}")
-    once = prompt[:, 0] if rows.share_prefix else prompt.sum(1)
-    tokens = once + response.sum(1)
+    once, responses = prompt[:, 0] if rows.share_prefix else prompt.sum(1), response.sum(1)
+    if rows.is_padded:  # both to the longer one, so that pairs can be padded like rows
+        once, responses = 2 * prompt[:, 0], 2 * response.max(1)
+    tokens = once + responses
     if (tokens > limits.token_cap).any():
         pair = int(np.argmax(tokens > limits.token_cap))
         raise ValueError(
@@ -581,7 +599,7 @@ def plan_pairs(
             f"{limits.max_tokens} that one micro-batch may hold; set {limits.budget_key} to at least "
             f"{limits.least_budget(int(tokens[pair]))}"
         )
-    pairs = RowLengths.of(once, response.sum(1), trained.sum(1), None, share_prefix=False)
+    pairs = RowLengths.of(once, responses, trained.sum(1), None, share_prefix=False, is_padded=rows.is_padded)
     return _both_rows(plan_update(pairs, world_size, limits, mini_batch_rows=mini_batch_pairs, epochs=epochs))
 
 
@@ -618,7 +636,11 @@ def _cut_micro_batches(
     limits.check_rows(rows, positions)
     if not len(positions):
         return [[] for _ in range(world_size)]
-    if limits.max_rows is not None:
+    if rows.is_padded:
+        length = (rows.prompt + rows.response)[positions]
+        cut = cut_padded(length, world_size, max_tokens=limits.token_cap, max_rows=limits.max_rows)
+        ranks = [[positions[places] for places in share] for share in cut]
+    elif limits.max_rows is not None:
         shares = _share_by_count(rows, positions, world_size)
         ranks = [list(_in_order(rows, share, limits.max_rows, limits.token_cap)) for share in shares]
     else:

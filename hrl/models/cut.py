@@ -22,7 +22,7 @@ CROSSED_TOKENS, UNREACHED_TOKENS = 8, 32
 _LENGTHS = (
     "sliding_window",
     "window_size",
-    "attention_chunk_size",
+    "chunk_size",
     "local_attention",
     "block_size",
     "index_topk",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hrl.models.ops.exchange import SlicedLayout
-from hrl.models.ops.layout import AttentionLayout
+from hrl.models.ops.layout import AttentionLayout, PaddedLayout
 from hrl.models.ops.log_prob import LogitForm
 from hrl.models.pictures import PackedPictures, shown
 
@@ -92,22 +92,26 @@ def last_hidden_states(
     model: PreTrainedModel,
     ids: Tensor,
     positions: Tensor,
-    layout: AttentionLayout | SlicedLayout,
+    layout: AttentionLayout | SlicedLayout | PaddedLayout,
     pictures: PackedPictures | None = None,
 ) -> Tensor:
-    """Run the backbone on one packed row, or on this rank's slice of one.
+    """Run the backbone on one packed row, on this rank's slice of one, or on padded rows.
 
     Args:
-        model: Whose attention is `hrl.models.ops.attention.ATTENTION_NAME`.
-        ids: Tokens of the row `(1, L)`.
+        model: Whose attention is `hrl.models.ops.attention.ATTENTION_NAME`; its own for padded rows.
+        ids: Tokens of the row `(1, L)`; of padded rows `(S, L)`.
         positions: Their positions, each in its own sequence `(1, L)`; `(3, 1, L)` beside pictures.
         layout: Which tokens attend to which.
         pictures: What the row shows.
 
     Returns:
-        `(1, L, H)`.
+        `(1, L, H)`; of padded rows, one after the other, `(1, S * L, H)`.
     """
-    mask, backbone = layout.full_mask(ids.device), backbone_of(model)
+    backbone = backbone_of(model)
+    if isinstance(layout, PaddedLayout):
+        # Given neither mask nor positions, a model takes every row for what it is: tokens from its first position on.
+        return backbone(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[None]  # type: ignore[no-any-return]
+    mask = layout.full_mask(ids.device)
     run = partial(backbone, input_ids=ids, attention_mask=mask, position_ids=positions, packing=layout, use_cache=False)
     if pictures is None:
         return run().last_hidden_state  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Load transformers models for packed training.
+"""Load transformers models for training on packed rows, or on padded ones.
 
 Nothing from the model's folder is executed: weights are read from safetensors only, and remote code runs only if
 `trust_remote_code` is set. Whether a family can be trained packed is not decided here but in `hrl.models.probe`.
@@ -38,6 +38,8 @@ from hrl.models.source import ModelSourceError
 
 logger = logging.getLogger(__name__)
 
+#: What a model attends with that gets padded rows: transformers takes torch's operator where the family allows it.
+OWN_ATTENTION: None = None
 #: Words in the names of config fields that are probabilities: of dropping a value, layer or token, of router noise.
 _CHANCES = ("drop", "jitter")
 
@@ -58,6 +60,7 @@ class ModelSource:
         enable_activation_offload: Keep activations in host memory until the backward pass.
         shows_pictures: Rows of the run have pictures, which the model's tower reads.
         freeze_vision_tower: The tower is not trained.
+        packs_rows: Rows of a micro-batch are packed into one; else they are padded, and attention is the model's own.
     """
 
     path: str
@@ -71,6 +74,7 @@ class ModelSource:
     enable_activation_offload: bool = False
     shows_pictures: bool = False
     freeze_vision_tower: bool = False
+    packs_rows: bool = True
 
     @classmethod
     def to_look_at(
@@ -191,7 +195,7 @@ def _load(
     """Return the model of a transformers class, and how its folder's weights differ from it."""
     options = {
         "trust_remote_code": source.trust_remote_code,
-        "attn_implementation": attention_of(config),
+        "attn_implementation": attention_of(config) if source.packs_rows else OWN_ATTENTION,
         "dtype": dtype,
     }
     if meta:
@@ -264,7 +268,7 @@ def prepare(
     """Turn a transformers model into what the engine runs, for training and evaluation alike.
 
     Args:
-        model: Loaded with `attn_implementation=ATTENTION_NAME`.
+        model: Loaded with `attn_implementation=ATTENTION_NAME`, or `OWN_ATTENTION` for padded rows.
         max_model_len: The longest sequence of the run in tokens.
         recompute: Recompute activations in the backward pass, to save memory.
         recompute_num_layers: How many layers do, the first ones; None is all.

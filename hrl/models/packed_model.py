@@ -1,5 +1,8 @@
 """Micro-batches through a model: padded rows become one packed row, which a backbone runs with the head for training.
 
+A model whose layers carry a state along the row gets no packed row: its rows stay side by side, padded on the right to
+one length (`PaddedLayout`), and nothing of the next paragraph but its last two points is left out.
+
 Three things are left out of a packed row, none of which changes a number:
 
 - Repeated prompts: rows with the same prompt share it (`share_prefix`). Attention is causal, so the prompt's hidden
@@ -35,7 +38,7 @@ from hrl.batching.trie import Trie
 from hrl.models.experts import PackedRouting, followed_experts
 from hrl.models.head import head_form, last_hidden_states
 from hrl.models.ops.exchange import SequenceGroup, SlicedLayout, join_results
-from hrl.models.ops.layout import AttentionLayout, to_device
+from hrl.models.ops.layout import AttentionLayout, PaddedLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
 from hrl.models.ops.tensor_parallel import WeightGroup, shared
 from hrl.models.pictures import PackedPictures, Sight, places_of
@@ -161,8 +164,8 @@ class PackedMicroBatch:
     """One forward.
 
     Attributes:
-        input_ids: `(1, T)` int64.
-        position_ids: `(1, T)` int64; `(3, 1, T)` in a run with pictures.
+        input_ids: `(1, T)` int64; `(S, L)` of padded rows, whose tokens are counted row by row, T of them.
+        position_ids: Of the same shape; `(3, 1, T)` in a run with pictures.
         layout: Which token attends to which.
         hidden_index: `(N,)` int64, the positions in the packed row whose hidden states are wanted.
         labels: `(N,)` int64, the token id that follows each of them (0 for `last`).
@@ -176,7 +179,7 @@ class PackedMicroBatch:
 
     input_ids: Tensor
     position_ids: Tensor
-    layout: AttentionLayout | SlicedLayout
+    layout: AttentionLayout | SlicedLayout | PaddedLayout
     hidden_index: Tensor
     labels: Tensor
     mask: Tensor
@@ -237,19 +240,21 @@ def pack_micro_batch(
     *,
     share_prefix: bool,
     is_tree: bool = False,
+    packs_rows: bool = True,
     wanted: Wanted,
     device: torch.device,
     group: SequenceGroup | None = None,
     with_routing: bool = False,
     sight: Sight | None = None,
 ) -> PackedMicroBatch:
-    """Pack the rows `picked` into one row.
+    """Pack the rows `picked` into one row, or pad them to one length.
 
     Args:
         rows: The rank's rows.
         picked: Positions of rows on this rank; none gives an empty micro-batch.
         share_prefix: Compute equal prompts once.
         is_tree: Compute all that rows have in common at their beginning once, instead of equal prompts alone.
+        packs_rows: False leaves each row by itself, whatever it has in common with others, and pads it.
         wanted: Which hidden states are wanted.
         device: Of the result.
         group: Ranks that run the row together, of which this one gets its slice; None where it is alone.
@@ -257,10 +262,12 @@ def pack_micro_batch(
         sight: How the model sees, if the rows have pictures.
     """
     used = rows.used(picked, wanted)
+    if not packs_rows and (group is not None or sight is not None):
+        raise ValueError("padded rows are run by one rank, and show no pictures")
     if not used:
-        return _empty(picked, device, group, rows if with_routing else None, sight)
-    writer = _Writer()
-    write = _write_rows if not share_prefix else _write_tree if is_tree else _write_groups
+        return _empty(picked, device, group, rows if with_routing else None, sight, packs_rows=packs_rows)
+    writer = _Writer() if packs_rows else _PaddingWriter()
+    write = _write_rows if not share_prefix or not packs_rows else _write_tree if is_tree else _write_groups
     segment = write(writer, rows, used)
     layout = writer.layout()
     paths = layout.paths()
@@ -283,7 +290,7 @@ def pack_micro_batch(
     if sight is not None:
         ways = [(row, paths[segment[row]][: len(rows.prompts[row]) + length]) for row, length in used]
         positions, seen = _Pictures.of(rows, ways, layout.num_tokens, sight)
-    arrays = [np.concatenate(writer.tokens), positions, *map(np.concatenate, (index, labels, places))]
+    arrays = [writer.row(), positions, *map(np.concatenate, (index, labels, places))]
     routing = None
     if with_routing:
         of_rows = {row: paths[segment[row]][: len(rows.prompts[row]) + length] for row, length in used}
@@ -417,10 +424,32 @@ class _Writer:
         self.prefix_length.append(prefix_length)
         return len(self.tokens) - 1
 
-    def layout(self) -> AttentionLayout:
+    @property
+    def _lengths(self) -> np.ndarray:
+        return np.array([len(t) for t in self.tokens], np.int64)
+
+    def layout(self) -> AttentionLayout | PaddedLayout:
         """Return the layout of what was written."""
-        lengths = np.array([len(t) for t in self.tokens], np.int64)
-        return AttentionLayout(lengths, np.array(self.parent), np.array(self.prefix_length))
+        return AttentionLayout(self._lengths, np.array(self.parent), np.array(self.prefix_length))
+
+    def row(self) -> np.ndarray:
+        """Return what was written, `(T,)`."""
+        return np.concatenate(self.tokens)
+
+
+class _PaddingWriter(_Writer):
+    """Builds rows that are padded to one length, each a segment."""
+
+    def layout(self) -> PaddedLayout:
+        """Return the layout of what was written."""
+        return PaddedLayout(self._lengths)
+
+    def row(self) -> np.ndarray:
+        """Return the rows one after the other, `(S * L,)`."""
+        rows = np.zeros(self.layout().shape, np.int64)
+        for row, tokens in zip(rows, self.tokens, strict=True):
+            row[: len(tokens)] = tokens
+        return rows.reshape(-1)
 
 
 # Each writes the rows that are used and returns, by row, the segment whose path is what is used of it.
@@ -472,9 +501,11 @@ def _empty(
     group: SequenceGroup | None,
     routed: TokenRows | None,
     sight: Sight | None,
+    *,
+    packs_rows: bool,
 ) -> PackedMicroBatch:
-    zero = np.zeros(1, np.int64)
-    layout = AttentionLayout(np.array([1]), np.array([0]), np.array([0]))
+    zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+    layout = AttentionLayout(one, zero, zero) if packs_rows else PaddedLayout(one)
     routing = None if routed is None else _Routing.of(routed, [None] * len(picked), [0] * len(picked), 1)
     positions = zero if sight is None else np.zeros((1, 3), np.int64)
     seen = None if sight is None else _Pictures.none(sight)
@@ -484,7 +515,7 @@ def _empty(
 
 def _on_device(
     arrays: list[np.ndarray],
-    layout: AttentionLayout,
+    layout: AttentionLayout | PaddedLayout,
     width: int,
     device: torch.device,
     group: SequenceGroup | None,
@@ -509,14 +540,15 @@ def _on_device(
         seen: The row's pictures.
     """
     shape = len(picked), width
-    sliced = None if group is None else SlicedLayout(layout, group)
+    sliced = None if group is None or isinstance(layout, PaddedLayout) else SlicedLayout(layout, group)
     num_results = len(arrays[2])
     if sliced is not None:
         arrays = _of_slice(arrays, sliced)
     tensors = to_device([*map(torch.from_numpy, arrays)], device)
     input_ids, position_ids, hidden_index, labels, at = tensors[:5]
     mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=device).index_fill(0, at, True).view(shape)
-    row = input_ids[None], position_ids[None] if position_ids.dim() == 1 else position_ids.T[:, None]
+    of_row = layout.shape if sliced is None else (1, len(input_ids))
+    row = input_ids.view(of_row), position_ids.view(of_row) if position_ids.dim() == 1 else position_ids.T[:, None]
     known = None if routing is None else routing.on_device(device, sliced)
     shown = None if seen is None else seen.on_device(device, sliced)
     index = hidden_index, labels, mask, at

@@ -1,4 +1,4 @@
-"""Check, before anything of a run starts, that a model family computes the same packed and alone.
+"""Check, before anything of a run starts, that a model family computes the same in training and alone.
 
 The log-probs of packed training are right only if a family's attention, positions, masks, experts and head do nothing
 that the packed path does not know of. No list of families could guarantee that: transformers has nearly two hundred,
@@ -8,7 +8,9 @@ random weights runs a few short sequences
 - packed, as the engine runs them, in two different packings;
 - through the model's own plain forward, one sequence at a time, without padding.
 
-The log-probs must agree, and so must the gradients of all parameters, with every layer recomputed. This takes a second
+The log-probs must agree, and so must the gradients of all parameters, with every layer recomputed. Of a model whose
+layers carry a state along the row they do not: then the same is compared with the rows padded and each by itself, and
+if that is right the run does so. This takes a second
 or two on one core, in float32, and needs no GPU.
 """
 
@@ -32,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from hrl.errors import HrlError
 from hrl.models.cut import CROSSED_TOKENS, UNREACHED_TOKENS, cuts
 from hrl.models.hf_config import load_config
-from hrl.models.loading import ModelSource, attention_of, language_model_class, prepare
+from hrl.models.loading import OWN_ATTENTION, ModelSource, attention_of, language_model_class, prepare
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.exchange import SequenceGroup
 from hrl.models.ops.rope import fix_rope_frequencies, require_long_factors
@@ -68,22 +70,24 @@ _CPU = torch.device("cpu")
 
 
 class ProbeError(HrlError, ValueError):
-    """Packed training would compute a model wrongly; the message names family, difference and likely cause."""
+    """Training would compute a model wrongly; the message names family, difference and likely cause."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How much the packed forward differs from the model's own.
+    """How much the forward of training differs from the model's own.
 
     Attributes:
         family: Class of the model.
         num_layers: Layers of the cut that was compared.
         difference: Largest difference of a log-prob (of a score, for a scalar model) from the model's own forward.
-        packing_difference: Largest difference between the two packings.
+        packing_difference: Largest difference between the two packings, or between two ways to pad the rows.
         gradient_difference: Largest relative difference of a parameter's gradient from the model's own; 0 if the
             log-probs differ already.
         cause: Likely cause of a difference that is not rounding; empty if there is none.
         seconds: Duration of the comparison.
+        packs_rows: Whether rows were packed; else they were padded.
+        why_not_packed: Why they are not packed, where padded ones are right.
     """
 
     family: str
@@ -93,6 +97,8 @@ class ProbeResult:
     gradient_difference: float
     cause: str
     seconds: float
+    packs_rows: bool = True
+    why_not_packed: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -100,13 +106,14 @@ class ProbeResult:
         return not self.cause
 
 
-def require_right(source: ModelSource, *, scalar: bool) -> ProbeResult:
-    """Refuse a model that packed training would compute wrongly. A process compares a model only once.
+def require_right(source: ModelSource, *, scalar: bool, packs_rows: bool | None = None) -> ProbeResult:
+    """Refuse a model that training would compute wrongly. A process compares a model only once.
 
     Args:
         source: The model's folder, its overrides and the run's longest sequence.
         scalar: Whether it is a critic or reward model, whose backbone is run as a sequence classifier, instead of a
             causal language model.
+        packs_rows: Whether rows are packed, or padded; None takes what is right, packed ones first.
 
     Raises:
         ProbeError: Names family, difference and likely cause.
@@ -114,26 +121,30 @@ def require_right(source: ModelSource, *, scalar: bool) -> ProbeResult:
     """
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     overrides = json.dumps(dict(source.override_config), sort_keys=True)
-    return _require_right(auto, source.path, overrides, source.trust_remote_code, source.max_model_len)
+    return _require_right(auto, source.path, overrides, source.trust_remote_code, source.max_model_len, packs_rows)
 
 
 @cache
-def _require_right(auto: Any, path: str, overrides: str, trust_remote_code: bool, max_model_len: int) -> ProbeResult:
+def _require_right(
+    auto: Any, path: str, overrides: str, trust_remote_code: bool, max_model_len: int, packs_rows: bool | None
+) -> ProbeResult:
     config = load_config(path, json.loads(overrides), trust_remote_code=trust_remote_code)
-    name = f"{config.model_type} at {path}"
+    name, how = f"{config.model_type} at {path}", "on padded rows" if packs_rows is False else "packed"
     try:
-        result = probe_config(config, max_model_len, auto, trust_remote_code=trust_remote_code)
+        result = probe_config(config, max_model_len, auto, trust_remote_code=trust_remote_code, packs_rows=packs_rows)
     except ProbeError as error:
-        raise ProbeError(f"{name} cannot be trained packed: {error}. {_WAY_OUT}") from error
+        raise ProbeError(f"{name} cannot be trained {how}: {error}. {_WAY_OUT}") from error
     if not result.is_right:
+        between = "two packings of the same rows" if result.packs_rows else "two ways to pad the same rows"
         raise ProbeError(
-            f"{name} ({result.family}) would be trained wrongly: its log-probs differ by {result.difference:.2g} from "
-            f"its own forward and by {result.packing_difference:.2g} between two packings of the same rows, its "
-            f"gradients by {result.gradient_difference:.2g}. Likely cause: {result.cause}. {_WAY_OUT}"
+            f"{name} ({result.family}) would be trained wrongly {how}: its log-probs differ by {result.difference:.2g} "
+            f"from its own forward and by {result.packing_difference:.2g} between {between}, its gradients by "
+            f"{result.gradient_difference:.2g}. Likely cause: {result.cause}. {_WAY_OUT}"
         )
     logger.info(
-        "%s computes packed what it computes alone (largest difference %.1e over %d layers, %.1f s)",
+        "%s computes %s what it computes alone (largest difference %.1e over %d layers, %.1f s)",
         name,
+        "packed" if result.packs_rows else "on padded rows",
         result.difference,
         result.num_layers,
         result.seconds,
@@ -142,7 +153,12 @@ def _require_right(auto: Any, path: str, overrides: str, trust_remote_code: bool
 
 
 def probe_config(
-    config: PretrainedConfig, max_model_len: int, auto: Any = AutoModelForCausalLM, *, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    max_model_len: int,
+    auto: Any = AutoModelForCausalLM,
+    *,
+    trust_remote_code: bool = False,
+    packs_rows: bool | None = None,
 ) -> ProbeResult:
     """Compare the smallest cut of a configuration that runs.
 
@@ -151,15 +167,16 @@ def probe_config(
         max_model_len: The longest sequence of the run in tokens; what happens only beyond that does not matter.
         auto: `AutoModelForCausalLM` or `AutoModelForSequenceClassification`.
         trust_remote_code: Whether the config's folder may run code.
+        packs_rows: Whether rows are packed, or padded; None pads them only if that is right and packing them is not.
 
     Raises:
-        ProbeError: No cut runs alone, or the cut that does cannot run packed.
+        ProbeError: No cut runs alone, or the cut that does cannot run in training.
     """
     start = time.perf_counter()
     with unnoticed():
         family = Family(auto, max_model_len, trust_remote_code)
         cut, own = first_that_runs(config, family)
-        result = _compare(cut, own, family)
+        result = _compare(cut, own, family) if packs_rows is None else _compare_in(cut, own, family, packs_rows)
     return replace(result, seconds=time.perf_counter() - start)
 
 
@@ -201,7 +218,7 @@ class Family:
         """Return what runs packed rows through a model."""
         return PackedScalarModel(model) if self.is_scalar else PackedCausalLM(model)
 
-    def build(self, config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel:
+    def build(self, config: PretrainedConfig, attention: str | None = "eager") -> PreTrainedModel:
         """Return a new model with random weights."""
         own = type(config).from_dict(config.to_dict())
         if self.is_scalar:
@@ -253,13 +270,38 @@ def _excite(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: Family) -> ProbeResult:
+    """Compare packed rows, and only if they are not right padded ones; of two that are not right return the first."""
+    packed, refusal = None, None
+    try:
+        packed = _compare_in(cut, own, family, packs_rows=True)
+        if packed.is_right:
+            return packed
+    except ProbeError as error:
+        refusal = error
+    why = str(refusal) if packed is None else packed.cause
+    try:
+        own.zero_grad()
+        padded = _compare_in(cut, own, family, packs_rows=False)
+    except ProbeError as error:
+        logger.debug("%s: padded rows: %s", type(own).__name__, error)
+    else:
+        if padded.is_right:
+            return replace(padded, why_not_packed=why)
+        logger.debug("%s: padded rows: %s", type(own).__name__, padded.cause)
+    if packed is None:
+        assert refusal is not None, "it is either compared or refused"
+        raise refusal
+    return packed
+
+
+def _compare_in(cut: PretrainedConfig, own: PreTrainedModel, family: Family, packs_rows: bool) -> ProbeResult:
     scalar, rows = family.is_scalar, probe_rows(cut)
     plain = plain_values(own, rows, scalar)
     try:
-        model = packed_copy(cut, own, family)
+        model = packed_copy(cut, own, family, packs_rows=packs_rows)
         require_long_factors(model)
         module = family.wrap(model)
-        first, second = (packed_values(module, rows, packing, scalar) for packing in PACKINGS)
+        first, second = (packed_values(module, rows, packing, scalar, packs_rows) for packing in PACKINGS)
     except FAILURES as error:
         raise ProbeError(_why_not_packed(error)) from error
     result = ProbeResult(
@@ -270,6 +312,7 @@ def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: Family) -> Pro
         gradient_difference=0.0,
         cause="",
         seconds=0.0,
+        packs_rows=packs_rows,
     )
     seen = max(result.difference, result.packing_difference)
     tolerance = tolerance_of(seen, own, cut, family, rows, plain)
@@ -283,9 +326,11 @@ def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: Family) -> Pro
     return replace(result, gradient_difference=apart, cause=cause)
 
 
-def packed_copy(cut: PretrainedConfig, own: PreTrainedModel, family: Family) -> PreTrainedModel:
+def packed_copy(
+    cut: PretrainedConfig, own: PreTrainedModel, family: Family, *, packs_rows: bool = True
+) -> PreTrainedModel:
     """Return a model with the weights of `own` that runs packed rows, and its layers again in the backward pass."""
-    model = family.build(cut, ATTENTION_NAME)
+    model = family.build(cut, ATTENTION_NAME if packs_rows else OWN_ATTENTION)
     model.load_state_dict(own.state_dict())
     prepare(model, max_model_len=UNREACHED_TOKENS, recompute=True)
     return model
@@ -355,11 +400,14 @@ def plain_values(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tenso
     return torch.stack(out)
 
 
-def packed_values(module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool) -> Tensor:
+def packed_values(
+    module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool, packs_rows: bool = True
+) -> Tensor:
     """Return the same as the engine computes it. Prompts are shared if all rows are in one micro-batch."""
     parts: dict[int, Tensor] = {}
     for picked in packing:
-        values = values_of_rows(module, rows, picked, scalar=scalar, share_prefix=len(packing) == 1)
+        is_one = len(packing) == 1
+        values = values_of_rows(module, rows, picked, scalar=scalar, share_prefix=is_one, packs_rows=packs_rows)
         parts |= dict(zip(picked, values, strict=True))
     return torch.stack([parts[row] for row in sorted(parts)])
 
@@ -372,6 +420,7 @@ def values_of_rows(
     scalar: bool,
     share_prefix: bool,
     group: SequenceGroup | None = None,
+    packs_rows: bool = True,
 ) -> Tensor:
     """Return log-probs `(b, R)` or scores `(b, 1)` of the rows `picked`, which run as one micro-batch.
 
@@ -382,10 +431,13 @@ def values_of_rows(
         scalar: Whether scores are computed.
         share_prefix: Compute equal prompts once.
         group: Ranks that compute them together.
+        packs_rows: Whether they are packed, or padded.
     """
     wanted: Wanted = "last" if scalar else "next"
     width = 1 if scalar else rows.responses.shape[1]
-    packed = pack_micro_batch(rows, picked, share_prefix=share_prefix, wanted=wanted, device=_CPU, group=group)
+    packed = pack_micro_batch(
+        rows, picked, share_prefix=share_prefix, packs_rows=packs_rows, wanted=wanted, device=_CPU, group=group
+    )
     (flat,) = packed.join((module(packed) if scalar else module(packed, 1.0, False).log_prob,))
     values = packed.unpack(flat.float())
     return torch.nn.functional.pad(values, (0, width - values.shape[1]))
@@ -416,6 +468,11 @@ def gradient_difference(packed: Mapping[str, Tensor], own: Mapping[str, Tensor])
 def _cause_of_values(
     result: ProbeResult, apart: Tensor, tolerance: float, own: PreTrainedModel, module: nn.Module, rows: TokenRows
 ) -> str:
+    if not result.packs_rows and max(result.packing_difference, result.difference) > tolerance:
+        return (
+            "on rows that are padded on the right, each by itself, its own forward computes something else than on the "
+            "row alone: it is not causal, or a choice that it makes depends on the other tokens of a micro-batch"
+        )
     if result.packing_difference > tolerance:
         return (
             "the values of a sequence depend on the other rows of its micro-batch: recurrent or convolutional state "

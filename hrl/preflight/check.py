@@ -25,7 +25,7 @@ from hrl.config.saved import saved_config
 from hrl.config.section import Section, WholeConfig, leaves
 from hrl.errors import ConfigError
 from hrl.masking import masked, masked_text
-from hrl.preflight.findings import Findings
+from hrl.preflight.findings import PADDED_ROWS, Findings
 from hrl.preflight.memory_table import shown
 from hrl.processes.imports import quick_imports
 from hrl.report.environment import facts_table
@@ -58,6 +58,7 @@ _FOUND_FIRST = (
     "environment",
     "episodes",
     "parsers",
+    PADDED_ROWS,
 )
 _ONLY_IN_FULL = ("KV cache",)
 

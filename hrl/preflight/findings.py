@@ -12,6 +12,9 @@ from jinja2 import TemplateError
 from hrl.config.arithmetic import Fact
 from hrl.errors import ConfigError, HrlError, Problem
 
+#: Label of the fact that a run's rows are padded, where they are.
+PADDED_ROWS = "padded rows"
+
 
 class PreflightError(ConfigError):
     """The configuration is valid, but files that it names are missing or don't fit. `str()` lists all problems."""

@@ -29,7 +29,9 @@ def has_layouts(outline: Outline) -> bool:
     return any(_keys(model) or (model.learner is not None and model.learner.trains_adapter) for model in models)
 
 
-def look_at_layouts(findings: Findings, outline: Outline, folders: Mapping[str, Path], seed: int) -> None:
+def look_at_layouts(
+    findings: Findings, outline: Outline, folders: Mapping[str, Path], seed: int, *, packs_rows: bool = True
+) -> None:
     """Compare a small cut of every model whose processes work together on two processes with itself on one.
 
     A model with an adapter is compared with the same model to whose weights the adapter was added. Both say of a family
@@ -40,6 +42,7 @@ def look_at_layouts(findings: Findings, outline: Outline, folders: Mapping[str, 
         outline: Outline of the run.
         folders: Role → folder of its model.
         seed: Of the run.
+        packs_rows: Models run packed rows; else padded ones.
     """
     from hrl.models.adapter import adapter_of
     from hrl.workers.layout_probe import LayoutRequest, compare_adapter
@@ -58,6 +61,7 @@ def look_at_layouts(findings: Findings, outline: Outline, folders: Mapping[str, 
                 outline.lengths.model,
                 model.is_scalar,
                 tuple(keys),
+                packs_rows,
             )
             if keys:
                 _look_at_groups(findings, model, keys, request, ranks, outline.section)

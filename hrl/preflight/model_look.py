@@ -21,7 +21,7 @@ from hrl.models.source import (
     resolve_model,
 )
 from hrl.models.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
-from hrl.preflight.findings import Findings
+from hrl.preflight.findings import PADDED_ROWS, Findings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,8 +88,8 @@ def look_at_ids(
 
 def look_at_families(
     findings: Findings, outline: Outline, folders: Mapping[str, Path], *, shows_pictures: bool = False
-) -> None:
-    """Compare every model's forward pass on packed rows, as in training, with its own plain forward pass.
+) -> bool:
+    """Compare every model's forward pass on a batch's rows, as in training, with its own plain forward pass.
 
     Ranks don't repeat it: the comparison runs on a CPU and depends only on a model's config and code, which are the
     same on every node.
@@ -99,27 +99,78 @@ def look_at_families(
         outline: Outline of the run.
         folders: Role → folder of its model.
         shows_pictures: The rows have pictures, with which the comparison is made as well.
+
+    Returns:
+        Whether rows are packed. They are padded, for all roles alike, where the model of one can't run packed ones.
     """
     from hrl.models.loading import ModelSource
     from hrl.models.picture_probe import require_sight
     from hrl.models.probe import require_right
 
-    for role, folder in folders.items():
-        if role == "actor" and not {outline.placement.actor, "ref"} & outline.placement.roles.keys():
-            continue  # only the engine runs it
-        model = outline.models[role]
-        source = ModelSource.to_look_at(
+    sources = {
+        role: ModelSource.to_look_at(
             folder,
-            model.override_config,
+            outline.models[role].override_config,
             trust_remote_code=outline.model.trust_remote_code,
             max_model_len=outline.lengths.model,
         )
+        for role, folder in folders.items()
+        # Else only the engine runs it.
+        if role != "actor" or {outline.placement.actor, "ref"} & outline.placement.roles.keys()
+    }
+    reasons: dict[str, str] = {}
+    for role, source in sources.items():
+        model = outline.models[role]
         with findings.about(model.key):
-            require_right(source, scalar=model.is_scalar)
+            found = require_right(source, scalar=model.is_scalar)
+            if not found.packs_rows:
+                reasons[role] = f"{found.family} can't run packed rows ({found.why_not_packed})"
             if shows_pictures and not model.is_scalar:
                 require_sight(source)
         if model.replays or model.balances:
             _look_at_experts(findings, model, source)
+    if reasons:
+        _pad_rows(findings, outline, sources, reasons, shows_pictures=shows_pictures)
+    return not reasons
+
+
+def _pad_rows(
+    findings: Findings,
+    outline: Outline,
+    sources: Mapping[str, ModelSource],
+    reasons: Mapping[str, str],
+    *,
+    shows_pictures: bool,
+) -> None:
+    """Say that rows are padded and why, and refuse what does not go with it.
+
+    Args:
+        findings: Collects problems.
+        outline: Outline of the run.
+        sources: Role → its model.
+        reasons: Role → why its model can't run packed rows.
+        shows_pictures: The rows have pictures.
+    """
+    from hrl.models.probe import require_right
+
+    findings.facts.append(
+        Fact(
+            PADDED_ROWS,
+            f"{'; '.join(dict.fromkeys(reasons.values()))}. So a micro-batch has rows of about one length, each by "
+            "itself and padded on the right; token budgets count the padding, and samples do not share their prompt",
+        )
+    )
+    for role, source in sources.items():
+        model = outline.models[role]
+        if role not in reasons:
+            with findings.about(model.key):
+                require_right(source, scalar=model.is_scalar, packs_rows=False)
+        for key, degree in model.degrees.items():
+            if key.rpartition(".")[2] == "ulysses_sequence_parallel_size" and degree > 1:
+                what = f"is {degree}, and rows are padded, not packed: a row's state can't be cut into slices."
+                findings.problem(key, what, "Set it to 1; fsdp_config.fsdp_size shards the model.")
+        if shows_pictures:
+            findings.problem(model.key, "gets padded rows, and the rows have pictures, which only packed ones show.")
 
 
 def _look_at_experts(findings: Findings, model: NamedModel, source: ModelSource) -> None:

@@ -64,6 +64,7 @@ class Preflight:
         total_training_steps: From `trainer.total_training_steps`, or the epochs and the size of the data.
         findings: Facts for the banner and notes on what was not checked, or is probably not meant.
         inputs: What the run depends on beside its configuration and rows, for its checkpoints.
+        packs_rows: Models run packed rows; else padded ones.
     """
 
     outline: Outline
@@ -75,6 +76,7 @@ class Preflight:
     total_training_steps: int
     findings: Findings
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    packs_rows: bool = True
 
 
 def preflight(config: RunConfiguration, given: Given | None = None, stage: ShowStage = in_silence) -> Preflight:
@@ -150,16 +152,17 @@ def inspect_run(
     if isinstance(config, RMTrainerConfig):
         with findings.about("model.tokenizer_path"):
             ids = replace(ids, pad=padding_of_classifier(tokenizer, ids))
+    packs_rows = True
     if not outline.model.probe:
         findings.notes.append(f"{outline.section}.probe=false: no model is compared with its own forward")
     elif not findings.problems:
-        with stage("comparing the model's packed forward pass with its own"):
+        with stage("comparing the model's forward pass in training with its own"):
             shows = pictures_of(config, train, val)["shows_pictures"]
-            look_at_families(findings, outline, folders, shows_pictures=shows)
+            packs_rows = look_at_families(findings, outline, folders, shows_pictures=shows)
         if not findings.problems and has_layouts(outline):
             with stage("comparing the model over several processes, or with its adapter, with itself"):
-                look_at_layouts(findings, outline, folders, config.trainer.seed)
+                look_at_layouts(findings, outline, folders, config.trainer.seed, packs_rows=packs_rows)
     if findings.problems or folders.keys() < outline.models.keys():
         return None, findings
     steps = total_steps(config, len(train))
-    return Preflight(outline, folders, tokenizer, ids, train, val, steps, findings, inputs), findings
+    return Preflight(outline, folders, tokenizer, ids, train, val, steps, findings, inputs, packs_rows), findings

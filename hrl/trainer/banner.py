@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING
 import hrl
 from hrl.config.arithmetic import Fact, batch_arithmetic
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.preflight.findings import PADDED_ROWS
 
 if TYPE_CHECKING:
     from hrl.config.outline import RunConfiguration
     from hrl.preflight.preflight import Preflight
 
-_FROM_LOOKING = ("rows", "validation rows", "environment", "reward", "devices", "run folder", "first prompt")
+_FROM_LOOKING = (
+    "rows",
+    "validation rows",
+    "environment",
+    "reward",
+    "devices",
+    "run folder",
+    "first prompt",
+    PADDED_ROWS,
+)
 _FROM_ARITHMETIC = ("one step", "actor update", "critic update", "run", "engines")
 _ORDER = (
     *("model", "rows", "validation rows", "environment", "reward"),

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -241,6 +242,7 @@ def _trainer(
         device=device,
         num_cores=available_cores(),
         run_folder=reporter.folder.path,
+        packs_rows=ready.packs_rows,
         **pictures_of(config, ready.train_dataset, ready.val_dataset),
     )
     steps = ready.total_training_steps
@@ -257,6 +259,7 @@ def _trainer(
             **services,
         )
         trainer.inputs = ready.inputs
+        trainer.planner = replace(trainer.planner, packs_rows=ready.packs_rows)
         try:
             trainer.init_workers()
             yield trainer

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
@@ -38,8 +38,9 @@ from hrl.models.adapter import (
 )
 from hrl.models.cut import UNREACHED_TOKENS
 from hrl.models.hf_config import load_config
-from hrl.models.loading import Loaded, prepare
+from hrl.models.loading import OWN_ATTENTION, Loaded, prepare
 from hrl.models.ops.attention import ATTENTION_NAME
+from hrl.models.ops.exchange import SequenceGroup
 from hrl.models.probe import (
     FAILURES,
     MOST_ROUNDING,
@@ -114,6 +115,7 @@ class LayoutRequest:
         max_model_len: The longest sequence of the run in tokens.
         scalar: Whether it is a critic or reward model.
         layouts: To be compared.
+        packs_rows: Whether rows are packed, or padded.
     """
 
     path: str
@@ -122,6 +124,7 @@ class LayoutRequest:
     max_model_len: int
     scalar: bool
     layouts: Sequence[Layout]
+    packs_rows: bool = True
 
     @property
     def family(self) -> Family:
@@ -205,6 +208,7 @@ class _Cuts:
 
     def __init__(self, request: LayoutRequest) -> None:
         self._request = request
+        self.packs_rows = request.packs_rows
         self._of: dict[torch.dtype, tuple[Family, PretrainedConfig, PreTrainedModel]] = {}
         self.of(torch.float32)
 
@@ -218,10 +222,13 @@ class _Cuts:
 
 
 def _compare(cuts_of: _Cuts, layout: Layout, adapter: AdapterSource, *, num_ranks: int) -> LayoutResult:
+    packs_rows = cuts_of.packs_rows
+    if layout == "sequence" and not packs_rows:
+        return LayoutResult(torch.inf, 0.0, refused="its rows are padded, not packed, and a row can't be cut")
     try:
-        found = _Comparison(*cuts_of.of(torch.float32), layout, adapter, num_ranks).result()
+        found = _Comparison(*cuts_of.of(torch.float32), layout, adapter, num_ranks, packs_rows).result()
         if found.wrong and found.difference < MOST_ROUNDING:  # rounding, in a model that amplifies it, or not
-            found = _Comparison(*cuts_of.of(torch.float64), layout, adapter, num_ranks).result()
+            found = _Comparison(*cuts_of.of(torch.float64), layout, adapter, num_ranks, packs_rows).result()
     except UnevenError as error:
         return LayoutResult(torch.inf, 0.0, refused=str(error), is_uneven=True)
     except HrlError as error:
@@ -246,7 +253,9 @@ class _Comparison:
         layout: Layout,
         adapter: AdapterSource,
         num_ranks: int,
+        packs_rows: bool,
     ) -> None:
+        self.packs_rows = packs_rows
         self.cut, self.own, self.family, self.layout = cut, own, family, layout
         self.num_ranks = num_ranks
         self.adapter = adapter if layout == "adapter" else None
@@ -279,21 +288,31 @@ class _Comparison:
         with torch.no_grad():
             return plain_values(self.own, self.rows, self.family.is_scalar)
 
+    def _values(self, module: nn.Module, picked: tuple[int, ...], group: SequenceGroup | None = None) -> Tensor:
+        return values_of_rows(
+            module,
+            self.rows,
+            picked,
+            scalar=self.family.is_scalar,
+            share_prefix=True,
+            group=group,
+            packs_rows=self.packs_rows,
+        )
+
     def _on_one(self) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return values `(B, R)`, gradients by name, and what the values weigh in the loss."""
-        scalar = self.family.is_scalar
         weights_of = partial(torch.randn, generator=torch.Generator().manual_seed(0))
         if self.adapter is not None:
             return self._merged(weights_of)
-        model = packed_copy(self.cut, self.own, self.family)
+        model = packed_copy(self.cut, self.own, self.family, packs_rows=self.packs_rows)
         module = self.family.wrap(model)
-        values = values_of_rows(module, self.rows, self.every, scalar=scalar, share_prefix=True)
+        values = self._values(module, self.every)
         weights = weights_of(values.shape)
         return values.detach(), gradients_of(model, values, weights), weights
 
     def _merged(self, weights_of: Callable[..., Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the same of the model with the adapter added to it, by its own forward, without any adapter."""
-        beside = packed_copy(self.cut, self.own, self.family)
+        beside = packed_copy(self.cut, self.own, self.family, packs_rows=self.packs_rows)
         self._adapt(beside)
         parameters, layers = dict(beside.named_parameters()), adapted_layers(beside)
         plain = deepcopy(self.own)
@@ -329,10 +348,10 @@ class _Comparison:
 
     def _alone(self, weights: Tensor) -> tuple[Tensor, dict[str, Tensor], tuple[int, ...]]:
         """Return values of all rows, gradients, and which rows these are, of a model with its adapter beside it."""
-        model = packed_copy(self.cut, self.own, self.family)
+        model = packed_copy(self.cut, self.own, self.family, packs_rows=self.packs_rows)
         self._adapt(model)
         module = self.family.wrap(model)
-        values = values_of_rows(module, self.rows, self.every, scalar=self.family.is_scalar, share_prefix=True)
+        values = self._values(module, self.every)
         return values.detach(), gradients_of(model, values, weights), self.every
 
     def _on_two(self, weights: Tensor) -> tuple[Tensor, dict[str, Tensor], tuple[int, ...]]:
@@ -341,10 +360,10 @@ class _Comparison:
         def load(meta: bool) -> Loaded:
             if meta:
                 with torch.device("meta"):
-                    model = self.family.build(self.cut, ATTENTION_NAME)
+                    model = self.family.build(self.cut, ATTENTION_NAME if self.packs_rows else OWN_ATTENTION)
                 prepare(model, max_model_len=UNREACHED_TOKENS, recompute=True)
             else:
-                model = packed_copy(self.cut, self.own, self.family)
+                model = packed_copy(self.cut, self.own, self.family, packs_rows=self.packs_rows)
             model._weight_conversions = None  # no files were read
             return Loaded(model, self.cut)
 
@@ -366,7 +385,7 @@ class _Comparison:
         is_together = fsdp.processes_together > 1
         half = len(self.every) // NUM_RANKS
         picked = self.every if is_together else self.every[dist.get_rank() * half :][:half]
-        values = values_of_rows(module, self.rows, picked, scalar=self.family.is_scalar, share_prefix=True, group=group)
+        values = self._values(module, picked, group)
         gradients = gradients_of(module, values, weights[list(picked)])
         whole = {name.removeprefix("model."): _full(gradient) for name, gradient in gradients.items()}
         return values.detach(), whole, picked

@@ -85,6 +85,7 @@ class ModelWorker(Worker):
             self.model.enable_activation_offload,
             self.runtime.shows_pictures,
             self.runtime.freeze_vision_tower,
+            self.runtime.packs_rows,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

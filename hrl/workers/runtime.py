@@ -55,6 +55,7 @@ class Runtime:
         private: Nobody but the user may read the files that are written.
         shows_pictures: Prompts of the run have pictures.
         freeze_vision_tower: The part of a model that reads them is not trained.
+        packs_rows: Rows of a micro-batch are packed, by every model alike; else they are padded.
     """
 
     device: str
@@ -72,6 +73,7 @@ class Runtime:
     private: bool = False
     shows_pictures: bool = False
     freeze_vision_tower: bool = False
+    packs_rows: bool = True
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class Runtime:
         run_folder: Path,
         shows_pictures: bool = False,
         freeze_vision_tower: bool = False,
+        packs_rows: bool = True,
     ) -> Runtime:
         """Return the settings of every process of a run.
 
@@ -97,6 +100,7 @@ class Runtime:
             run_folder: Of the run.
             shows_pictures: Prompts have pictures.
             freeze_vision_tower: What reads them is not trained.
+            packs_rows: Models run packed rows; else padded ones.
         """
         return cls(
             device=device,
@@ -114,6 +118,7 @@ class Runtime:
             private=trainer.private,
             shows_pictures=shows_pictures,
             freeze_vision_tower=freeze_vision_tower,
+            packs_rows=packs_rows,
         )
 
 

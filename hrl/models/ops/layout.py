@@ -191,8 +191,62 @@ class AttentionLayout:
             self._made[name] = make()
         return self._made[name]  # type: ignore[no-any-return]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the tokens as a model gets them, `(1, T)`."""
+        return 1, self.num_tokens
+
     def full_mask(self, device: torch.device) -> Tensor:
         """Return `(1, T)` bool, all ones: nothing in a packed row is padding."""
         # Given a mask, transformers reads its shape alone. Without one it reads the position ids, and the host would
         # wait for them in every forward.
         return self.once("full_mask", lambda: torch.ones(1, self.num_tokens, dtype=torch.bool, device=device))
+
+
+@dataclass(frozen=True)
+class PaddedLayout:
+    """Rows below each other, each by itself, filled up on the right to the length of the longest.
+
+    For models whose layers carry a state along a row, which would go on into the next row of a packed one. Whatever
+    such a layer computes of a token depends on those before it, and filling stands behind all of a row's tokens: so
+    nothing has to be masked, and no layer has to know of it.
+
+    Attributes:
+        length: `(S,)` int64 tokens of each row.
+
+    Raises:
+        ValueError: There is no row, or an empty one.
+    """
+
+    length: np.ndarray
+
+    def __post_init__(self) -> None:
+        if not len(self.length) or (self.length < 1).any():
+            raise ValueError(f"padded rows are at least one and none of them empty, got lengths {self.length}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the tokens as a model gets them, `(S, L)`."""
+        return len(self.length), int(self.length.max())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a model computes, with filling."""
+        rows, width = self.shape
+        return rows * width
+
+    @property
+    def num_pairs(self) -> int:
+        """Query–key pairs, with those of filling; see `AttentionLayout.num_pairs`."""
+        rows, width = self.shape
+        return rows * (width * (width + 1) // 2)
+
+    def position_ids(self) -> np.ndarray:
+        """`(S * L,)` int64 position of every token, row by row."""
+        rows, width = self.shape
+        return np.tile(np.arange(width), rows)
+
+    def paths(self) -> list[np.ndarray]:
+        """Return where each row's tokens `(K,)` are among those of all rows, one row after the other."""
+        _, width = self.shape
+        return [row * width + np.arange(length) for row, length in enumerate(self.length.tolist())]

@@ -308,12 +308,13 @@ class Engine:
     def pack(
         self, rows: TokenRows, picked: tuple[int, ...], wanted: Wanted = "next", *, is_tree: bool = False
     ) -> PackedMicroBatch:
-        """Pack local rows for this engine; a sequence group's ranks get a slice each."""
+        """Pack local rows for this engine, or pad them; a sequence group's ranks get a slice each."""
         return pack_micro_batch(
             rows,
             picked,
             share_prefix=self.share_prefix,
             is_tree=is_tree,
+            packs_rows=self._source.packs_rows,
             wanted=wanted,
             device=self.device,
             group=self.sequence_group,
