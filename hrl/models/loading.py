@@ -309,12 +309,16 @@ def _chances(model: PreTrainedModel) -> list[str]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers, each of which is sharded as a unit of its own; those of towers too."""
+    """Return the layers, each of which is sharded as a unit of its own; those of towers too, and none within another."""
     names = set(model._no_split_modules or ())
-    # FSDP gives a layer that it has sharded a class of its own, below the one that is looked for.
-    return [
-        module for module in model.modules() if not names.isdisjoint(each.__name__ for each in type(module).__mro__)
-    ]
+    found: list[nn.Module] = []
+    within: set[nn.Module] = set()
+    for module in model.modules():  # what holds others comes before them
+        # FSDP gives a layer that it has sharded a class of its own, below the one that is looked for.
+        if module not in within and not names.isdisjoint(each.__name__ for each in type(module).__mro__):
+            found.append(module)
+            within.update(module.modules())
+    return found
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
