@@ -309,7 +309,7 @@ def _chances(model: PreTrainedModel) -> list[str]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers, each of which is sharded as a unit of its own; those of towers too, and none within another."""
+    """Return the layers, each of which is sharded as a unit of its own; those of towers too, none within another."""
     names = set(model._no_split_modules or ())
     found: list[nn.Module] = []
     within: set[nn.Module] = set()

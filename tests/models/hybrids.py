@@ -47,7 +47,11 @@ def save_hybrid(folder: Path, family: str, *, tokenizer: PreTrainedTokenizerBase
     torch.manual_seed(0)
     fields = HYBRIDS[family] | changes
     if tokenizer is not None:
-        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id or 0, "bos_token_id": None}
+        ends = {
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id or 0,
+            "bos_token_id": None,
+        }
         fields |= ends | {"vocab_size": len(tokenizer)}
         if "max_position_embeddings" in fields:
             fields["max_position_embeddings"] = 256

@@ -3,6 +3,9 @@
 Requests that wait together are sampled together, in one left-padded batch with a key-value cache: a wave. Those that
 come meanwhile wait for its end. Every sample has its own generator, so its tokens do not depend on its neighbours (up
 to the rounding of matrix products of another shape).
+
+A model that gets padded rows in training (`ModelSource.packs_rows`) carries a state along the row, from which
+transformers keeps padding on the left in some families and not in others. Its waves have contexts of one length.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
+from inspect import signature
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +50,9 @@ from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncErr
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+#: What families call what they keep of the tokens so far, in their outputs and as an argument.
+_CACHES = ("past_key_values", "cache_params")
 
 
 class HfModelWriter:
@@ -270,7 +277,7 @@ class HfEngine(RolloutEngine):
 
     def _sample(self, model: PreTrainedModel, batch: Sequence[_Request]) -> None:
         """Sample requests to their ends; in halves, each from where it is, where the memory is too small for all."""
-        waves = [batch]
+        waves = [batch] if self.setup.model.packs_rows else _by_length(batch)
         while waves:
             wave = waves.pop()
             try:
@@ -307,7 +314,7 @@ class HfEngine(RolloutEngine):
             mask[row, width - len(context) :] = 1
         running = list(range(len(wave)))
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        cache, seen = None, None
+        cache, seen = dict[str, Any](), None
         if self._sight is not None:
             positions = torch.zeros(3, *ids.shape, dtype=torch.int64, device=self._device)
             for row, (request, context) in enumerate(zip(wave, contexts, strict=True)):
@@ -315,27 +322,26 @@ class HfEngine(RolloutEngine):
                 positions[:, row, width - len(context) :] = torch.from_numpy(found.T).to(self._device)
             shows_at = [(each.pictures, width - len(context)) for each, context in zip(wave, contexts, strict=True)]
             seen = self._sight.padded(shows_at, width, self._device)
+        # Without padding a mask says nothing, and Mamba, when it samples, is wrong with one. Positions are told to
+        # whatever takes them: Bamba and MiniMax count them by the cache of their first layer, which counts none.
+        takes_mask = self.setup.model.packs_rows
+        takes_positions = takes_mask or "position_ids" in signature(model.forward).parameters
         while running := [row for row in running if not self._is_over(wave[row])]:
             with ExitStack() as stack:
                 routing = None if self._experts is None else stack.enter_context(self._experts.recording())
                 shows = {} if seen is None else stack.enter_context(shown(backbone_of(model), seen))[0]
-                result = model(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    **shows,
-                )
+                told = {"position_ids": positions} if takes_positions else {}
+                told |= {"attention_mask": mask} if takes_mask else {}
+                result = model(input_ids=ids, use_cache=True, **told, **cache, **shows)
             seen = None  # the cache has it
             if routing is not None and self._experts is not None:
                 of_rows = routing.stacked(self._experts.dtype).unflatten(0, ids.shape).cpu().numpy()
                 for row in running:
-                    if cache is None:  # what an earlier wave had is computed again
+                    if not cache:  # what an earlier wave had is computed again
                         wave[row].routed = [of_rows[row, width - len(contexts[row]) :]]
                     else:
                         wave[row].routed.append(of_rows[row])
-            cache = result.past_key_values
+            cache = {name: result[name] for name in _CACHES if result.get(name) is not None}
             logits = result.logits[:, -1].float()
             next_ids = torch.zeros(len(wave), 1, dtype=torch.int64)
             for row in running:
@@ -343,9 +349,11 @@ class HfEngine(RolloutEngine):
                 token, log_prob = draw(logits[row].cpu(), request.sampling, request.generator)
                 request.add(token, log_prob)
                 next_ids[row] = token
-            ids = next_ids.to(self._device)
-            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-            positions = positions[..., -1:] + 1
+            # A few families keep nothing that they hand out: all of the row runs again.
+            ids = next_ids.to(self._device) if cache else torch.cat([ids, next_ids.to(self._device)], dim=1)
+            mask = torch.cat([mask, torch.ones_like(ids[:, -1:])], dim=1)
+            following = positions[..., -1:] + 1
+            positions = following if cache else torch.cat([positions, following], dim=-1)
 
     def _is_over(self, request: _Request) -> bool:
         """Whether nothing more is sampled of a request; says so to whoever waits for it."""
@@ -362,6 +370,14 @@ class HfEngine(RolloutEngine):
         if part is None:
             raise EngineDeadError("the transformers engine is not running")
         return part
+
+
+def _by_length(batch: Sequence[_Request]) -> list[Sequence[_Request]]:
+    """Return the requests in waves, each of contexts of one length."""
+    waves: dict[int, list[_Request]] = {}
+    for request in batch:
+        waves.setdefault(len(request.prompt_ids) + len(request.token_ids), []).append(request)
+    return [*waves.values()]
 
 
 def _fail(requests: Sequence[_Request], error: BaseException) -> None:
