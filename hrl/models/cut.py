@@ -9,6 +9,7 @@ sequences are long enough to cross them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,15 @@ _MIN_LAYERS = 2
 #: Two copies of a cut and their gradients in float32 take 16 bytes for each parameter.
 MAX_PARAMETERS = 200_000_000
 #: Attributes in which layers of the same kind differ.
-_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
+_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "num_hidden_layers", "training")
+#: What families call the parts of a state-space layer, whose inner width is a multiple of the model's: that factor,
+#: heads, the width of a head, groups of heads.
+_EXPAND = ("mamba_expand", "expand")
+_STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+_STATE_WIDTH = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+_STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+#: Heads of a state-space layer in a model without attention.
+_FEW_STATE_HEADS = 4
 
 
 def cuts(
@@ -109,7 +118,45 @@ def _shorten(fields: dict[str, Any], config: PretrainedConfig, max_length: int) 
 def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -> None:
     """Reduce the number of heads, with all that depends on it, and the width of feed-forward layers."""
     _shorten(fields, config, max_length)
+    hidden = fields.get(config.attribute_map.get("hidden_size", "hidden_size"))
     resize(fields, config, _WIDTH, _few_heads)
+    _few_linear_heads(fields)
+    if isinstance(hidden, int):
+        _fit_states(fields, config, hidden)
+
+
+def _few_linear_heads(fields: dict[str, Any]) -> None:
+    """Return two heads, or two key heads with as many value heads for each, to layers of linear attention."""
+    counts = {key: value for key, value in fields.items() if key.startswith("linear_num_") and isinstance(value, int)}
+    fewest = min(counts.values(), default=0)
+    if fewest > 2 and all(value % fewest == 0 for value in counts.values()):
+        fields |= {key: value // fewest * 2 for key, value in counts.items()}
+
+
+def _fit_states(fields: dict[str, Any], config: PretrainedConfig, hidden: int) -> None:
+    """Let the heads of state-space layers fill their inner width again, a multiple of what was `hidden`."""
+    found = [_first_number(fields, names) for names in (_EXPAND, _STATE_HEADS, _STATE_WIDTH)]
+    if any(name is None for name in found):
+        return
+    expand, heads, width = (str(name) for name in found)
+    if fields[expand] * hidden != fields[heads] * fields[width]:
+        return  # the inner width is a field of its own
+    name = config.attribute_map.get("hidden_size", "hidden_size")
+    if fields[name] == hidden and "num_attention_heads" not in fields:
+        fields[name] = min(fields[heads], _FEW_STATE_HEADS) * fields[width] // fields[expand]
+    inner = fields[expand] * fields[name]
+    if inner % fields[width] == 0:
+        fields[heads] = inner // fields[width]
+    else:
+        fields[width] = inner // fields[heads]
+    groups = _first_number(fields, _STATE_GROUPS)
+    if groups is not None:
+        fields[groups] = gcd(fields[groups], fields[heads])
+
+
+def _first_number(fields: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    """Return the first of the names whose field is a whole number."""
+    return next((name for name in names if isinstance(fields.get(name), int)), None)
 
 
 class Heads(NamedTuple):
@@ -167,6 +214,8 @@ def resize(
     for key, value in fields.items():  # the width may have several names
         if value == hidden and not isinstance(value, bool) and any(word in key for word in ("size", "width", "dim")):
             fields[key] = narrower
+        elif key.endswith("hidden_size") and isinstance(value, int) and value > hidden and value % hidden == 0:
+            fields[key] = value // hidden * narrower
     fields[names["hidden_size"]] = narrower
 
 
