@@ -48,6 +48,8 @@ _STATE_WIDTH = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
 _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 #: Heads of a state-space layer in a model without attention.
 _FEW_STATE_HEADS = 4
+#: Width of a model without heads of any kind.
+_HEADLESS = 256
 
 
 def cuts(
@@ -137,6 +139,10 @@ def _fit_states(fields: dict[str, Any], config: PretrainedConfig, hidden: int) -
     """Let the heads of state-space layers fill their inner width again, a multiple of what was `hidden`."""
     found = [_first_number(fields, names) for names in (_EXPAND, _STATE_HEADS, _STATE_WIDTH)]
     if any(name is None for name in found):
+        if not any("heads" in key for key in fields):
+            for key, value in fields.items():
+                if key.endswith("hidden_size") and value == hidden:
+                    fields[key] = min(hidden, _HEADLESS)
         return
     expand, heads, width = (str(name) for name in found)
     if fields[expand] * hidden != fields[heads] * fields[width]:
