@@ -96,6 +96,7 @@ def build_engine(
             enable_activation_offload=False,
             shows_pictures=False,
             freeze_vision_tower=False,
+            packs_rows=True,
         ),
         Training(optim=optim_section(optimizer), grad_clip=1.0, total_steps=1, seed=0, run_folder=None)
         if trained

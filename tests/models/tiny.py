@@ -105,6 +105,7 @@ def model_config(path: Path, **changes: Any) -> SimpleNamespace:
         "adapter": None,
         "shows_pictures": False,
         "freeze_vision_tower": False,
+        "packs_rows": True,
     }
     return SimpleNamespace(**(base | changes))
 
