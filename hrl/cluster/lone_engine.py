@@ -13,6 +13,7 @@ from hrl.config.model import ModelConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource
+from hrl.models.probe import ProbeError, require_right
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.base import EngineSetup
 
@@ -41,6 +42,8 @@ def lone_engine(
         trust_remote_code=model.trust_remote_code,
         max_model_len=max_model_len or longest,
     )
+    if model.probe and (rollout.name == "hf" or device.type == "cpu"):
+        source = replace(source, packs_rows=_packs_rows(source))
     return EngineSetup(
         with_dtypes(rollout, device.type),
         source,
@@ -49,3 +52,11 @@ def lone_engine(
         num_threads=available_cores() if device.type == "cpu" else None,
         shares_device=False,
     )
+
+
+def _packs_rows(source: ModelSource) -> bool:
+    """Return whether training would pack a model's rows, see `hrl.models.probe`; else an engine pads none."""
+    try:
+        return require_right(source, scalar=False).packs_rows
+    except ProbeError:  # it can't be trained, and may well be sampled from
+        return False

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hrl.errors import HrlError
-from hrl.models.ops.layout import AttentionLayout
+from hrl.models.ops.layout import AttentionLayout, PaddedLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hrl.models.loading import ModelSource
 
+#: Errors of a model's code that is given what it was not written for.
+_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
 #: Tokens of that forward, enough to make what does not grow with their number negligible.
 _PROBE_TOKENS = 256
 
@@ -104,18 +106,36 @@ def footprint(source: ModelSource) -> Footprint:
     from hrl.models.ops.residual import widen_residual
     from hrl.models.tensor_parallel import holds_experts
 
-    try:
-        loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
-        if source.adapter is not None:
-            add_adapter(loaded, source.adapter, torch.bfloat16)  # as FSDP2 casts it for its products
-        kept, streams = _bytes_of_layers(loaded, decoder_layers(loaded))
-        widen_residual(loaded, "meta")
-        wide_kept, wide_streams = _bytes_of_layers(loaded, decoder_layers(loaded))
-    except AdapterError:
-        raise
-    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
-        name = Path(source.path).name
-        raise FootprintError(f"{name} can't be sized without its weights ({type(error).__name__}: {error})") from error
+    of_layers: list[tuple[list[int], list[int]]] = []
+    for packs_rows in (True, False):
+        try:
+            own = replace(source, enable_gradient_checkpointing=False, packs_rows=packs_rows)
+            loaded = load_causal_lm(own, torch.bfloat16, meta=True).model
+            if source.adapter is not None:
+                add_adapter(loaded, source.adapter, torch.bfloat16)  # as FSDP2 casts it for its products
+            layout = _packed() if packs_rows else PaddedLayout(np.array([_PROBE_TOKENS]))
+            of_layers = [_bytes_of_layers(loaded, decoder_layers(loaded), layout)]
+            widen_residual(loaded, "meta")
+            of_layers.append(_bytes_of_layers(loaded, decoder_layers(loaded), layout))
+            break
+        except AdapterError:
+            raise
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            NotImplementedError,
+        ) as error:
+            if packs_rows:
+                continue  # what can't run a packed row, as a layer that carries a state, may run a padded one
+            name = Path(source.path).name
+            raise FootprintError(
+                f"{name} can't be sized without its weights ({type(error).__name__}: {error})"
+            ) from error
+    (kept, streams), (wide_kept, wide_streams) = of_layers
     holds_4_bits = source.adapter is not None and source.adapter.load_in_4bit
     embedding, head = loaded.get_input_embeddings(), loaded.get_output_embeddings()
     tied = embedding.weight is head.weight
@@ -137,7 +157,7 @@ def footprint(source: ModelSource) -> Footprint:
         stream_bytes_per_token=max(streams) // _PROBE_TOKENS,
         wide_kept_bytes_per_token=max(wide_kept) // _PROBE_TOKENS,
         wide_stream_bytes_per_token=max(wide_streams) // _PROBE_TOKENS,
-        kv_bytes_per_token=2 * len(layers) * _cache_width(text),
+        kv_bytes_per_token=2 * _num_caches(text, len(layers)) * _cache_width(text),
         kv_heads=_kv_heads(text),
         adapter=adapter,
         adapted_layers=len(adapted_layers(loaded)),
@@ -152,8 +172,18 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _num_caches(text: Any, num_layers: int) -> int:
+    """Return how many layers cache keys and values: not those that have a state of one size instead."""
+    kinds = getattr(text, "layer_types", None)
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        return num_layers
+    return sum(("attention" in kind and not kind.startswith("linear")) or kind == "hybrid" for kind in kinds)
+
+
 def _cache_width(text: Any) -> int:
     """Return the number of elements that the KV cache holds for one token in one layer."""
+    if getattr(text, "num_attention_heads", None) is None:
+        return 0
     latent = getattr(text, "kv_lora_rank", None)
     if latent:  # vLLM caches the latent vector, which all heads share, and its rotary part
         return int(latent + text.qk_rope_head_dim)
@@ -162,13 +192,21 @@ def _cache_width(text: Any) -> int:
 
 
 def _kv_heads(text: Any) -> int:
-    if getattr(text, "kv_lora_rank", None):
+    if getattr(text, "kv_lora_rank", None) or getattr(text, "num_attention_heads", None) is None:
         return 1
     return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
-def _bytes_of_layers(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[list[int], list[int]]:
-    """Run one packed row without storage.
+def _packed() -> AttentionLayout:
+    """Return the layout of one sequence."""
+    zeros = np.zeros(1, np.int64)
+    return AttentionLayout(np.array([_PROBE_TOKENS]), zeros, zeros)
+
+
+def _bytes_of_layers(
+    model: PreTrainedModel, layers: list[nn.Module], layout: AttentionLayout | PaddedLayout
+) -> tuple[list[int], list[int]]:
+    """Run one row without storage.
 
     Returns:
         The bytes that autograd keeps in every layer, weights not counted, and the bytes that every layer hands on.
@@ -198,10 +236,10 @@ def _bytes_of_layers(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[l
 
     handles = [layer.register_forward_pre_hook(partial(enter, index)) for index, layer in enumerate(layers)]
     handles += [layer.register_forward_hook(leave) for layer in layers]
-    zeros, ids = np.zeros(1, np.int64), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
     try:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            last_hidden_states(model, ids, ids, AttentionLayout(np.array([_PROBE_TOKENS]), zeros, zeros))
+            last_hidden_states(model, ids, ids, layout)
     finally:
         for handle in handles:
             handle.remove()

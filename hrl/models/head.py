@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from hrl.models.ops.exchange import SlicedLayout
 from hrl.models.ops.layout import AttentionLayout, PaddedLayout
@@ -110,13 +110,25 @@ def last_hidden_states(
     backbone = backbone_of(model)
     if isinstance(layout, PaddedLayout):
         # Given neither mask nor positions, a model takes every row for what it is: tokens from its first position on.
-        return backbone(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[None]  # type: ignore[no-any-return]
+        with _nothing_looked_for():
+            return backbone(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[None]  # type: ignore[no-any-return]
     mask = layout.full_mask(ids.device)
     run = partial(backbone, input_ids=ids, attention_mask=mask, position_ids=positions, packing=layout, use_cache=False)
     if pictures is None:
         return run().last_hidden_state  # type: ignore[no-any-return]
     with shown(backbone, pictures) as (seen, zero):
         return run(**seen).last_hidden_state + zero  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _nothing_looked_for() -> Iterator[None]:
+    """Keep transformers from looking for packed rows in the positions that it has made itself: the host would wait."""
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
 
 
 def _fit(products: Tensor, logits: Tensor) -> LogitForm | None:

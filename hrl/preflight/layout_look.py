@@ -23,9 +23,11 @@ _LAYOUTS: Mapping[str, Layout] = {
 _DEADLINE_S = 600.0
 
 
-def has_layouts(outline: Outline) -> bool:
-    """Return whether any model lies on processes that work together, or has an adapter."""
+def has_layouts(outline: Outline, *, packs_rows: bool = True) -> bool:
+    """Return whether any model lies on processes that work together, has an adapter, or is sharded and not packed."""
     models = outline.models.values()
+    if not packs_rows and outline.num_processes > 1:
+        return True
     return any(_keys(model) or (model.learner is not None and model.learner.trains_adapter) for model in models)
 
 
@@ -54,16 +56,19 @@ def look_at_layouts(
                 continue  # only the engine runs it
             model = outline.models[role]
             keys = _keys(model)
+            # Of packed models FSDP2's shards are known to be right; code that is new to padded rows may read weights
+            # where they are not whole.
+            shards: tuple[Layout, ...] = () if packs_rows or outline.num_processes == 1 else ("shards",)
             request = LayoutRequest(
                 str(folder),
                 model.override_config,
                 outline.model.trust_remote_code,
                 outline.lengths.model,
                 model.is_scalar,
-                tuple(keys),
+                (*shards, *keys),
                 packs_rows,
             )
-            if keys:
+            if request.layouts:
                 _look_at_groups(findings, model, keys, request, ranks, outline.section)
             adapter = None if model.learner is None else adapter_of(model.learner, seed)
             if adapter is not None:
@@ -104,6 +109,13 @@ def _look_at_groups(
 ) -> None:
     with findings.about(model.key):
         for layout, result in ranks.ask(request, _DEADLINE_S).items():
+            if layout == "shards":
+                if not result.is_right:
+                    what = (
+                        f"can't be trained by several processes: {result.refused or _would_be_wrong(request, result)}."
+                    )
+                    findings.problem(model.key, what, f"Take one process, or {_way_out(section)}")
+                continue
             key = keys[layout]
             degree = model.degrees[key]
             if result.is_uneven:

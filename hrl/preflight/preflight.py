@@ -159,7 +159,7 @@ def inspect_run(
         with stage("comparing the model's forward pass in training with its own"):
             shows = pictures_of(config, train, val)["shows_pictures"]
             packs_rows = look_at_families(findings, outline, folders, shows_pictures=shows)
-        if not findings.problems and has_layouts(outline):
+        if not findings.problems and has_layouts(outline, packs_rows=packs_rows):
             with stage("comparing the model over several processes, or with its adapter, with itself"):
                 look_at_layouts(findings, outline, folders, config.trainer.seed, packs_rows=packs_rows)
     if findings.problems or folders.keys() < outline.models.keys():

@@ -1,4 +1,4 @@
-"""Rows that are padded: nothing above the budget, every rank as many micro-batches, as little filling as there can be."""
+"""Padded rows: nothing above the budget, every rank as many micro-batches, as little filling as there can be."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m tests.models.table > docs/models.md
 
 Each row is a family's default configuration, or one with settings that people train, as random weights. What is right
-packed is then compared in every layout, on two processes. Names given on the command line are compared and printed
+is then compared in every layout, on two processes. Names given on the command line are compared and printed
 alone.
 """
 
@@ -28,9 +28,9 @@ from hrl.workers.layout_ranks import LayoutRanks, LayoutRanksError
 
 #: A run longer than any window, chunk or pre-training: whatever a family does beyond some length, it does here.
 LONG_RUN_TOKENS = 1 << 24
-RIGHT, REFUSED = "right packed", "refused"
-#: What is refused of every dense family.
-DENSE = "has no experts"
+RIGHT, UNPACKED, REFUSED = "right packed", "right unpacked", "refused"
+#: What is refused of every dense family, and of every one that is not packed.
+DENSE, NOT_PACKED = "has no experts", "a row can't be cut"
 COLUMNS: dict[Layout, str] = {
     "shards": "FSDP2",
     "sequence": "SP 2",
@@ -122,9 +122,9 @@ class Row:
     Attributes:
         family: `model_type`.
         setting: how it differs from the default; empty where it does not.
-        verdict: `RIGHT` or `REFUSED`.
+        verdict: `RIGHT`, `UNPACKED` or `REFUSED`.
         result: of the comparison, where it came to one.
-        why: it is refused; empty where it is right.
+        why: it is refused, or not packed; empty where it is right packed.
     """
 
     family: str
@@ -154,7 +154,8 @@ def compare(family: str, setting: str = "", **fields: Any) -> Row:
             result = probe_config(config, LONG_RUN_TOKENS)
     except ProbeError as error:
         return Row(family, setting, REFUSED, None, _one_line(error))
-    return Row(family, setting, RIGHT if result.is_right else REFUSED, result, result.cause)
+    verdict = REFUSED if not result.is_right else RIGHT if result.packs_rows else UNPACKED
+    return Row(family, setting, verdict, result, result.cause or _shortened(result.why_not_packed))
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class LayoutRow:
     def why(self) -> str:
         """Why layouts are refused, but for experts of a dense family."""
         reasons = {name: result.refused or result.wrong for name, result in self.results.items()}
-        told = {name: text for name, text in reasons.items() if text and not text.endswith(DENSE)}
+        told = {name: text for name, text in reasons.items() if text and not text.endswith((DENSE, NOT_PACKED))}
         return "; ".join(f"{COLUMNS[name]}: {_one_line(text)}" for name, text in told.items())
 
     def cells(self) -> list[str]:
@@ -185,15 +186,17 @@ class LayoutRow:
     def _cell(self, result: LayoutResult) -> str:
         if result.is_right:
             return f"{result.difference:.0e}, {result.gradient_difference:.0e}"
-        return "–" if result.refused.endswith(DENSE) else REFUSED
+        return "–" if result.refused.endswith((DENSE, NOT_PACKED)) else REFUSED
 
 
-def compare_in_layouts(ranks: LayoutRanks, family: str, setting: str = "", **fields: Any) -> LayoutRow:
-    """The comparison of a family that is right packed in every layout."""
+def compare_in_layouts(
+    ranks: LayoutRanks, family: str, setting: str = "", *, packs_rows: bool = True, **fields: Any
+) -> LayoutRow:
+    """The comparison of a family that is right in every layout."""
     config = CONFIG_MAPPING[family](**(COMPLETED.get(family, {}) | fields))
     with tempfile.TemporaryDirectory() as folder, quiet():
         config.save_pretrained(folder)
-        request = LayoutRequest(folder, {}, False, LONG_RUN_TOKENS, False, LAYOUTS)
+        request = LayoutRequest(folder, {}, False, LONG_RUN_TOKENS, False, LAYOUTS, packs_rows)
         try:
             results = ranks.ask(request, DEADLINE_S)
         except LayoutRanksError as error:
@@ -203,12 +206,13 @@ def compare_in_layouts(ranks: LayoutRanks, family: str, setting: str = "", **fie
 
 
 def all_layout_rows(rows: list[Row]) -> Iterator[LayoutRow]:
-    """One for every row that is right packed."""
+    """One for every row that is right."""
     fields = {(name, setting): changes for name, setting, changes in VARIANTS}
     with LayoutRanks() as ranks:
         for row in rows:
-            if row.verdict == RIGHT:
-                yield compare_in_layouts(ranks, row.family, row.setting, **fields.get((row.family, row.setting), {}))
+            if row.verdict != REFUSED:
+                own, packs = fields.get((row.family, row.setting), {}), row.verdict == RIGHT
+                yield compare_in_layouts(ranks, row.family, row.setting, packs_rows=packs, **own)
 
 
 def all_rows() -> Iterator[Row]:
@@ -231,14 +235,49 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()).replace("|", "\\|")
+def _one_line(error: Exception | str) -> str:
+    return _shortened(str(error))
+
+
+def _shortened(message: str) -> str:
+    text = " ".join(message.split()).replace("|", "\\|")
     return text if len(text) <= 280 else text[:279] + "…"
+
+
+_UNPACKED = [
+    "## Unpacked",
+    "",
+    "Layers that carry a state along the row (Mamba, gated delta nets and other linear attention, short",
+    "convolutions) would carry it from one row of a packed micro-batch into the next. The same holds for what",
+    "counts positions over the packed row, and a few families have an attention that only their own code computes.",
+    "Their rows are not packed: each stands by itself, padded on the right, where no layer that goes from left to",
+    "right sees the padding before a token. Nothing is asked for by a key, and no list of families decides: the",
+    "comparison does, and the banner and `hrl check` say so and why. If one model of a run needs it, all of its",
+    "models get padded rows.",
+    "",
+    "- **Rows of about one length run together.** The plan sorts rows by length and cuts where padding would cost",
+    "  more than another micro-batch, which counts as 1,024 tokens. `…max_token_len_per_gpu` is kept with the",
+    "  padding counted.",
+    "- **Samples of a group do not share their prompt**, and turns of an episode not their beginning: each row is",
+    "  whole.",
+    "- **Experts** of padding are computed and dropped: they are in no loss, no load and no metric.",
+    "- **Attention** is transformers' own (`sdpa` where the family has it), and so are states: by torch on a CPU;",
+    "  on a GPU by `causal-conv1d`, `flash-linear-attention` and `mamba-ssm` where they are installed, else by",
+    "  torch, which transformers says, and which is much slower. Nothing of this was run on a GPU yet.",
+    "- **FSDP2, expert groups and adapters** are compared like those of packed models, and so are tensor groups,",
+    "  for which few of these families have a plan. Sequence groups (`ulysses_sequence_parallel_size`) are refused,",
+    "  and pictures are: both need packed rows.",
+    "- **Engines.** `rollout.name=hf` samples contexts of one length together, without padding, since the caches of",
+    "  some families are wrong beside it. vLLM on a CPU runs those of the families that it has kernels for there,",
+    "  without prefix caching. Falcon-H1 was seen to give the trainer's log-probs to 1e-5 in float32. As for every",
+    "  model, `rollout/logprob_diff_max` of the first step says whether an engine agrees with the trainer.",
+    "",
+]
 
 
 def page(rows: list[Row], layouts: list[LayoutRow]) -> str:
     """docs/models.md."""
-    right = sum(row.verdict == RIGHT for row in rows)
+    right, unpacked = (sum(row.verdict == verdict for row in rows) for verdict in (RIGHT, UNPACKED))
     equal = {name: sum(row.results[name].is_right for row in layouts) for name in LAYOUTS}
     counts = ", ".join(f"{COLUMNS[name]} {count}" for name, count in equal.items())
     lines = [
@@ -253,10 +292,10 @@ def page(rows: list[Row], layouts: list[LayoutRow]) -> str:
         "model's own plain forward. Log-probs must agree to 1e-4 in float32, and the gradients of all parameters to",
         "one part in a hundred. For a model that amplifies rounding, both limits grow with the effect that one",
         "rounding of its weights has, at most a hundredfold. The comparison takes a few seconds. A model that",
-        "differs is refused, with the difference and its likely cause; `actor_rollout_ref.model.probe=false`",
-        "(`model.probe=false` in offline runs) skips the comparison. Only the driver compares, on its CPU: the result",
-        "depends on a model's config and code, which are the same on every node, so ranks don't repeat it. `hrl",
-        "check` makes the same comparison.",
+        "differs is compared [unpacked](#unpacked), and one that differs then too is refused, with the difference and",
+        "its likely cause; `actor_rollout_ref.model.probe=false` (`model.probe=false` in offline runs) skips the",
+        "comparison, and rows are packed. Only the driver compares, on its CPU: the result depends on a model's config",
+        "and code, which are the same on every node, so ranks don't repeat it. `hrl check` makes the same comparison.",
         "",
         "Only what a run reaches counts: a sliding window of 32,768 tokens matters only to a run with longer",
         "sequences. The lengths at which a layer computes differently are found by the names of their fields in",
@@ -277,19 +316,20 @@ def page(rows: list[Row], layouts: list[LayoutRow]) -> str:
         "  model has no place for are named in a warning.",
         "",
         f"The table has {len(rows)} configurations of the causal families in transformers {__version__}, compared as",
-        f"for a run that crosses every length: {right} are right packed, {len(rows) - right} are refused. The figures",
-        "are the largest difference of a log-prob from the model's own forward, the largest difference between two",
-        "packings, and the largest relative difference of a parameter's gradient; differences around 1e-6 are",
-        "rounding. Critics and reward models go through the same comparison as sequence classifiers, which not every",
-        "family has.",
+        f"for a run that crosses every length: {right} are right packed, {unpacked} are right unpacked, and",
+        f"{len(rows) - right - unpacked} are refused. The figures are the largest difference of a log-prob from the",
+        "model's own forward, the largest difference between two packings (two ways to pad rows that are not packed),",
+        "and the largest relative difference of a parameter's gradient; differences around 1e-6 are rounding.",
+        "Critics and reward models go through the same comparison as sequence classifiers, which not every family has.",
         "",
-        "| Family | Setting | Verdict | Own forward | Packings | Gradients | Why not |",
+        "| Family | Setting | Verdict | Own forward | Packings | Gradients | Why not packed, or refused |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *("| " + " | ".join(row.cells()) + " |" for row in rows),
         "",
+        *_UNPACKED,
         "## Layouts",
         "",
-        "What is right packed is compared once more, on two processes over gloo, in float32: the same cut of the",
+        "What is right is compared once more, on two processes over gloo, in float32: the same cut of the",
         "model, laid out and loaded as the engine does it, against one process. The first figure of a cell is the",
         "largest difference of a log-prob, the second the largest relative difference of a parameter's gradient.",
         "A model that amplifies rounding beyond its bounds is compared in float64 instead.",
@@ -302,11 +342,12 @@ def page(rows: list[Row], layouts: list[LayoutRow]) -> str:
         "  whose weights the adapter was added, by its own plain forward. The gradients are those of the adapter,",
         "  against the ones that follow from the merged weights by the chain rule.",
         "",
-        "`refused` is refused before a run starts, with the reason beside it; `–` is a family without experts. A",
-        "run whose configuration has one of the last four layouts makes the comparison of its own model before it",
-        "starts anything, with two processes on the driver's CPU (for an adapter, in the driver itself), and so does",
-        "`hrl check`. A model that is not equal is refused by the key that asks for the layout;",
-        "`actor_rollout_ref.model.probe=false` skips this comparison too.",
+        "`refused` is refused before a run starts, with the reason beside it; `–` is a family without experts, or",
+        "one whose rows are not packed, and then can't be cut into slices. A run whose configuration has one of the",
+        "last four layouts makes the comparison of its own model before it starts anything, with two processes on",
+        "the driver's CPU (for an adapter, in the driver itself), and so does `hrl check`; where rows are not packed,",
+        "a run of several processes compares the first layout too. A model that is not equal is refused by the key",
+        "that asks for the layout; `actor_rollout_ref.model.probe=false` skips this comparison too.",
         "",
         f"Equal, of {len(layouts)} configurations: {counts}.",
         "",

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
+    LlamaModel,
 )
 from transformers.models.llama import modeling_llama
 
@@ -55,10 +56,30 @@ def test_families_that_were_silently_wrong_are_right(family):
     assert result.gradient_difference < GRADIENT_TOLERANCE
 
 
-def test_recurrent_state_that_crosses_rows_is_refused():
-    result = probe_config(config_of("recurrent_gemma", **RECURRENT), LONG_RUN)
-    assert not result.is_right and "crosses rows" in result.cause
-    assert result.packing_difference > 0.01
+def test_recurrent_state_crosses_packed_rows_and_not_padded_ones():
+    config = config_of("recurrent_gemma", **RECURRENT)
+    packed = probe_config(config, LONG_RUN, packs_rows=True)
+    assert not packed.is_right and "crosses rows" in packed.cause
+    assert packed.packing_difference > 0.01
+    chosen = probe_config(config, LONG_RUN)
+    assert chosen.is_right and not chosen.packs_rows and chosen.why_not_packed == packed.cause
+    assert max(chosen.difference, chosen.packing_difference) < LOG_PROB_TOLERANCE
+
+
+def test_padded_rows_are_refused_to_what_reads_the_padding(monkeypatch):
+    """A backbone that looks at all of a row, and packed rows that it would mix."""
+    forward = LlamaModel.forward
+
+    def looks_at_all(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state + output.last_hidden_state.mean(1, keepdim=True)
+        return output
+
+    monkeypatch.setattr(LlamaModel, "forward", looks_at_all)
+    padded = probe_config(config_of("llama"), LONG_RUN, packs_rows=False)
+    assert "padded on the right" in padded.cause and padded.packing_difference > 0.01
+    both = probe_config(config_of("llama"), LONG_RUN)
+    assert not both.is_right and both.packs_rows, "of two that are wrong the packed one is told of"
 
 
 def test_a_mask_that_is_computed_is_refused():
@@ -133,7 +154,7 @@ def test_a_row_that_reads_its_neighbours_is_caught(monkeypatch):
         return packed_attention(query, key.cumsum(0) / 8, value, layout, **kwargs)
 
     monkeypatch.setattr("hrl.models.ops.attention.packed_attention", leaky)
-    assert "other rows of its micro-batch" in probe_config(config_of("llama"), LONG_RUN).cause
+    assert "other rows of its micro-batch" in probe_config(config_of("llama"), LONG_RUN, packs_rows=True).cause
 
 
 def test_a_gradient_that_is_lost_is_caught(monkeypatch):
@@ -141,15 +162,15 @@ def test_a_gradient_that_is_lost_is_caught(monkeypatch):
         return packed_attention(query, key.detach(), value, layout, **kwargs)
 
     monkeypatch.setattr("hrl.models.ops.attention.packed_attention", without_gradient)
-    assert "gradients" in probe_config(config_of("llama"), LONG_RUN).cause
+    assert "gradients" in probe_config(config_of("llama"), LONG_RUN, packs_rows=True).cause
 
 
 def test_what_changes_only_beyond_the_runs_longest_sequence_does_not_count(monkeypatch):
     """A window that packed attention would not see matters only to a run that reaches it."""
     monkeypatch.setattr("hrl.models.ops.attention._reach", lambda mask, window: Reach(None))
     windowed = config_of("qwen2", use_sliding_window=True, sliding_window=4096, max_window_layers=0)
-    assert probe_config(windowed, 4096).is_right
-    assert not probe_config(windowed, 4097).is_right
+    assert probe_config(windowed, 4096, packs_rows=True).is_right
+    assert not probe_config(windowed, 4097, packs_rows=True).is_right
 
 
 def test_a_model_that_amplifies_rounding_is_not_refused_for_it(monkeypatch):
@@ -173,9 +194,10 @@ def source_of(folder, **override) -> ModelSource:
 def test_the_refusal_names_family_figures_cause_and_way_out(tmp_path):
     config_of("recurrent_gemma", **RECURRENT).save_pretrained(tmp_path)
     with pytest.raises(
-        ProbeError, match=r"recurrent_gemma at .*differ by \d.*Likely cause: .*docs/models.md.*model.probe=false"
+        ProbeError,
+        match=r"recurrent_gemma at .*wrongly packed.*differ by \d.*: .*docs/models.md.*model.probe=false",
     ):
-        require_right(source_of(tmp_path), scalar=False)
+        require_right(source_of(tmp_path), scalar=False, packs_rows=True)
 
 
 def test_a_family_without_a_classifier_is_no_critic(tmp_path):
@@ -244,8 +266,8 @@ def test_what_counts_positions_over_the_row_is_caught_although_no_sequence_is_so
     """Llama 4 scales its queries by the position in the row from `floor_scale` on."""
     config = config_of("llama4_text", num_local_experts=2, intermediate_size_mlp=16, head_dim=8, num_hidden_layers=4)
     assert config.floor_scale == 8192
-    result = probe_config(config, 4096)
-    assert "other rows of its micro-batch" in result.cause
+    assert "other rows of its micro-batch" in probe_config(config, 4096, packs_rows=True).cause
+    assert not probe_config(config, 4096).packs_rows
 
 
 def test_the_packed_row_crosses_what_none_of_its_sequences_reaches():

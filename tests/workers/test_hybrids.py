@@ -209,6 +209,12 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
             assert distance(found[folder], wanted[folder]) < 1e-6
 
 
+def _balanced(policy: Actor, told: dict[str, Any], batch: DataProto, plan: RankPlan) -> None:
+    """Imitate with a loss of the load of experts, and say what the experts did."""
+    metrics = learn_answers(policy, batch, plan, router_aux_loss_coef=0.1)
+    told |= {name: metric.result() for name, metric in metrics.items() if name.startswith("moe/")}
+
+
 def test_experts_and_their_load_do_not_count_padding(tmp_path: Path) -> None:
     folder, batch = save_hybrid(tmp_path, "qwen3_next"), ragged_batch()
     with world_of_one():
@@ -217,10 +223,8 @@ def test_experts_and_their_load_do_not_count_padding(tmp_path: Path) -> None:
         for rows in (None, 1):
             plan = plan_update(batch, rows=rows)
             mine, own = held(batch, plan)
-            learn = partial(learn_answers, policy, loss_agg_mode="token-mean", router_aux_loss_coef=0.1)
-            metrics: dict[str, Any] = {}
-            found = local_gradients(policy, lambda *asked, learn=learn: metrics.update(learn(*asked)), mine, own)
-            told = {name: metric.result() for name, metric in metrics.items() if name.startswith("moe/")}
+            told: dict[str, Any] = {}
+            found = local_gradients(policy, partial(_balanced, policy, told), mine, own)
             assert told["moe/aux_loss"] > 0
             chosen = policy.log_probs(mine, own, records_experts=True).non_tensor_batch["routed_experts"]
             place = {row: at for at, row in enumerate(plan.rows[0])}

@@ -99,8 +99,9 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         # A prompt that may not be cut has to fit into one iteration.
         "max_num_batched_tokens": max(config.max_num_batched_tokens, model.max_model_len),
-        "enable_prefix_caching": config.enable_prefix_caching,
-        # On a CPU a request with a seed needs its prompt in one piece.
+        "enable_prefix_caching": config.enable_prefix_caching and (model.packs_rows or not on_cpu),
+        # On a CPU a request with a seed needs its prompt in one piece. States of layers that carry one are kept at the
+        # ends of pieces, so that of these models no beginning is shared there.
         "enable_chunked_prefill": not on_cpu,
         # Compiling on a CPU was seen to cost minutes at the start and to gain nothing.
         "enforce_eager": on_cpu or config.enforce_eager,
