@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hrl.models.hf_config import load_config
@@ -34,3 +36,11 @@ def test_vllm_and_trainer_see_the_same_configuration(tmp_path, override):
     different = {key for key in ours if ours[key] != theirs.get(key)}
     assert different <= {"architectures", "dtype", "transformers_version", "_name_or_path"}
     assert theirs["head_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("packs_rows", [True, False])
+def test_on_a_cpu_no_beginning_is_shared_of_a_model_that_carries_a_state(tmp_path, packs_rows):
+    """vLLM keeps states at the ends of pieces of prompts, and on a CPU takes a prompt in one piece."""
+    setup = engine_setup("vllm", save_qwen2(tmp_path), TokenIds(0, (1,), 61), 64, enable_prefix_caching=True)
+    args = engine_args(replace(setup, model=replace(setup.model, packs_rows=packs_rows)))
+    assert args["enable_prefix_caching"] == packs_rows and not args["enable_chunked_prefill"]
