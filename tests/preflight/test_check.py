@@ -238,7 +238,11 @@ def test_a_family_that_would_be_trained_wrongly_is_refused_by_check_and_run(line
     path = tmp_path / "policy" / "config.json"
     size = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
     rest = {"intermediate_size": 32, "num_key_value_heads": 1, "max_position_embeddings": 4096}
-    path.write_text(json.dumps({"model_type": "doge"} | size | rest))
+    path.write_text(json.dumps({"model_type": "bert", "is_decoder": True} | size | rest))
     status, said = check(capsys, *line)
-    assert status != 0 and "actor_rollout_ref.model.path" in said and "doge computes with its attention mask" in said
+    assert status != 0 and "actor_rollout_ref.model.path" in said
+    assert "BertLMHeadModel computes something between its last hidden states and its head" in said
     assert check(capsys, *line, "actor_rollout_ref.model.probe=false")[0] == 0
+    path.write_text(json.dumps({"model_type": "doge"} | size | rest))
+    assert cli.main(["check", "--json", *line]) == 0
+    assert "doge computes with its attention mask" in json.loads(capsys.readouterr().out)["found"]["padded rows"]
