@@ -221,6 +221,11 @@ class StepMetrics(dict[str, float]):
             if not merged.is_empty:
                 self[name] = merged.result()
 
+    def absorb(self, later: StepMetrics) -> None:
+        """Take in what a part of the step had its own metrics for."""
+        self.observe(later._observed)
+        self |= {name: value for name, value in later.items() if name not in later._observed}
+
 
 def validation_of(source: str) -> str:
     """Return what the names of the validation metrics of a data source begin with: `val/<source>`.

@@ -440,11 +440,17 @@ def run_columns(records: Records) -> dict[str, Any]:
 
 
 def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of a step by group of phases, and `other` for the time outside of all groups."""
+    """Return the seconds of a step by group of phases, and `other` for the time outside of all groups.
+
+    Phases that ran at once share the time in which any of them ran in proportion to their own.
+    """
     total = record.get(TIMER + "step")
     if total is None:
         return {}
     seconds = {group: sum(record.get(TIMER + name) or 0.0 for name in names) for group, names in phase_groups().items()}
+    if (overlap := record.get("perf/overlap_s") or 0.0) > 0:
+        share = 1 - overlap / max(sum(seconds.values()), overlap)
+        seconds = {group: share * value for group, value in seconds.items()}
     return seconds | {"other": max(0.0, total - sum(seconds.values()))}
 
 

@@ -216,11 +216,12 @@ class RunConsole:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show a phase as running for the duration of the block; `name` is that of its timer."""
-        self._phases.begin(LABELS.get(name, name))
+        label = LABELS.get(name, name)
+        self._phases.begin(label)
         try:
             yield
         finally:
-            self._phases.end()
+            self._phases.end(label)
 
     def step(
         self, step: int, metrics: Mapping[str, float], alarms: Sequence[str] = (), left_s: float | None = None

@@ -25,7 +25,7 @@ def in_silence(title: str) -> AbstractContextManager[None]:
 
 
 class PhaseBar:
-    """The phases of the running step: finished ones with their seconds, and the running one counting up.
+    """The phases of the running step: finished ones with their seconds, and those that run counting up.
 
     Args:
         labels: Labels in order, e.g. `("gen", "reward", "update", "sync")`.
@@ -38,29 +38,25 @@ class PhaseBar:
         self.title = ""
         self._clock = clock
         self._done: dict[str, float] = {}
-        self._running: str | None = None
-        self._started_at = 0.0
+        self._running: dict[str, float] = {}
 
     def begin_step(self, title: str) -> None:
         """Start a step with no phase run yet; what only an earlier step had, such as a validation, is gone."""
         self.title = title
         self.labels = list(self._own)
         self._done = {}
-        self._running = None
+        self._running = {}
 
     def begin(self, label: str) -> None:
-        """Start a phase."""
+        """Start a phase; others may be running."""
         if label not in self.labels:
             self.labels.append(label)
-        self._running = label
-        self._started_at = self._clock()
+        self._running[label] = self._clock()
 
-    def end(self) -> None:
-        """End the running phase. The seconds of a phase that runs twice in a step add up."""
-        if self._running is not None:
-            seconds = self._clock() - self._started_at
-            self._done[self._running] = self._done.get(self._running, 0.0) + seconds
-            self._running = None
+    def end(self, label: str) -> None:
+        """End a running phase. The seconds of a phase that runs twice in a step add up."""
+        if (started_at := self._running.pop(label, None)) is not None:
+            self._done[label] = self._done.get(label, 0.0) + self._clock() - started_at
 
     def line(self, width: int) -> Text:
         """Return the phases in `width` columns: where they are too long, without the first ones that are over."""
@@ -76,8 +72,8 @@ class PhaseBar:
         if left_out:
             text.append("…  ", style="green")
         for label in self.labels[left_out:]:
-            if label == self._running:
-                text.append(f"▸ {label} {self._clock() - self._started_at:.1f}s", style="bold cyan")
+            if (started_at := self._running.get(label)) is not None:
+                text.append(f"▸ {label} {self._clock() - started_at:.1f}s", style="bold cyan")
             elif label in self._done:
                 text.append(f"✓ {label} {self._done[label]:.1f}s", style="green")
             else:

@@ -140,13 +140,21 @@ def write_profile(folder: Path, record: Mapping[str, Any]) -> Path:
     return write_whole(file, profile_text(record))
 
 
+def write_timeline(folder: Path, step: int, text: str) -> Path:
+    """Write `profile/step_<n>_timeline.json` into a run folder, see `hrl.report.timeline`; return its path."""
+    file = profile_table(folder, step).with_name(f"step_{step}_timeline.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return write_whole(file, text)
+
+
 def read_profiles(folder: Path) -> list[dict[str, Any]]:
     """Return the profiles of a run in the order of their steps.
 
     Raises:
         DamagedFileError: A file holds something else.
     """
-    records = [_read(file) for file in (folder / PROFILE).glob("step_*.json")]
+    files = (folder / PROFILE).glob("step_*.json")
+    records = [_read(file) for file in files if file.stem.removeprefix("step_").isdecimal()]
     return sorted(records, key=lambda record: int(record["step"]))
 
 

@@ -26,9 +26,10 @@ from hrl.report.html_report import write_html_report
 from hrl.report.outcome import Outcome
 from hrl.report.pace import Pace
 from hrl.report.phases import Tokens, timing_metrics
-from hrl.report.profile import profile_line, profile_record, profile_table, profile_text, write_profile
+from hrl.report.profile import profile_line, profile_record, profile_table, profile_text, write_profile, write_timeline
 from hrl.report.run_folder import RunFolder, read_metrics, writing_to
 from hrl.report.samples import Sample
+from hrl.report.timeline import Span, overlap_metrics, timeline_text
 from hrl.report.tracking import Tracking
 from hrl.single_controller.worker_errors import phase as worker_phase
 
@@ -66,6 +67,8 @@ class RunReporter:
         self._picture = picture
         self._streams = streams
         self._timing: dict[str, float] = {}
+        self._spans: list[Span] = []
+        self._timeline: list[Span] = []
         self._is_refused = False
         self._pace = Pace(console.total_steps, trainer.test_freq, trainer.validates_last)
         self._last_step_at: float | None = None
@@ -162,10 +165,14 @@ class RunReporter:
         return self.console.step_phases(step)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, pool: str | None = None) -> Iterator[None]:
         """Time a phase as `timing_s/<name>`, show it, and name it in the errors of workers.
 
         The phase `step` contains the others and is only timed.
+
+        Args:
+            name: Of the timer.
+            pool: The pool that it runs on, if not on the driver or on all of them.
         """
         started = perf_counter()
         with ExitStack() as stack:
@@ -173,7 +180,9 @@ class RunReporter:
                 stack.enter_context(worker_phase(name))
                 stack.enter_context(self.console.phase(name))
             yield
-        self._timing[name] = self._timing.get(name, 0.0) + perf_counter() - started
+        ended = perf_counter()
+        self._timing[name] = self._timing.get(name, 0.0) + ended - started
+        self._spans.append(Span(name, pool, started, ended))
 
     def stood_still(self, name: str, seconds: float) -> None:
         """Add time between two steps, as `timing_s/<name>`, to the record of the next one."""
@@ -188,7 +197,9 @@ class RunReporter:
             tokens: Numbers of tokens of the step.
         """
         metrics = timing_metrics(self._timing, tokens, self.num_devices) | self._failures()
+        metrics |= overlap_metrics(self._spans)
         self._timing.clear()
+        self._timeline, self._spans = self._spans, []
         return metrics
 
     def _failures(self) -> dict[str, float]:
@@ -247,6 +258,8 @@ class RunReporter:
         """
         record = profile_record(step, profiles, metrics)
         self.folder.write(lambda: write_profile(self.folder.path, record), len(profile_text(record)))
+        timeline = timeline_text(step, self._timeline)
+        self.folder.write(lambda: write_timeline(self.folder.path, step, timeline), len(timeline))
         file = profile_table(self.folder.path, step)
         self.console.note(f"profile of step {step}: {profile_line(record)}. Tables: {file}, with traces beside it")
 
@@ -279,6 +292,7 @@ class RunReporter:
         self._health.judge(step, metrics)
         self._pace.validated(times)
         self._timing.clear()
+        self._spans.clear()
         self.console.validation(step, metrics)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:

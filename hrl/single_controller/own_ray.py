@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from hrl.processes import guard
 from hrl.processes.evidence import SHARED_MEMORY, exit_in_words, free_shared_memory, why_memory_ended_it
 from hrl.processes.watch import NEEDED, is_gone
+from hrl.single_controller.turns import others_have_their_turn
 from hrl.single_controller.worker_errors import ClusterLostError, SharedMemoryError
 
 _STORE_FILE = f"{SHARED_MEMORY}/plasma"
@@ -208,8 +209,10 @@ def watched_get(ref: ray.ObjectRef, timeout_s: float) -> Any:
         GetTimeoutError: There is no result in time; further errors are those of `ray.get`.
     """
     deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0 and not ray.wait([ref], timeout=min(left_s, LOOK_S))[0]:
-        require_own_ray()
+    with others_have_their_turn() as require_wanted:
+        while (left_s := deadline - time.monotonic()) > 0 and not ray.wait([ref], timeout=min(left_s, LOOK_S))[0]:
+            require_wanted()
+            require_own_ray()
     try:
         return ray.get(ref, timeout=1.0 if left_s > 0 else 0.0)
     except RayError:

@@ -20,6 +20,7 @@ from hrl.single_controller.own_ray import LOOK_S, end_lost_ray, is_on_this_machi
 from hrl.single_controller.pulse import SILENT_S, Pulses
 from hrl.single_controller.rank_process import ProcessInfo, RankProcess
 from hrl.single_controller.resource_pool import RayResourcePool, Slot
+from hrl.single_controller.turns import others_have_their_turn
 from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs
 from hrl.single_controller.worker_errors import (
     WorkerDiedError,
@@ -70,14 +71,17 @@ class PendingCalls:
         Raises:
             WorkerError: The first failure of a rank.
             WorkerTimeoutError: A rank has not answered in time.
+            GivenUpError: This is one of several calls at once, and another one has failed.
         """
         deadline, waiting_s = self._deadline, self._timeout_s
         if timeout_s is not None:
             deadline, waiting_s = min(deadline, time.monotonic() + timeout_s), timeout_s
-        while not self._all_taken(min(deadline, time.monotonic() + LOOK_S)):
-            if time.monotonic() >= deadline:
-                raise self._timed_out(sorted(self._open.values()), waiting_s)
-            self._look()
+        with others_have_their_turn() as require_wanted:
+            while not self._all_taken(min(deadline, time.monotonic() + LOOK_S)):
+                if time.monotonic() >= deadline:
+                    raise self._timed_out(sorted(self._open.values()), waiting_s)
+                require_wanted()
+                self._look()
         return list(self._results)
 
     def done(self) -> bool:

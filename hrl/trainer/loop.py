@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -40,6 +40,7 @@ from hrl.single_controller.worker_errors import WorkerDiedError
 from hrl.single_controller.worker_errors import phase as worker_phase
 from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.trainer.callbacks import Callback, CallbackError, RunState
+from hrl.trainer.phases import StepPhase, run_phases
 from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 from hrl.workers.model_worker import file_sizes
 
@@ -842,6 +843,17 @@ class TrainingLoop(ABC):
         """Time a phase as `timing_s/<name>` and show it while it lasts."""
         self._look_at_the_time(name)
         return self.reporter.phase(name)
+
+    def run_phases(
+        self,
+        phases: Iterable[StepPhase],
+        batch: DataProto,
+        metrics: StepMetrics,
+        over: Callable[[DataProto, str], None] = lambda batch, name: None,
+    ) -> DataProto:
+        """Run the phases of a list, each timed and shown; see `run_phases` of `hrl.trainer.phases`."""
+        begin, timed = self._look_at_the_time, self.reporter.phase
+        return run_phases([*phases], batch, metrics, begin=begin, timed=timed, over=over)
 
     def is_due(self, every: int, also_last: bool = False) -> bool:
         """Return whether something that happens every `every` steps (never, if not positive) happens after this one."""

@@ -134,11 +134,15 @@ def test_phase_bar_shows_done_running_and_to_come():
     bar.begin_step("step 3/30")
     bar.begin("gen")
     now[0] = 2.0
-    bar.end()
+    bar.end("gen")
     bar.begin("update")
     now[0] = 3.5
     assert bar.__rich__().plain == "step 3/30  ✓ gen 2.0s  ▸ update 1.5s  · sync"
-    bar.end()
+    bar.begin("sync")
+    now[0] = 4.0
+    assert bar.__rich__().plain == "step 3/30  ✓ gen 2.0s  ▸ update 2.0s  ▸ sync 0.5s", "both at once"
+    bar.end("update")
+    assert bar.__rich__().plain == "step 3/30  ✓ gen 2.0s  ✓ update 2.0s  ▸ sync 0.5s"
     bar.begin_step("step 4/30")
     assert bar.__rich__().plain == "step 4/30  · gen  · update  · sync"
 

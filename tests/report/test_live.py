@@ -193,7 +193,7 @@ def test_the_running_phase_is_in_sight_however_many_came_before(width):
     bar.begin_step("step  1/30")
     for label in labels[:-2]:
         bar.begin(label)
-        bar.end()
+        bar.end(label)
     bar.begin("update")
     shown = bar.line(width).plain
     assert "▸ update 0.0s" in shown[:width]

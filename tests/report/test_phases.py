@@ -18,7 +18,11 @@ def phases_timed_in(module):
     """In the order of the source, each where it stands first."""
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Call)]
     timed = [
-        call for call in calls if ast.unparse(call.func) == "self.phase" and isinstance(call.args[0], ast.Constant)
+        call
+        for call in calls
+        if ast.unparse(call.func) in ("self.phase", "self._phase", "StepPhase")
+        and isinstance(call.args[0], ast.Constant)
+        and not any(word.arg == "is_timed" for word in call.keywords)
     ]
     return list(dict.fromkeys(call.args[0].value for call in sorted(timed, key=lambda call: call.lineno)))
 

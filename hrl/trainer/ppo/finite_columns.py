@@ -22,6 +22,7 @@ from torch import Tensor
 from hrl.errors import NonFiniteError
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
+from hrl.trainer.phases import StepEnd
 from hrl.workers.engine.nonfinite import FOLDER, MAX_DUMPS, MAX_IN_A_ROW, unpadded, write_dump
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class BrokenColumn:
         return f"{self.name} is {self.value} in row {row} (uid {others['uid'][row]}{sample}{token})"
 
 
-class LeftOutError(Exception):
+class LeftOutError(StepEnd):
     """Ends the phases of a step before it learns; not an error of the run.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.batching.planner import plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.config.alarms import SAMPLER_GAP
+from hrl.config.placement import resolve_placement
 from hrl.data.order import Position
 from hrl.data.sampler import PromptSampler, check_choice, load_sampler
 from hrl.metrics import Metric, StepMetrics
@@ -26,7 +27,9 @@ from hrl.report import health
 from hrl.report.first_look import first_look
 from hrl.report.samples import rollout_records
 from hrl.report.thumbnails import thumbnails
+from hrl.routing import ROUTED_EXPERTS
 from hrl.trainer.loop import TrainingLoop
+from hrl.trainer.phases import StepPhase
 from hrl.trainer.ppo.advantage import (
     add_teacher_advantages,
     advantage_columns,
@@ -67,6 +70,9 @@ from hrl.trainer.ppo.sampler_mismatch import (
 from hrl.trainer.ppo.samples import count_episode_tokens, counted_samples
 from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
 from hrl.workers.requests import (
+    ROW_COLUMNS,
+    TEACHER_IDS,
+    TEACHER_LOG_PROBS,
     LogProbRequest,
     SampleRequest,
     SamplingParams,
@@ -89,6 +95,11 @@ __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "
 
 SAMPLER = "sampler"
 """What a checkpoint calls the state of the sampler of prompts."""
+SCORES = frozenset({"token_level_scores", "plain_scores"})
+OLD_LOG_PROBS = frozenset({"old_log_probs", "sum_pi_squared", "rollout_is_weights", ROUTED_EXPERTS})
+REF_LOG_PROBS = frozenset({"ref_log_prob", TEACHER_LOG_PROBS, TEACHER_IDS})
+VALUES = frozenset({"values", "bootstrap_values"})
+"""What phases give, where a run asks for it."""
 
 
 class RayPPOTrainer(TrainingLoop):
@@ -128,6 +139,7 @@ class RayPPOTrainer(TrainingLoop):
         self.use_rm = config.needs_reward_model
         self.needs_old_log_prob = needs_old_log_prob(config)
         self.estimator = estimator_traits(config.algorithm.adv_estimator)
+        self.placement = resolve_placement(config)
         self.finite = FiniteColumns(self.reporter.folder.path, self.reporter.console.note)
         self.drift_gate = DriftGate(config.trainer.alarms[SAMPLER_GAP] or math.inf)
         self.policy_version = -1
@@ -161,49 +173,53 @@ class RayPPOTrainer(TrainingLoop):
         Raises:
             LeftOutError: A number of it is not finite.
         """
-        may_refill = self.config.algorithm.filter_groups.enable
-        with self.phase("gen"):
-            batch = self.generate(batch, metrics)
-            if not may_refill:
-                self.workers.rollout.sleep_rollout()
-        with self.phase("reward"):
-            batch = self.compute_reward(batch, metrics)
-        batch = self.on_batch_scored(batch, metrics)
-        if self.global_steps == 1:
-            self.reporter.first_look(first_look(rollout_records(batch, self.tokenizer), self.config))
-        if may_refill:
-            batch = self.refill(batch, metrics)
-            self.workers.rollout.sleep_rollout()
-        self.finite.look(batch, "reward")
-        if self.needs_old_log_prob:
-            with self.phase("old_log_prob"):
-                batch = self.compute_old_log_prob(batch, metrics)
-            self.finite.look(batch, "old_log_prob")
-        if self.use_reference_policy:
-            with self.phase("ref"):
-                batch = self.compute_ref_log_prob(batch)
-            self.finite.look(batch, "ref")
-        if self.use_critic:
-            with self.phase("values"):
-                batch = self.compute_values(batch)
-            self.finite.look(batch, "values")
-        with self.phase("adv"):
-            batch = self.compute_advantage(batch, metrics)
-        self.finite.look(batch, "adv")
-        return batch
+        return self.run_phases(self.preparation(), batch, metrics, over=self._look_at)
 
     def learn(self, batch: DataProto, metrics: StepMetrics) -> None:
         """Teach the critic and move the policy."""
-        learnt = self.rows_to_learn(batch, metrics)
+        self.run_phases(self.updates(), self.rows_to_learn(batch, metrics), metrics)
+
+    def preparation(self) -> Iterator[StepPhase]:
+        """Yield the phases from prompts to advantages. Those on pools of their own run at once where they can.
+
+        A phase whose method a subclass has replaced may do anything: those before and after it do not run beside it.
+        """
+        rejects = bool(self.config.algorithm.rollout_correction.rollout_rs)
+        actor, pool = self.pool_of(self.placement.actor), self.pool_of
+        yield StepPhase("gen", self._generate_and_sleep, on=pool(self.placement.rollout))
+        yield self._phase("reward", self.compute_reward, pool("rm"), ROW_COLUMNS, self._reward_columns())
+        if self._shapes_batch:
+            yield StepPhase("scored", self._shape_batch, is_timed=False)
+        if self.needs_old_log_prob:
+            needs = ROW_COLUMNS | {"rollout_log_probs"} | (SCORES if rejects else frozenset())
+            gives = OLD_LOG_PROBS | (SCORES | {"response_mask"} if rejects else frozenset())
+            yield self._phase("old_log_prob", self.compute_old_log_prob, actor, needs, gives)
+        if self.use_reference_policy:
+            ref = actor if self.config.reference_is_actor else pool("ref")
+            yield self._phase("ref", self.compute_ref_log_prob, ref, ROW_COLUMNS, REF_LOG_PROBS)
         if self.use_critic:
-            with self.phase("update_critic"):
-                self.update_critic(learnt, metrics)
+            yield self._phase("values", self.compute_values, pool("critic"), ROW_COLUMNS, VALUES)
+        yield StepPhase("adv", self.compute_advantage)
+
+    def updates(self) -> Iterator[StepPhase]:
+        """Yield the phases that change weights, which run at once where critic and policy have pools of their own."""
+        nothing: frozenset[str] = frozenset()
+        actor = self.pool_of(self.placement.actor)
+        if self.use_critic:
+            yield self._phase("update_critic", self.update_critic, self.pool_of("critic"), nothing, nothing)
         if self.global_steps > self.config.trainer.critic_warmup:
-            with self.phase("update_actor"):
-                self.update_actor(learnt, metrics)
+            yield self._phase("update_actor", self.update_actor, actor, nothing, nothing)
         else:
-            with self.phase("old_log_prob"):
-                self.compare_with_sampler(batch, (), metrics)
+            yield StepPhase("old_log_prob", self._compare_all_with_sampler, actor, nothing, nothing)
+
+    def _phase(
+        self, name: str, method: Callable[..., Any], on: str | None, needs: frozenset[str], gives: frozenset[str] | None
+    ) -> StepPhase:
+        takes_metrics = method.__name__ not in ("compute_ref_log_prob", "compute_values")
+        run = method if takes_metrics else (lambda batch, _: method(batch))
+        if getattr(type(self), method.__name__) is not getattr(RayPPOTrainer, method.__name__):
+            return StepPhase(name, run, on)
+        return StepPhase(name, run, on, needs, gives)
 
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Take one step of the algorithm, phase by phase, on a batch of prompts."""
@@ -219,6 +235,10 @@ class RayPPOTrainer(TrainingLoop):
             metrics |= self.sync_weights()
         self.judge_mismatch(metrics)
         return batch
+
+    def pool_of(self, role: str) -> str | None:
+        """Return the pool of a role; None where the run has no such role."""
+        return self.placement.roles.get(role)
 
     # ------------------------------------------------------------------ which prompts come
 
@@ -262,6 +282,49 @@ class RayPPOTrainer(TrainingLoop):
         return drawn
 
     # ------------------------------------------------------------------ phases
+
+    def _generate_and_sleep(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        batch = self.generate(batch, metrics)
+        if not self.config.algorithm.filter_groups.enable:
+            self.workers.rollout.sleep_rollout()
+        return batch
+
+    @property
+    def _shapes_batch(self) -> bool:
+        """Whether anything may happen to a batch between its scores and what is computed from its rows."""
+        is_replaced = type(self).on_batch_scored is not RayPPOTrainer.on_batch_scored
+        return is_replaced or self.config.algorithm.filter_groups.enable
+
+    def _shape_batch(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        batch = self.on_batch_scored(batch, metrics)
+        self._show_first(batch)
+        if self.config.algorithm.filter_groups.enable:
+            batch = self.refill(batch, metrics)
+            self.workers.rollout.sleep_rollout()
+        return batch
+
+    def _reward_columns(self) -> frozenset[str] | None:
+        """Return the columns that the rewards give; None where rows may lose their tokens by them, or leave the batch.
+
+        Reward functions may leave samples out, which trains nothing of them; greedy samples are only compared with.
+        """
+        if self.rewards.sink is not None or self.episodes is not None or self.estimator.needs_baseline:
+            return None
+        return SCORES | {"rm_scores", "reward_parts"}
+
+    def _look_at(self, batch: DataProto, phase: str) -> None:
+        if phase == "gen" or (phase == "reward" and self._shapes_batch):
+            return
+        if phase == "reward":
+            self._show_first(batch)
+        self.finite.look(batch, "reward" if phase == "scored" else phase)
+
+    def _show_first(self, batch: DataProto) -> None:
+        if self.global_steps == 1:
+            self.reporter.first_look(first_look(rollout_records(batch, self.tokenizer), self.config))
+
+    def _compare_all_with_sampler(self, batch: DataProto, metrics: StepMetrics) -> None:
+        self.compare_with_sampler(batch, (), metrics)
 
     def generate(self, batch: DataProto, metrics: StepMetrics, wave: int = 0) -> DataProto:
         """Sample `rollout.n` responses per prompt; finished ones are scored while the others are still generated.

@@ -201,7 +201,8 @@ class RewardService:
         parts = [part if counted else {} for part, counted in zip(parts, counted_rows, strict=True)]
         metrics.observe(part_metrics(parts))
         batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
-        batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
+        if not combined.kept.all():
+            batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
         return combined if of_environment is None else _with_turn_scores(combined, turn_scores)
 
 

@@ -172,6 +172,10 @@ class Rewards:
         self.function_scores = function_scores
         self.shaping = RewardShaping({"scale": None})
 
+    @property
+    def sink(self) -> object | None:
+        return None if self.function_scores is None else self
+
     def begin(self, rows: DataProto, step: int, *, validate: bool) -> int:
         return 10 * step + validate
 
