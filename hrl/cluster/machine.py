@@ -36,7 +36,7 @@ def object_store_bytes(batch_tokens: int) -> int:
     return max(LEAST_OBJECT_STORE_BYTES, min(bytes_of_batches(batch_tokens), most_object_store_bytes()))
 
 
-def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: int) -> AbstractContextManager[None]:
+def run_cluster(ray_kwargs: dict[str, Any], num_cpus: int, batch_tokens: int) -> AbstractContextManager[None]:
     """Return a context in which Ray runs: a cluster that is joined, or one that is started and ended with the block.
 
     A Ray that this process is connected to already is used, and left as it is.
@@ -44,8 +44,8 @@ def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: in
     Args:
         ray_kwargs: Further arguments of `ray.init`; `address` names a running cluster to join, before the
             environment's `RAY_ADDRESS`; `local` starts one in any case.
-        num_processes: Worker processes of the run. Ray reserves one CPU for each, so a machine with fewer cores is
-            given as many on paper: ranks take turns there, which is slow and correct.
+        num_cpus: CPUs that the pools of the run reserve, one for each process. A machine with fewer cores is given as
+            many on paper: ranks take turns there, which is slow and correct.
         batch_tokens: See `object_store_bytes`.
     """
     if ray.is_initialized():
@@ -54,7 +54,7 @@ def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: in
     settings = ray_kwargs | {"address": address}
     if address == "local":
         own = {
-            "num_cpus": max(available_cores(), num_processes),
+            "num_cpus": max(available_cores(), num_cpus),
             "object_store_bytes": object_store_bytes(batch_tokens),
         }
         settings = own | settings

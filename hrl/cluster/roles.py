@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from hrl.config.placement import Placement
+
 if TYPE_CHECKING:
-    from hrl.config.placement import Placement
     from hrl.single_controller.resource_pool import RayResourcePool
 
 
@@ -32,12 +33,15 @@ class ResourcePoolManager:
         resource_pool_spec: Pool name to the number of processes on each node, e.g. `{"global": [8, 8]}`.
         mapping: Role to pool name.
         use_gpu: Whether a process of a pool owns a GPU.
+        placement: Where the processes of pools are that share devices, or are on certain nodes or on CPUs; None where
+            each has a device of its own, wherever there is one.
     """
 
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[Role, str]
     use_gpu: bool = True
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
@@ -46,15 +50,37 @@ class ResourcePoolManager:
                 raise ValueError(f"role {role.value!r} is mapped to pool {pool!r}, but the pools are: {known}")
 
     def create_resource_pool(self) -> None:
-        """Make the pools that some role uses. Placement happens when the first worker group asks for it."""
-        from hrl.single_controller.resource_pool import RayResourcePool
+        """Make the pools that some role uses, and reserve their devices, or none if one of them has no room.
 
-        for name in dict.fromkeys(self.mapping.values()):
-            self.resource_pool_dict[name] = RayResourcePool(
-                process_on_nodes=self.resource_pool_spec[name],
-                use_gpu=self.use_gpu,
+        Raises:
+            PlacementError: The cluster lacks what a pool needs.
+        """
+        from hrl.single_controller.resource_pool import RayResourcePool, SubRayResourcePool, reserve
+
+        placement = self.placement
+        if placement is None:
+            used = {name: tuple(self.resource_pool_spec[name]) for name in self.mapping.values()}
+            placement = Placement(used, {role.value: pool for role, pool in self.mapping.items()})
+        own: dict[str, RayResourcePool] = {}
+        for name, process_on_nodes in placement.reservations.items():
+            options = placement.options_of(name)
+            own[name] = RayResourcePool(
+                process_on_nodes=list(process_on_nodes),
+                use_gpu=self.use_gpu and options.use_gpu,
                 name_prefix=name,
-                max_colocate_count=1,
+                max_colocate_count=options.max_colocate_count,
+                accelerator_type=options.accelerator_type,
+                nodes=options.nodes,
+            )
+        reserve(list(own.values()))
+        for name in dict.fromkeys(self.mapping.values()):
+            devices = placement.devices(name)
+            self.resource_pool_dict[name] = (
+                SubRayResourcePool(
+                    name, [own[device.pool].slots()[device.number] for device in devices], like=own[devices[0].pool]
+                )
+                if name in placement.places
+                else own[name]
             )
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
@@ -69,4 +95,5 @@ class ResourcePoolManager:
 def pool_manager_of(placement: Placement, *, use_gpu: bool) -> ResourcePoolManager:
     """Return the pool manager of a run's placement."""
     pools = {name: list(counts) for name, counts in placement.pools.items()}
-    return ResourcePoolManager(pools, {Role(role): pool for role, pool in placement.roles.items()}, use_gpu=use_gpu)
+    mapping = {Role(role): pool for role, pool in placement.roles.items()}
+    return ResourcePoolManager(pools, mapping, use_gpu=use_gpu, placement=placement)

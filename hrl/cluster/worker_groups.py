@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from hrl.config.arithmetic import step_sizes
 from hrl.config.model import LearnerConfig, ModelConfig, OptimConfig
 from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
+from hrl.config.placement import resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.config.trainer import TimeoutsConfig
@@ -65,11 +66,23 @@ def worker_mapping(
     if "ref" in folders:  # a teacher
         folder_of[Role.RefPolicy] = "ref"
     paths = {role: str(folders[folder_of.get(role, "actor")]) for role in roles}
-    mapping = {role: make(runtime=runtime, model_path=paths[role]) for role, make in built.items() if role in paths}
+    on_cpus = _roles_on_cpus(config)
+    runtimes = {role: replace(runtime, device="cpu") if role in on_cpus else runtime for role in paths}
+    mapping = {
+        role: make(runtime=runtimes[role], model_path=paths[role]) for role, make in built.items() if role in paths
+    }
     if isinstance(config, PPOTrainerConfig):
         for role in mapping.keys() & {Role.ActorRollout, Role.Rollout}:
             mapping[role].prelude = _engine_prelude(config.actor_rollout_ref.rollout, runtime)
     return mapping
+
+
+def _roles_on_cpus(config: RunConfiguration) -> set[Role]:
+    """Return the roles whose pool has no GPUs, in a run that has any."""
+    if not isinstance(config, PPOTrainerConfig):
+        return set()
+    placement = resolve_placement(config)
+    return {Role(role) for role in placement.roles if not placement.uses_gpu(role)}
 
 
 _Workers = dict[Role, Callable[..., RayClassWithInitArgs]]

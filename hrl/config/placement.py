@@ -1,26 +1,77 @@
 """Which roles run in which processes."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.trainer import PoolOptions
 from hrl.errors import Problem
 from hrl.nearest import did_you_mean
 
 ROLES = ("actor_rollout", "actor", "rollout", "ref", "critic", "rm")
 
 
-class Placement(NamedTuple):
+class Device(NamedTuple):
+    """A device that a pool reserves.
+
+    Attributes:
+        pool: That pool.
+        number: Of the device among the pool's, from 0.
+    """
+
+    pool: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Placement:
     """Pools of processes and the roles on them.
 
     Attributes:
         pools: Pool name → processes on each machine, for pools that have a role.
         roles: Role → pool name, for roles that the run builds. Either `actor_rollout`, or `actor` and `rollout`, or
             `rollout` without a policy that learns.
+        reserved: Pool name → devices on each machine, for pools whose devices any of `pools` takes; empty where each
+            of `pools` has its own.
+        places: Pool name → the device of each of its ranks, for pools that take those of others.
+        options: Pool name → its options, where it has any.
     """
 
     pools: dict[str, tuple[int, ...]]
     roles: dict[str, str]
+    reserved: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    places: dict[str, tuple[Device, ...]] = field(default_factory=dict)
+    options: dict[str, PoolOptions] = field(default_factory=dict)
+
+    @property
+    def reservations(self) -> dict[str, tuple[int, ...]]:
+        """Pool name → devices on each machine, of all that is reserved."""
+        return self.reserved or self.pools
+
+    def devices(self, pool: str) -> tuple[Device, ...]:
+        """Return the device of each rank of a pool."""
+        return self.places.get(pool) or tuple(Device(pool, number) for number in range(sum(self.pools[pool])))
+
+    def options_of(self, pool: str) -> PoolOptions:
+        """Return the options of a pool."""
+        return self.options.get(pool) or PoolOptions()
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that are reserved."""
+        return sum(map(sum, self.reservations.values()))
+
+    @property
+    def num_cpus(self) -> int:
+        """Number of CPUs that are reserved: one for each process that may be on a device."""
+        return sum(self.options_of(pool).max_colocate_count * sum(sizes) for pool, sizes in self.reservations.items())
+
+    def uses_gpu(self, role: str) -> bool:
+        """Return whether a role is on GPUs in a run that has any."""
+        return self.options_of(self.devices(self.roles[role])[0].pool).use_gpu
 
     def processes(self, role: str) -> int:
         """Return the number of processes that hold `role`."""
@@ -48,6 +99,19 @@ class Placement(NamedTuple):
 
 def resolve_placement(config: PPOTrainerConfig) -> Placement:
     """Assign every role that the run builds to its pool; roles without an entry join the actor's pool."""
+    pools, roles = config.trainer.resource_pools, _built_roles(config)
+    used, options = set(roles.values()), config.trainer.pool_options
+    sizes = {pool: tuple(each) for pool, each in pools.items()}
+    derived = {pool for pool in used if pool in options and options[pool].is_derived}
+    places = {pool: tuple(_devices_of(pool, sizes, options)) for pool in sizes if pool in derived}
+    taken = {device.pool for devices in places.values() for device in devices}
+    reserved = {pool: each for pool, each in sizes.items() if pool in taken | used - derived} if taken else {}
+    own = {pool: _by_machine(places[pool], sizes) if pool in places else each for pool, each in sizes.items()}
+    return Placement({pool: each for pool, each in own.items() if pool in used}, roles, reserved, places, dict(options))
+
+
+def _built_roles(config: PPOTrainerConfig) -> dict[str, str]:
+    """Return the pool of every role that the run builds."""
     wanted, pools = config.trainer.role_pools, config.trainer.resource_pools
     apart = "actor" in wanted or "rollout" in wanted
     alone = _engines_alone(config)
@@ -59,8 +123,59 @@ def resolve_placement(config: PPOTrainerConfig) -> Placement:
     if apart and not alone and roles["actor"] == roles["rollout"]:
         del roles["actor"], roles["rollout"]
         roles = {"actor_rollout": home, **roles}
-    used = set(roles.values())
-    return Placement({pool: tuple(sizes) for pool, sizes in pools.items() if pool in used}, roles)
+    return roles
+
+
+_Sizes = Mapping[str, tuple[int, ...]]
+_Options = Mapping[str, PoolOptions]
+
+
+def _devices_of(pool: str, sizes: _Sizes, options: _Options) -> list[Device]:
+    """Return the device of each rank of a pool.
+
+    Raises:
+        _NoPlaceError: A part does not fit.
+    """
+    own = options.get(pool)
+    if own is not None and own.merge_of:
+        return [device for part in own.merge_of for device in _devices_of(part, sizes, options)]
+    if own is None or own.split_of is None:
+        return [Device(pool, number) for number in range(sum(sizes[pool]))]
+    whole, start = _devices_of(own.split_of, sizes, options), 0
+    for part in sizes:
+        if part not in options or options[part].split_of != own.split_of:
+            continue
+        start, size = start % len(whole), sum(sizes[part])
+        if start + size > len(whole):
+            raise _NoPlaceError(part, own.split_of, size, len(whole) - start, len(whole))
+        if part == pool:
+            return whole[start : start + size]
+        start += size
+    raise AssertionError("a pool is among the parts of its own whole")
+
+
+def _by_machine(devices: Sequence[Device], sizes: _Sizes) -> tuple[int, ...]:
+    """Return how many of these devices are on each machine of the pools that reserve them."""
+    machines = [
+        (device.pool, next(m for m, end in enumerate(accumulate(sizes[device.pool])) if device.number < end))
+        for device in devices
+    ]
+    return tuple(Counter(machines).values())
+
+
+class _NoPlaceError(Exception):
+    """A part of a pool has more ranks than are left."""
+
+    def __init__(self, part: str, whole: str, size: int, left: int, ranks: int) -> None:
+        super().__init__(part, whole)
+        rest = f"{left} of its {ranks} ranks" if left < ranks else f"{ranks} ranks"
+        self.problem = Problem(
+            f"trainer.resource_pools.{part}",
+            f"has {size} {'process' if size == 1 else 'processes'}, and is split off pool {whole!r}, which has "
+            f"{rest} left for it.",
+            f"Give it at most {left}, or change the pools that are split off {whole!r} before it.",
+            (f"trainer.resource_pools.{whole}", f"trainer.pool_options.{part}.split_of"),
+        )
 
 
 def _optional_roles(config: PPOTrainerConfig) -> Mapping[str, bool]:
@@ -87,6 +202,8 @@ def placement_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
         elif pool is not None and pool not in pools:
             known = ", ".join(pools)
             yield Problem(key, f"names the pool {pool!r}, which trainer.resource_pools lacks.", f"Pools are {known}.")
+    if pools:
+        yield from _option_problems(config)
     if "actor_rollout" in wanted and ("actor" in wanted or "rollout" in wanted):
         yield Problem(
             "trainer.role_pools", "has actor_rollout beside actor or rollout.", "Write either one role or two."
@@ -97,3 +214,118 @@ def placement_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
         hint = "Set trainer.total_training_steps=0 and trainer.resume_mode=disable, or name a pool."
         involves = ("trainer.total_training_steps", "trainer.resume_mode")
         yield Problem("trainer.role_pools.actor", what, hint, involves)
+
+
+def _option_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Yield a problem for options of no pool, of pools that can't be cut or joined so, and of devices that are full."""
+    pools, options, known = (
+        config.trainer.resource_pools,
+        config.trainer.pool_options,
+        ", ".join(config.trainer.resource_pools),
+    )
+    sizes = {pool: tuple(each) for pool, each in pools.items()}
+    found = False
+    for problem in _broken_options(sizes, options, known):
+        found = True
+        yield problem
+    if found:
+        return
+    try:
+        places = {pool: _devices_of(pool, sizes, options) for pool in sizes}
+    except _NoPlaceError as error:
+        yield error.problem
+        return
+    wanted = {role: pool for role, pool in _built_roles(config).items() if pool in sizes}
+    yield from _full_devices(wanted, places, options)
+    yield from _misplaced_roles(wanted, places, options)
+
+
+def _broken_options(sizes: _Sizes, options: _Options, known: str) -> Iterator[Problem]:
+    for pool, own in options.items():
+        key = f"trainer.pool_options.{pool}"
+        if pool not in sizes:
+            hint = did_you_mean(pool, tuple(sizes), f"Pools are {known}.")
+            yield Problem(key, "is no pool of trainer.resource_pools.", hint, ("trainer.resource_pools",))
+            continue
+        if own.split_of is not None and own.merge_of:
+            yield Problem(key, "has split_of beside merge_of.", "Write one of the two.")
+            continue
+        name = "split_of" if own.split_of is not None else "merge_of"
+        parents = own.merge_of if own.split_of is None else [own.split_of]
+        for parent in parents:
+            if parent not in sizes:
+                yield Problem(f"{key}.{name}", f"names the pool {parent!r}, which there is not.", f"Pools are {known}.")
+            elif parent == pool or (parent in options and options[parent].split_of == pool):
+                yield Problem(f"{key}.{name}", f"names {parent!r}, which is itself made of it.", "Name another pool.")
+            elif name == "merge_of" and parent in options and options[parent].is_derived:
+                yield Problem(f"{key}.{name}", f"names {parent!r}, which has no devices of its own.", "Name its whole.")
+            elif name == "split_of" and parent in options and options[parent].split_of is not None:
+                yield Problem(f"{key}.{name}", f"names {parent!r}, which is a part itself.", "Name its whole.")
+        if name == "merge_of" and parents and all(parent in sizes for parent in parents):
+            yield from _not_to_be_merged(pool, own, sizes, options)
+        if parents and (set_here := sorted(own.model_fields_set & _OF_DEVICES)):
+            what = f"belongs to the pool whose devices it takes, {', '.join(parents)}."
+            yield Problem(f"{key}.{set_here[0]}", what, f"Write it at trainer.pool_options.{parents[0]}.")
+        if len(own.nodes) > 1 and len(own.nodes) != len(sizes[pool]):
+            what = f"names {len(own.nodes)} nodes, and the pool has processes on {len(sizes[pool])} machine(s)."
+            yield Problem(
+                f"{key}.nodes", what, "Name one for all, or one for each.", (f"trainer.resource_pools.{pool}",)
+            )
+
+
+_OF_DEVICES = frozenset({"max_colocate_count", "use_gpu", "accelerator_type", "nodes"})
+
+
+def _not_to_be_merged(pool: str, own: PoolOptions, sizes: _Sizes, options: _Options) -> Iterator[Problem]:
+    key, parts = f"trainer.pool_options.{pool}.merge_of", own.merge_of
+    if len(parts) < 2 or len(set(parts)) < len(parts):
+        yield Problem(key, f"is [{', '.join(parts)}].", "Name two different pools, or more.")
+        return
+    for name in ("use_gpu", "max_colocate_count"):
+        values = {part: getattr(options.get(part) or PoolOptions(), name) for part in parts}
+        if len(set(values.values())) > 1:
+            said = ", ".join(
+                f"{value} in {part}".lower() if name == "use_gpu" else f"{value} in {part}"
+                for part, value in values.items()
+            )
+            yield Problem(key, f"joins pools whose {name} differs: {said}.", "Make them equal.")
+    if sum(sizes[pool]) != sum(sum(sizes[part]) for part in parts):
+        what = (
+            f"has {sum(sizes[pool])} processes, and the pools it is merged of have {sum(sum(sizes[p]) for p in parts)}."
+        )
+        yield Problem(f"trainer.resource_pools.{pool}", what, "Leave it out: it follows from them.", (key,))
+
+
+def _full_devices(
+    wanted: Mapping[str, str], places: Mapping[str, Sequence[Device]], options: _Options
+) -> Iterator[Problem]:
+    """Yield a problem for each pool with more processes on a device than share it."""
+    on_device: dict[Device, list[str]] = {}
+    for pool in dict.fromkeys(wanted.values()):
+        for device in places[pool]:
+            on_device.setdefault(device, []).append(pool)
+    said = set()
+    for device, there in on_device.items():
+        most = (options.get(device.pool) or PoolOptions()).max_colocate_count
+        if len(there) > most and device.pool not in said:
+            said.add(device.pool)
+            of = ", ".join(there)
+            what = f"is {most}, and {len(there)} processes are on its device {device.number}, of the pools {of}."
+            hint = f"Set it to {len(there)}: each process then has 1/{len(there)} of a GPU."
+            key = f"trainer.pool_options.{device.pool}.max_colocate_count"
+            yield Problem(key, what, hint, ("trainer.role_pools", "trainer.pool_options"))
+
+
+def _misplaced_roles(
+    wanted: Mapping[str, str], places: Mapping[str, Sequence[Device]], options: _Options
+) -> Iterator[Problem]:
+    for role, pool in wanted.items():
+        whole = places[pool][0].pool
+        if role in ("actor_rollout", "actor", "rollout") and not (options.get(whole) or PoolOptions()).use_gpu:
+            what = f"is {pool!r}, whose processes have no GPU (trainer.pool_options.{whole}.use_gpu)."
+            yield Problem(f"trainer.role_pools.{role}", what, "Only ref, critic and rm can be on CPUs beside GPUs.")
+    actor, rollout = wanted.get("actor"), wanted.get("rollout")
+    if actor is not None and rollout is not None and not {*places[actor]}.isdisjoint(places[rollout]):
+        what = f"and trainer.role_pools.rollout are pools with the same devices, {actor!r} and {rollout!r}."
+        hint = "Name one pool for both: they share a process, and weights go by memory handles, not by broadcast."
+        yield Problem("trainer.role_pools.actor", what, hint, ("trainer.role_pools.rollout",))

@@ -1,6 +1,7 @@
 """`trainer.*`: the run itself."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -141,6 +142,30 @@ class RunConfig(Section):
         return self.val_before_train or self.test_freq > 0
 
 
+class PoolOptions(Section):
+    """An entry of `trainer.pool_options`: where the processes of a pool are, if not each on a device of its own."""
+
+    max_colocate_count: PositiveInt = 1
+    """How many processes share each device of the pool: that of the pool itself, and those of pools that are split off
+    it or merged of it. Each reserves a CPU and this part of a GPU."""
+    use_gpu: bool = True
+    """Whether its processes have GPUs, in a run that has any; false puts its roles on CPUs."""
+    accelerator_type: str | None = None
+    """Ray's name of the accelerator that its nodes must have, such as H100."""
+    nodes: Annotated[list[Annotated[str, Field(min_length=1)]], ONE_OR_MANY] = Field(default_factory=list)
+    """Ray resources (`big`) or labels of nodes (`rack=a`) that its machines must have: one for all, or one for each."""
+    split_of: str | None = None
+    """The pool whose devices it takes, as many as trainer.resource_pools says, or all. Pools that are split off one
+    take its ranks in their order, from the first again when all are taken."""
+    merge_of: list[str] = Field(default_factory=list)
+    """The pools whose devices it takes, all of each."""
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether its devices are those of other pools."""
+        return self.split_of is not None or bool(self.merge_of)
+
+
 class TrainerConfig(RunConfig):
     """`trainer.*`: the run itself."""
 
@@ -154,6 +179,11 @@ class TrainerConfig(RunConfig):
     resource_pools: Pools = follows(lambda get: {"global": get(".n_gpus_per_node")})
     """Name of a pool → its processes, one number per machine or one for all. Default: one pool `global` with
     `n_gpus_per_node` on each machine."""
+    pool_options: dict[str, PoolOptions] = Field(default_factory=dict)
+    """Name of a pool → where its processes are, e.g. `{cards: {max_colocate_count: 2}, ref: {split_of: cards}}`: a part
+    of another pool's devices (split_of) or all of several (merge_of); with several processes on each device
+    (max_colocate_count), on CPUs (use_gpu), or on certain nodes (nodes, accelerator_type). docs/gpus-and-memory.md has
+    them."""
     role_pools: dict[str, str | None] = Field(default_factory=dict)
     """Role → name of its pool, for actor_rollout (or actor and rollout separately), ref, critic and rm. A role without
     an entry joins the actor's pool. `{actor: null, rollout: global}` has engines alone, in a run that only
@@ -168,5 +198,24 @@ class TrainerConfig(RunConfig):
             return tree
         nodes = tree.get("nnodes")
         machines = max(nodes, 1) if isinstance(nodes, int) else 1  # validation reports anything but a number
-        spread = {pool: [size] * machines if isinstance(size, int) else size for pool, size in pools.items()}
+        options = tree.get("pool_options")
+        options = options if isinstance(options, Mapping) else {}
+        parts = {pool for pool in pools if _option(options, pool, "split_of") is not None}  # of which a number is all
+        spread = {
+            pool: [size] * (1 if pool in parts else machines) if isinstance(size, int) else size
+            for pool, size in pools.items()
+        }
+        for pool in options:
+            whole = spread.get(_option(options, pool, "split_of"))
+            if pool not in spread and isinstance(whole, list):
+                spread[pool] = whole
+            merged = [spread.get(part) for part in _option(options, pool, "merge_of") or ()]
+            if pool not in spread and merged and all(isinstance(sizes, list) for sizes in merged):
+                spread[pool] = [*chain.from_iterable(merged)]  # type: ignore[arg-type]
         return {**tree, "resource_pools": spread}
+
+
+def _option(options: Mapping[str, Any], pool: str, name: str) -> Any:
+    """Return an option of a pool that may not be valid yet."""
+    given = options.get(pool)
+    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)

@@ -19,6 +19,7 @@ from hrl.config.compose import YOURS, compose_kind, to_yaml
 from hrl.config.help import check_help
 from hrl.config.outline import RunConfiguration
 from hrl.config.override import NotPlainError, as_override
+from hrl.config.placement_picture import placement_picture
 from hrl.config.rules import warnings
 from hrl.config.run_kind import RunKind
 from hrl.config.saved import saved_config
@@ -127,6 +128,7 @@ def report(config: RunConfiguration, findings: Findings | None, train_rows: int 
         },
         "found": dict(findings.facts) if findings is not None else {},
         "placement": dict(placement_facts(config)),
+        "devices": dict(placement_picture(config)),
         "arithmetic": dict(batch_arithmetic(config, train_rows=train_rows)),
         "units": dict(units_in_words(config)),
         "memory": [] if findings is None else findings.memory,
@@ -229,6 +231,8 @@ def _show_report(config: WholeConfig, said: dict[str, Any], *, full: bool, confi
     if full:
         _show_everything(console, config, said)
     _show(console, "Summary", facts_table(summary(config, said)))
+    if len(said["devices"]) > 1:
+        _show(console, "Which rank is where", facts_table(said["devices"]))
     for table in said["memory"]:
         _show(console, f"Memory of {table['where']} at the worst moment of each phase", shown(table))
     unchecked = [] if config_only else said["unchecked"]

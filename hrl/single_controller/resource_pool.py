@@ -53,6 +53,8 @@ class RayResourcePool:
             the GPU. Roles that should share one *process* are merged by `create_colocated_worker_cls` instead.
         detached: Refused when True: hrl's workers die with their driver.
         accelerator_type: A Ray accelerator type (`H100`) that the nodes must have.
+        nodes: Resources (`big`) or labels (`rack=a`) that the nodes must have, as they were given to `ray start`: one
+            for all, or one for each.
         placement_timeout_s: Seconds to wait for free resources in the cluster.
     """
 
@@ -65,6 +67,7 @@ class RayResourcePool:
         detached: bool = False,
         accelerator_type: str | None = None,
         placement_timeout_s: float = 30.0,
+        nodes: Sequence[str] = (),
     ) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(f"process_on_nodes must name at least one process per node, got {list(process_on_nodes)}")
@@ -72,7 +75,12 @@ class RayResourcePool:
             raise ValueError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
         if detached:
             raise ValueError("detached pools are not supported: the processes of a group die with their driver")
+        if nodes and len(nodes) not in (1, len(process_on_nodes)):
+            raise ValueError(
+                f"nodes must name one for all or one for each of {len(process_on_nodes)}, got {list(nodes)}"
+            )
         self.process_on_nodes = list(process_on_nodes)
+        self.nodes = list(nodes) * len(self.process_on_nodes) if len(nodes) == 1 else list(nodes)
         self.max_colocate_count = max_colocate_count
         self.use_gpu = use_gpu
         self.name = name_prefix or f"pool_{uuid.uuid4().hex[:6]}"
@@ -109,20 +117,15 @@ class RayResourcePool:
         return list({slot.placement_group.id: slot.placement_group for slot in self.slots()}.values())
 
     def slots(self) -> list[Slot]:
-        """Return the place of every rank, in rank order: nodes by address, so that a node's ranks are consecutive.
+        """Return the place of every rank, in rank order, so that a node's ranks are consecutive.
+
+        Nodes come by address; in their own order where they are named.
 
         Raises:
             PlacementError: As `get_placement_groups`.
         """
         if not self._slots:
-            groups = self._reserve()
-            ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-            nodes = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in groups}
-            self._slots = _by_node(
-                Slot(group, index, nodes[group.id][index], ips[nodes[group.id][index]])
-                for group in groups
-                for index in range(group.bundle_count)
-            )
+            reserve([self])
         return self._slots
 
     def take_place(self) -> list[Slot]:
@@ -159,27 +162,56 @@ class RayResourcePool:
             slot.released = True
         self._slots = []
 
-    def _reserve(self) -> list[PlacementGroup]:
-        wanted = [[self.bundle] * count for count in self.process_on_nodes]
-        missing = _certainly_missing([_total(bundles) for bundles in wanted], list(_alive_nodes().values()))
-        if missing:
-            raise PlacementError(self._lacks(missing))
-        deadline = time.monotonic() + self.placement_timeout_s
-        groups = [
-            placement_group(bundles, strategy="STRICT_PACK", name=f"{self.name}_{node}")
-            for node, bundles in enumerate(wanted)
-        ]
-        pending = [group for group in groups if not group.wait(max(math.ceil(deadline - time.monotonic()), 0))]
-        if pending:
-            for group in groups:
-                remove_placement_group(group)
-            raise PlacementError(
-                self._lacks(f"no room for {len(pending)} of {len(groups)} node(s) in {self.placement_timeout_s:g} s")
+    def _wanted(self) -> list[tuple[dict[str, float], int]]:
+        """Return, node by node, what a device reserves and how many there are."""
+        named = [node if "=" not in node else "" for node in self.nodes] or [""] * len(self.process_on_nodes)
+        bundles = [self.bundle | ({name: 1 / _FRACTION} if name else {}) for name in named]
+        return list(zip(bundles, self.process_on_nodes, strict=True))
+
+    def _begin(self) -> list[PlacementGroup]:
+        """Ask for the devices."""
+        labels = [dict([node.split("=", 1)]) if "=" in node else None for node in self.nodes]
+        return [
+            placement_group(
+                [bundle] * count,
+                strategy="STRICT_PACK",
+                name=f"{self.name}_{node}",
+                bundle_label_selector=[labels[node]] * count if labels and labels[node] else None,
             )
-        return groups
+            for node, (bundle, count) in enumerate(self._wanted())
+        ]
+
+    def _take_slots(self, groups: Sequence[PlacementGroup]) -> None:
+        ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        nodes = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in groups}
+        slots = [
+            Slot(group, index, nodes[group.id][index], ips[nodes[group.id][index]])
+            for group in groups
+            for index in range(group.bundle_count)
+        ]
+        self._slots = slots if self.nodes else _by_node(slots)
+
+    def _require_nodes(self) -> None:
+        """Refuse names of nodes that no node of the cluster has."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        resources = sorted({name for node in nodes for name in node["Resources"] if _is_named(name)})
+        labels = sorted({f"{key}={value}" for node in nodes for key, value in node.get("Labels", {}).items()})
+        for wanted in self.nodes:
+            if wanted not in (labels if "=" in wanted else resources):
+                there = [label for label in labels if not label.startswith("ray.io/")] if "=" in wanted else resources
+                what = "label" if "=" in wanted else "resource"
+                raise PlacementError(
+                    f"resource pool {self.name!r}: no node of the cluster has the {what} {wanted!r} "
+                    f"(trainer.pool_options.{self.name}.nodes). Those that nodes have: {', '.join(there) or 'none'}. "
+                    + (
+                        f"Start a node with `ray start --labels={wanted}`."
+                        if "=" in wanted
+                        else f"""Start a node with `ray start --resources='{{"{wanted}": 1}}'`."""
+                    )
+                )
 
     def _lacks(self, reason: str) -> str:
-        needs = "; ".join(_text(_total([self.bundle] * count)) for count in self.process_on_nodes)
+        needs = "; ".join(_text(_total([bundle] * count)) for bundle, count in self._wanted())
         free = available_resources_per_node()
         nodes = "; ".join(
             f"{node_id[:8]}: {_text(total)}, of which free {_text(free.get(node_id, {}), like=total)}"
@@ -187,8 +219,42 @@ class RayResourcePool:
         )
         return (
             f"resource pool {self.name!r}: {reason}. It needs, node by node: {needs}. The cluster has: {nodes}. "
-            "Ask for fewer processes per node, give back other pools, or start Ray with more."
+            f"Ask for fewer processes per node (trainer.resource_pools.{self.name}), give back other pools, or start "
+            "Ray with more."
         )
+
+
+def reserve(pools: Sequence[RayResourcePool]) -> None:
+    """Reserve the devices of several pools, of all or of none.
+
+    Raises:
+        PlacementError: The cluster lacks a pool's resources, even after its `placement_timeout_s`.
+    """
+    pools = [pool for pool in pools if not pool._slots]
+    for pool in pools:
+        pool._require_nodes()
+    nodes, before = list(_alive_nodes().values()), list[dict[str, float]]()
+    for pool in pools:
+        wanted = [_total([bundle] * count) for bundle, count in pool._wanted()]
+        missing = _certainly_missing(wanted, nodes)
+        if missing is None and before and (missing := _certainly_missing([*before, *wanted], nodes)) is not None:
+            missing = f"beside the pools before it, {missing}"
+        if missing is not None:
+            raise PlacementError(pool._lacks(missing))
+        before += wanted
+    deadline = time.monotonic() + max((pool.placement_timeout_s for pool in pools), default=0.0)
+    asked = [(pool, pool._begin()) for pool in pools]
+    for pool, groups in asked:
+        pending = [group for group in groups if not group.wait(max(math.ceil(deadline - time.monotonic()), 0))]
+        if pending:
+            for _, others in asked:
+                for group in others:
+                    remove_placement_group(group)
+            raise PlacementError(
+                pool._lacks(f"no room for {len(pending)} of {len(groups)} node(s) in {pool.placement_timeout_s:g} s")
+            )
+    for pool, groups in asked:
+        pool._take_slots(groups)
 
 
 class SubRayResourcePool(RayResourcePool):
@@ -265,19 +331,30 @@ def _certainly_missing(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Ma
     Each group is compared with every node's total, and all groups with the whole cluster. Groups that pass both tests
     may still not fit; then the wait for the reservation times out.
     """
-    for name in wanted[0]:
-        largest = max(need[name] for need in wanted)
+    for name in dict.fromkeys(name for need in wanted for name in need):
+        largest = max(need.get(name, 0.0) for need in wanted)
         most = max((node.get(name, 0.0) for node in nodes), default=0.0)
         if largest > most:
             return f"one node must have {largest:g} {name} and the best of {len(nodes)} node(s) has {most:g}"
-        everything, available = sum(need[name] for need in wanted), sum(node.get(name, 0.0) for node in nodes)
+        everything, available = sum(need.get(name, 0.0) for need in wanted), sum(node.get(name, 0.0) for node in nodes)
         if everything > available:
             return f"it needs {everything:g} {name} in all and the cluster has {available:g}"
     return None
 
 
+def _is_named(resource: str) -> bool:
+    """Return whether a resource is one that somebody gave a name, and not Ray's own."""
+    own = ("CPU", "GPU", "memory", "object_store_memory")
+    return (
+        resource not in own
+        and not resource.startswith(("node:", "accelerator_type:", "bundle_"))
+        and "_group_" not in resource
+    )
+
+
 def _text(resources: Mapping[str, float], like: Mapping[str, float] | None = None) -> str:
     """Describe countable resources, e.g. `CPU 2, GPU 0`, without Ray's labels for nodes and placement groups."""
     names = dict.fromkeys(["CPU", "GPU", *(like or resources)])
-    shown = [name for name in names if name in ("CPU", "GPU") or name.startswith("accelerator_type")]
+    named = ("CPU", "GPU")
+    shown = [name for name in names if name in named or name.startswith("accelerator_type") or _is_named(name)]
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in shown)

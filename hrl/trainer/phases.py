@@ -8,7 +8,7 @@ have given, and what phases give, columns and metrics, comes together in the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ class StepPhase:
         name: Of its timer.
         run: Takes the batch and the metrics of the step, and returns the batch; None for the one that it was given.
         on: The pool whose processes it calls; None for the driver alone.
+        devices: Those of that pool, where other pools may have processes on them too.
         needs: The columns that it reads, of those that phases give; None where all that comes before has to be over.
         gives: The columns that it adds or changes for others; None where it may do anything to the batch, so that all
             that comes after has to wait. Further columns that it adds are for itself.
@@ -41,13 +42,16 @@ class StepPhase:
     on: str | None = None
     needs: frozenset[str] | None = None
     gives: frozenset[str] | None = None
+    devices: frozenset[Hashable] = frozenset()
     is_timed: bool = True
 
     def waits_for(self, earlier: StepPhase) -> bool:
         """Return whether it can't begin before an earlier phase of the list has ended."""
         if self.needs is None or earlier.gives is None or self.gives is None:
             return True
-        return self.on == earlier.on or not earlier.gives.isdisjoint(self.needs | self.gives)
+        if self.on == earlier.on or not self.devices.isdisjoint(earlier.devices):
+            return True
+        return not earlier.gives.isdisjoint(self.needs | self.gives)
 
 
 class _Given(NamedTuple):

@@ -141,7 +141,7 @@ def running(
     ready = preflight(config, given, display.stage)
     display.expect(ready.total_training_steps, made_of.line(config), made_of.phases(config))
     _show(display, config, ready, kind, facts)
-    num_processes = ready.outline.num_processes
+    placement = ready.outline.placement
     handlers = {number: signal.getsignal(number) for number in ENDING}
     with ExitStack() as stack:
         stack.enter_context(_files_for(config.trainer))
@@ -153,14 +153,14 @@ def running(
                 display,
                 config.trainer,
                 saved_config(config),
-                num_devices=num_processes,
+                num_devices=placement.num_devices,
                 picture=made_of.picture,
                 streams=stop.streams if stop else None,
             )
         )
         uploads = stack.enter_context(sending(config.trainer, folder, display, stop))
         batch_tokens = made_of.batch_tokens(config, ready)
-        cluster = run_cluster(config.trainer.ray_kwargs, num_processes, batch_tokens)
+        cluster = run_cluster(config.trainer.ray_kwargs, placement.num_cpus, batch_tokens)
         with _shown(display, "Ray", cluster):
             _restore(handlers)
             if (short := shortage(batch_tokens, store_use())) is not None:

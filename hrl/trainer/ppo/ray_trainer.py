@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -210,7 +210,8 @@ class RayPPOTrainer(TrainingLoop):
         if self.global_steps > self.config.trainer.critic_warmup:
             yield self._phase("update_actor", self.update_actor, actor, nothing, nothing)
         else:
-            yield StepPhase("old_log_prob", self._compare_all_with_sampler, actor, nothing, nothing)
+            devices = self._devices_of(actor)
+            yield StepPhase("old_log_prob", self._compare_all_with_sampler, actor, nothing, nothing, devices)
 
     def _phase(
         self, name: str, method: Callable[..., Any], on: str | None, needs: frozenset[str], gives: frozenset[str] | None
@@ -219,7 +220,10 @@ class RayPPOTrainer(TrainingLoop):
         run = method if takes_metrics else (lambda batch, _: method(batch))
         if getattr(type(self), method.__name__) is not getattr(RayPPOTrainer, method.__name__):
             return StepPhase(name, run, on)
-        return StepPhase(name, run, on, needs, gives)
+        return StepPhase(name, run, on, needs, gives, self._devices_of(on))
+
+    def _devices_of(self, pool: str | None) -> frozenset[Hashable]:
+        return frozenset() if pool is None else frozenset(self.placement.devices(pool))
 
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Take one step of the algorithm, phase by phase, on a batch of prompts."""
