@@ -59,6 +59,17 @@ class Placement:
         """Return the options of a pool."""
         return self.options.get(pool) or PoolOptions()
 
+    def sharing(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Return the pools that have a process on the same devices → how many of these there are on each machine."""
+        there: dict[Device, list[str]] = {}
+        for pool in self.pools:
+            for device in self.devices(pool):
+                there.setdefault(device, []).append(pool)
+        shared: dict[tuple[str, ...], list[Device]] = {}
+        for device, pools in there.items():
+            shared.setdefault(tuple(pools), []).append(device)
+        return {pools: _by_machine(devices, self.reservations) for pools, devices in shared.items()}
+
     @property
     def num_devices(self) -> int:
         """Number of devices that are reserved."""

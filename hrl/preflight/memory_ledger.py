@@ -656,10 +656,13 @@ def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str
     """Return the pools of a PPO run."""
     placement, tensor_parallel = resolve_placement(config), config.actor_rollout_ref.rollout.tensor_model_parallel_size
     pools = []
-    for name, sizes_on_nodes in placement.pools.items():
-        roles, processes = placement.roles_on(name), max(sizes_on_nodes)
+    for names, devices_on_nodes in placement.sharing().items():
+        roles, processes = [role for name in names for role in placement.roles_on(name)], max(devices_on_nodes)
+        if device != "cpu" and not placement.uses_gpu(roles[0]):
+            continue
         models = [_model_of(config, role, sizes, placement, device) for role in roles if role != "rollout"]
-        pool = _Pool(f"each GPU of pool {name}", processes, models)
+        of = f"pool {names[0]}" if len(names) == 1 else f"pools {', '.join(names)}"
+        pool = _Pool(f"each GPU of {of}", processes, models)
         if placement.rollout in roles:
             engine = _engine_of(config, sizes["actor"], shares="rollout" not in roles, is_synced=placement.trains)
             pool = pool._replace(engine=engine, engines=max(1, processes // tensor_parallel))

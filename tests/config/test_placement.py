@@ -91,6 +91,17 @@ def test_a_part_over_two_machines_counts_its_ranks_on_each() -> None:
     assert placement.reservations == {"cards": (4, 4)}
     assert (placement.num_devices, placement.num_cpus) == (8, 16)
     assert placement.devices("value") == (Device("cards", 6), Device("cards", 7))
+    assert placement.sharing() == {("policy",): (4, 2), ("value",): (2,)}
+
+
+def test_what_is_on_a_device_together_is_known() -> None:
+    options = {"cards": {"max_colocate_count": 2}, "half": {"split_of": "cards"}}
+    pools = {"cards": 2, "half": 2}
+    roles = {"actor_rollout": "cards", "ref": "half", "critic": "half", "rm": "cards"}
+    assert resolve_placement(placed(pools, options, roles, nnodes=2)).sharing() == {
+        ("cards", "half"): (2,),
+        ("cards",): (2,),
+    }
 
 
 def test_pools_without_options_are_what_they_were() -> None:
