@@ -42,6 +42,7 @@ class ResourcePoolManager:
     use_gpu: bool = True
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
     placement: Placement | None = None
+    _reserved: list[RayResourcePool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
@@ -73,6 +74,7 @@ class ResourcePoolManager:
                 nodes=options.nodes,
             )
         reserve(list(own.values()))
+        self._reserved = list(own.values())
         for name in dict.fromkeys(self.mapping.values()):
             devices = placement.devices(name)
             self.resource_pool_dict[name] = (
@@ -82,6 +84,13 @@ class ResourcePoolManager:
                 if name in placement.places
                 else own[name]
             )
+
+    def release(self) -> None:
+        """Give the devices of all pools back to the cluster, which may serve another run of this process."""
+        from hrl.single_controller.resource_pool import give_back
+
+        give_back(self._reserved)
+        self._reserved = []
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
         """Return the pool of a role; `KeyError` where the role is not mapped."""

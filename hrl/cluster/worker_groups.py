@@ -173,6 +173,7 @@ class WorkerGroups:
         processes: The groups by process, one per pool.
         load_order: For each pool, its groups in the order in which their models are loaded.
         init_timeout_s: For loading one model, in seconds.
+        release: Gives the devices back that they are on.
     """
 
     groups: Mapping[Role, RayWorkerGroup]
@@ -180,6 +181,7 @@ class WorkerGroups:
     processes: Sequence[RayWorkerGroup]
     load_order: Sequence[Sequence[RayWorkerGroup]]
     init_timeout_s: float
+    release: Callable[[], None] = lambda: None
     _weight_group: tuple[Any, ...] = ()
 
     @classmethod
@@ -209,7 +211,8 @@ class WorkerGroups:
         for role, worker in role_worker_mapping.items():
             by_pool[manager.mapping[role]][role.value] = worker
         started: list[RayWorkerGroup] = []
-        with ExitStack() as failed:  # then no process stays behind
+        with ExitStack() as failed:  # then no process stays behind, and no device
+            failed.callback(manager.release)
             for pool, class_dict in by_pool.items():
                 group = worker_group_cls(
                     resource_pool=manager.resource_pool_dict[pool],
@@ -235,6 +238,7 @@ class WorkerGroups:
                 for pool in by_pool
             ],
             init_timeout_s=timeouts.init_s,
+            release=manager.release,
         )
 
     # ------------------------------------------------------------------ roles
@@ -416,9 +420,10 @@ class WorkerGroups:
         return [answer.get() for answer in asked]
 
     def shutdown(self) -> None:
-        """End every process of every pool."""
+        """End every process of every pool, and give the pools back."""
         for group in self.processes:
             group.shutdown()
+        self.release()
 
 
 def _roles_of(group: RayWorkerGroup) -> str:

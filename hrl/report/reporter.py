@@ -177,6 +177,7 @@ class RunReporter:
         started = perf_counter()
         with ExitStack() as stack:
             if name != "step":
+                self._timing.setdefault(name, 0.0)  # in the order in which phases begin
                 stack.enter_context(worker_phase(name))
                 stack.enter_context(self.console.phase(name))
             yield

@@ -15,6 +15,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from hrl.single_controller.own_ray import end_lost_ray
 from hrl.single_controller.worker_errors import PlacementError
 
 _FRACTION = 10_000  # Ray counts resources in ten-thousandths
@@ -255,6 +256,13 @@ def reserve(pools: Sequence[RayResourcePool]) -> None:
             )
     for pool, groups in asked:
         pool._take_slots(groups)
+
+
+def give_back(pools: Sequence[RayResourcePool]) -> None:
+    """Give the devices of several pools back to the cluster, if it is still there."""
+    if ray.is_initialized() and not end_lost_ray():
+        for pool in pools:
+            pool.release()
 
 
 class SubRayResourcePool(RayResourcePool):

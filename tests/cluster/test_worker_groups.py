@@ -72,7 +72,9 @@ def build(
     group_cls: type[Group] = Group,
 ) -> WorkerGroups:
     pools = dict.fromkeys(mapping.values())
-    manager = SimpleNamespace(mapping=mapping, create_resource_pool=lambda: None, resource_pool_dict=pools)
+    manager = SimpleNamespace(
+        mapping=mapping, create_resource_pool=lambda: None, resource_pool_dict=pools, release=lambda: None
+    )
     timeouts = TimeoutsConfig(init_s=INIT_S, call_s=1.0)
     return WorkerGroups.start(dict.fromkeys(mapping), manager, timeouts, group_cls, learners)
 

@@ -84,6 +84,7 @@ def in_this_process(trainer_cls: type[TrainingLoop]) -> type[TrainingLoop]:
                 mapping=manager.mapping,
                 resource_pool_dict=dict.fromkeys(manager.resource_pool_spec),
                 create_resource_pool=lambda: None,
+                release=lambda: None,
             )
             super().__init__(config, tokenizer, mapping, pools, InProcessGroup, **kwargs)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.runs.runner import Runner
+from hrl.report.run_folder import read_jsonl
+from tests.runs.runner import ROOT, Runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -76,3 +81,75 @@ def test_every_role_apart_with_weights_by_broadcast_until_ctrl_c_ends_the_run_an
     for record in run.metrics:
         assert set(EVERY_ROLE_METRICS) <= record.keys()
         assert record["rollout/logprob_diff_mean"] < 0.02  # also after a large step: the broadcast arrived
+        timed = {name: seconds for name, seconds in record.items() if name.startswith("timing_s/")}
+        together = sum(timed.values()) - timed["timing_s/step"]
+        assert together - record["perf/overlap_s"] <= timed["timing_s/step"] < together, "phases ran at once"
+
+
+#: What no two runs have in common.
+OF_ITS_OWN = ("timing_", "perf/", "reward/call_s", "weight_sync/")
+#: Placement → its arguments, and on which node which roles have which processes; a letter for each process.
+PLACEMENTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "shared": ((), {"actor_rollout": "a", "ref": "b", "critic": "c", "rm": "c"}),
+    "spare": ((), {"actor_rollout": "a", "ref": "b", "critic": "c", "rm": "b"}),
+    "cpu_scorers": ((), {"actor_rollout": "a", "ref": "b", "critic": "a", "rm": "b"}),
+    "pinned": ((), {"actor": "a", "ref": "a", "critic": "a", "rm": "a", "rollout": "b"}),
+    "split": (
+        ("trainer.resource_pools.cards=[2]", "trainer.resource_pools.policy=1", "trainer.resource_pools.ref=1"),
+        {"actor_rollout": "a", "ref": "b", "critic": "c", "rm": "d"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def placed(
+    runner: Runner, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Placement → the metrics of its one step, and where its ranks were; all on one Ray of two nodes."""
+    folder = tmp_path_factory.mktemp("placed")
+    float32 = [f"{key}.dtype=float32" for key in (
+        "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.rollout",
+        "critic.model.fsdp_config", "reward.reward_model.model.fsdp_config",
+    )]  # fmt: skip
+    every = [
+        *(argument for argument in runner.arguments(folder) if "default_local_dir" not in argument),
+        *(*PPO, *runner.with_reward_model, *float32),
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.cpu_threads_per_worker=1",
+        "trainer.total_training_steps=1",
+    ]
+    runs = {name: [f"placement={name}", *arguments] for name, (arguments, _) in PLACEMENTS.items()}
+    command = [sys.executable, "-m", "tests.runs.placed_runs", str(folder), json.dumps(every), json.dumps(runs)]
+    environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {
+        name: (read_jsonl(folder / name / "metrics.jsonl")[0], json.loads((folder / name / "where.json").read_text()))
+        for name in PLACEMENTS
+    }
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_each_placement_has_its_processes_where_it_says_and_the_numbers_of_any_other(
+    name: str, placed: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
+    record, where = placed[name]
+    processes = PLACEMENTS[name][1]
+    assert where.keys() == processes.keys() and all(len(ranks) == 1 for ranks in where.values())
+    pids = {role: ranks[0][1] for role, ranks in where.items()}
+    together = {(one, other) for one in pids for other in pids if pids[one] == pids[other]}
+    assert together == {(a, b) for a in processes for b in processes if processes[a] == processes[b]}
+    nodes = {role: ranks[0][0] for role, ranks in where.items()}
+    if name == "pinned":
+        assert nodes == {role: "sample" if role == "rollout" else "train" for role in nodes}
+    if name in ("shared", "split"):
+        assert len(set(nodes.values())) == 1, "processes that share a reservation share its node"
+    at_once = record.get("perf/overlap_s", 0.0) > 0
+    assert at_once == (name in ("spare", "cpu_scorers", "split")), "none on one device, or in one process"
+    of_run, of_other = (
+        {metric: value for metric, value in one.items() if not metric.startswith(OF_ITS_OWN)}
+        for one in (record, placed["pinned"][0])
+    )
+    assert of_run == of_other, "the same samples, losses and weights, to the last bit"
+    assert {"actor/weights_checksum", "critic/weights_checksum"} <= of_run.keys()
