@@ -120,7 +120,9 @@ def _check_placement(model: CostModel, devices: int | None) -> None:
     placement = model.placement
     if not placement.trains:
         raise PlanError("trainer.role_pools.actor is null, so nothing learns: only steps that train are planned")
-    pooled = sum(map(sum, model.config.trainer.resource_pools.values()))
+    trainer = model.config.trainer
+    of_others = {pool for pool, options in trainer.pool_options.items() if options.is_derived}
+    pooled = sum(sum(sizes) for pool, sizes in trainer.resource_pools.items() if pool not in of_others)
     if devices is not None and pooled != devices:
         raise PlanError(
             f"--gpus {devices} does not go with trainer.resource_pools, which have {pooled} devices: change the pools, "

@@ -118,7 +118,7 @@ class CostModel:
 
     def cost(self) -> StepCost:
         """Return what a step takes."""
-        devices = sum(map(sum, self.placement.pools.values()))
+        devices = self.placement.num_devices
         return StepCost(tuple(self.phases()), self.work, devices, tuple(self.ledgers()))
 
     def ledgers(self) -> list[Ledger]:

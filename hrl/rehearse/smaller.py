@@ -273,6 +273,7 @@ def _shrink_processes(values: dict[str, Any], config: RunConfiguration, layout: 
     if isinstance(config, PPOTrainerConfig):
         pools = {pool: [layout[pool].processes] for pool in config.trainer.resource_pools if pool in layout}
         values["trainer.resource_pools"] = pools
+        values["trainer.pool_options"] = {}  # one machine has no named nodes, and processes enough to share
         values["trainer.role_pools"] = {
             role: pool for role, pool in config.trainer.role_pools.items() if pool is None or pool in pools
         }

@@ -29,6 +29,7 @@ class Phase:
 
 PHASES = (
     Phase("gen", "gen", "generation", tokens="response", group="generation"),
+    Phase("rm", "rm", "reward model", tokens="all", group="reward"),
     Phase("reward", "reward", "reward", group="reward"),
     Phase("old_log_prob", "logp", "log-probs", tokens="all", group="log-probs and values"),
     Phase("ref", "ref", "reference log-probs", tokens="all", group="log-probs and values"),

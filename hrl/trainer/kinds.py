@@ -96,6 +96,7 @@ def _ppo_trainer(config: PPOTrainerConfig) -> type[RayPPOTrainer]:
 
 def _ppo_phases(config: PPOTrainerConfig) -> list[str]:
     optional = {
+        "rm": False,  # part of the reward, except where it runs beside other phases
         "old_log_prob": needs_old_log_prob(config),
         "ref": config.needs_reference,
         "values": config.needs_critic,

@@ -47,7 +47,7 @@ def test_groups_are_runs_of_neighbours_so_that_the_picture_stacks_them_in_order(
 
 def test_the_bar_has_the_phases_that_the_run_has():
     assert KINDS["ppo"].phases(compose_cli(["recipe=ppo"])) == [
-        name for name in NAMES if name not in ("update", "testing")
+        name for name in NAMES if name not in ("rm", "update", "testing")
     ]
     without_models = KINDS["ppo"].phases(compose_cli([]))
     assert not {"ref", "values", "update_critic"} & set(without_models)

@@ -91,7 +91,6 @@ OF_ITS_OWN = ("timing_", "perf/", "reward/call_s", "weight_sync/")
 #: Placement → its arguments, and on which node which roles have which processes; a letter for each process.
 PLACEMENTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "shared": ((), {"actor_rollout": "a", "ref": "b", "critic": "c", "rm": "c"}),
-    "spare": ((), {"actor_rollout": "a", "ref": "b", "critic": "c", "rm": "b"}),
     "cpu_scorers": ((), {"actor_rollout": "a", "ref": "b", "critic": "a", "rm": "b"}),
     "pinned": ((), {"actor": "a", "ref": "a", "critic": "a", "rm": "a", "rollout": "b"}),
     "split": (
@@ -115,6 +114,7 @@ def placed(
         *(argument for argument in runner.arguments(folder) if "default_local_dir" not in argument),
         *(*PPO, *runner.with_reward_model, *float32),
         "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.model.probe=false",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "trainer.cpu_threads_per_worker=1",
         "trainer.total_training_steps=1",
@@ -146,7 +146,7 @@ def test_each_placement_has_its_processes_where_it_says_and_the_numbers_of_any_o
     if name in ("shared", "split"):
         assert len(set(nodes.values())) == 1, "processes that share a reservation share its node"
     at_once = record.get("perf/overlap_s", 0.0) > 0
-    assert at_once == (name in ("spare", "cpu_scorers", "split")), "none on one device, or in one process"
+    assert at_once == (name in ("cpu_scorers", "split")), "none on one device, or in one process"
     of_run, of_other = (
         {metric: value for metric, value in one.items() if not metric.startswith(OF_ITS_OWN)}
         for one in (record, placed["pinned"][0])

@@ -312,17 +312,58 @@ def test_rows_that_the_correction_rejects_are_not_given_to_the_reference(tmp_pat
     assert not phases["values"].waits_for(phases["ref"])
 
 
-def test_a_reward_model_alone_scores_beside_the_others_and_a_function_that_may_leave_rows_out_does_not(
-    tmp_path: Path,
+MODEL = ("reward.reward_model.enable=true", "reward.reward_model.model_path=x")
+
+
+class WithModel(Meeting):
+    """Whose reward model scores beside the others, once a function has said which rows are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together = [{"log_prob", "ref", "values", "rm"}, {"critic", "actor"}]
+        self.seen: dict[str, list[int]] = {}
+
+    def compute_rm_score(self, batch: DataProto, request: Any) -> DataProto:
+        self.seen["rm"] = batch.batch["response_mask"].sum(1).tolist()
+        self.meet("rm")
+        scores = torch.arange(float(len(batch)))
+        return DataProto.from_dict(tensors={"rm_scores": scores})
+
+    def compute_values(self, batch: DataProto, request: Any) -> DataProto:
+        self.seen["values"] = batch.batch["response_mask"].sum(1).tolist()
+        return super().compute_values(batch, request)
+
+
+class WithModelOneByOne(WithModel):
+    def meet(self, call: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("function", [None, [1.0, None, 0.5, 0.0, 1.0, 0.25]], ids=["alone", "with a function"])
+def test_a_reward_model_scores_beside_the_others_and_they_do_not_see_rows_that_a_function_left_out(
+    function: list[float | None] | None, tmp_path: Path
 ) -> None:
-    model = ("reward.reward_model.enable=true", "reward.reward_model.model_path=x", "placement=separate")
-    for scores, is_beside in ((None, True), ([1.0] * 3, False)):
-        driver = Driver(tmp_path / str(is_beside), *PPO, *model, workers=Broken("", 0.0), scores=scores)
-        phases = {phase.name: phase for phase in driver.trainer.preparation()}
-        assert phases["reward"].waits_for(phases["gen"])
-        assert [phases[name].waits_for(phases["reward"]) for name in ("ref", "values")] == [not is_beside] * 2
-        assert phases["adv"].waits_for(phases["reward"])
-        driver.folder.close()
+    found = []
+    for name, workers, placement in (
+        ("shared", WithModelOneByOne(), "colocated"),
+        ("apart", WithModel(), "separate"),
+    ):
+        overrides = (*PPO, *MODEL, f"placement={placement}")
+        driver = Driver(tmp_path / name, *overrides, workers=workers, rewards=PerRow(function))
+        batch, metrics = one_step(driver)
+        found.append(({key: column.tolist() for key, column in batch.batch.items()}, dict(metrics), workers.seen))
+    assert found[0] == found[1]
+    left_out = [2, 0, 2, 2, 2, 2] if function else [2] * 6
+    assert found[1][2] == {"rm": [2] * 6, "values": left_out}
+
+
+@pytest.mark.parametrize("estimator", ["remax", "grpo"])
+def test_what_the_scores_may_change_waits_for_them(estimator: str, tmp_path: Path) -> None:
+    filters = ["algorithm.filter_groups.enable=true"] if estimator == "grpo" else []
+    named = (*PPO, *MODEL, "placement=separate", *filters, f"algorithm.adv_estimator={estimator}")
+    driver = Driver(tmp_path, *named, workers=Broken("", 0.0))
+    phases = {phase.name: phase for phase in driver.trainer.preparation()}
+    assert "rm" not in phases and phases["ref"].waits_for(phases["reward"])
 
 
 def test_what_a_subclass_has_replaced_runs_beside_nothing(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from hrl.trainer.ppo.advantage import (
     rows_without_advantage,
 )
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
-from hrl.trainer.ppo.episodes import heads_of, require_sampled, score_episodes, values_behind_truncations
+from hrl.trainer.ppo.episodes import EpisodeScores, heads_of, require_sampled, score_episodes, values_behind_truncations
 from hrl.trainer.ppo.finite_columns import FiniteColumns, LeftOutError
 from hrl.trainer.ppo.generation import (
     Asked,
@@ -60,6 +60,7 @@ from hrl.trainer.ppo.metrics import (
     validation_troubles,
 )
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob, policy_update, update_measures_mismatch
+from hrl.trainer.ppo.rewards import leave_out_unscored
 from hrl.trainer.ppo.sampler_mismatch import (
     DriftGate,
     correct_for_sampler,
@@ -86,8 +87,9 @@ if TYPE_CHECKING:
 
     from hrl.batching.plan import BatchPlan
     from hrl.config.ppo import PPOTrainerConfig
+    from hrl.reward.actor import RewardOutcome
     from hrl.reward.combine import CombinedScores
-    from hrl.trainer.ppo.episodes import EpisodeDriver, EpisodeScores
+    from hrl.trainer.ppo.episodes import EpisodeDriver
     from hrl.trainer.ppo.rewards import RewardService
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
@@ -144,6 +146,7 @@ class RayPPOTrainer(TrainingLoop):
         self.drift_gate = DriftGate(config.trainer.alarms[SAMPLER_GAP] or math.inf)
         self.policy_version = -1
         self._begun: list[Asked] = []
+        self._outcomes: list[RewardOutcome] | None = None
         self.sampler = _sampler_of(config, self.train_dataset)
 
     def init_workers(self) -> None:
@@ -185,14 +188,22 @@ class RayPPOTrainer(TrainingLoop):
         A phase whose method a subclass has replaced may do anything: those before and after it do not run beside it.
         """
         rejects = bool(self.config.algorithm.rollout_correction.rollout_rs)
-        actor, pool = self.pool_of(self.placement.actor), self.pool_of
+        pool, left_out = self.pool_of, frozenset({"response_mask"})
+        actor, rm = pool(self.placement.actor), pool("rm")
         yield StepPhase("gen", self._generate_and_sleep, on=pool(self.placement.rollout))
-        yield self._phase("reward", self.compute_reward, pool("rm"), ROW_COLUMNS, self._reward_columns())
+        if self.scores_apart:  # others need to know which rows a function leaves out, and no scores
+            scored = frozenset({"rm_scores"})
+            yield StepPhase("rm", self._score_by_model, rm, ROW_COLUMNS, scored, self._devices_of(rm))
+            if self.rewards.sink is not None:
+                yield StepPhase("reward", self._wait_for_functions, None, left_out, left_out)
+            yield StepPhase("reward", self._combine_scores, None, scored | left_out, SCORES | {"reward_parts"})
+        else:
+            yield self._phase("reward", self.compute_reward, rm, ROW_COLUMNS, None)
         if self._shapes_batch:
             yield StepPhase("scored", self._shape_batch, is_timed=False)
         if self.needs_old_log_prob:
             needs = ROW_COLUMNS | {"rollout_log_probs"} | (SCORES if rejects else frozenset())
-            gives = OLD_LOG_PROBS | (SCORES | {"response_mask"} if rejects else frozenset())
+            gives = OLD_LOG_PROBS | (SCORES | left_out if rejects else frozenset())
             yield self._phase("old_log_prob", self.compute_old_log_prob, actor, needs, gives)
         if self.use_reference_policy:
             ref = actor if self.config.reference_is_actor else pool("ref")
@@ -307,17 +318,34 @@ class RayPPOTrainer(TrainingLoop):
             self.workers.rollout.sleep_rollout()
         return batch
 
-    def _reward_columns(self) -> frozenset[str] | None:
-        """Return the columns that the rewards give; None where rows may lose their tokens by them, or leave the batch.
+    @property
+    def scores_apart(self) -> bool:
+        """Whether the reward model's scores are a phase of their own, `rm`, beside which others can run.
 
-        Reward functions may leave samples out, which trains nothing of them; greedy samples are only compared with.
+        It has devices of its own, and nothing may happen to rows between their scores and what comes next: no method of
+        a subclass, no filter, no greedy samples that are only compared with, no episodes.
         """
-        if self.rewards.sink is not None or self.episodes is not None or self.estimator.needs_baseline:
-            return None
-        return SCORES | {"rm_scores", "reward_parts"}
+        if not self.use_rm or self._shapes_batch or self.episodes is not None or self.estimator.needs_baseline:
+            return False
+        own = self._devices_of(self.pool_of("rm"))
+        others = [role for role in self.placement.roles if role not in ("rm", "rollout")]
+        is_apart = all(own.isdisjoint(self._devices_of(self.pool_of(role))) for role in others)
+        return is_apart and type(self).compute_reward is RayPPOTrainer.compute_reward
+
+    def _score_by_model(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        return self._with_model_scores(batch)
+
+    def _wait_for_functions(self, batch: DataProto, metrics: StepMetrics) -> None:
+        self._outcomes = self.rewards.outcomes()
+        leave_out_unscored(batch, self._outcomes or ())
+
+    def _combine_scores(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        outcomes, self._outcomes = self._outcomes, None
+        return self._score(batch, metrics, self.rewards.collect(batch, metrics, outcomes=outcomes))
 
     def _look_at(self, batch: DataProto, phase: str) -> None:
-        if phase == "gen" or (phase == "reward" and self._shapes_batch):
+        is_scored = "token_level_scores" in batch.batch.keys()
+        if phase in ("gen", "rm") or (phase == "reward" and (self._shapes_batch or not is_scored)):
             return
         if phase == "reward":
             self._show_first(batch)
@@ -511,12 +539,16 @@ class RayPPOTrainer(TrainingLoop):
         reward function's own. Greedy responses leave the batch; their scores stay as `reward_baselines (B,)`.
         """
         batch = self._with_model_scores(batch)
-        scored: CombinedScores | EpisodeScores
-        if self.episodes is not None:
-            scored = score_episodes(batch, self.rewards, self.config.environment, metrics, validate=False)
+        if self.episodes is None:
+            return self._score(batch, metrics, self.rewards.collect(batch, metrics))
+        return self._score(
+            batch, metrics, score_episodes(batch, self.rewards, self.config.environment, metrics, validate=False)
+        )
+
+    def _score(self, batch: DataProto, metrics: StepMetrics, scored: CombinedScores | EpisodeScores) -> DataProto:
+        if isinstance(scored, EpisodeScores):
             batch.batch["token_level_scores"] = scored.tokens
         else:
-            scored = self.rewards.collect(batch, metrics)
             batch.batch["token_level_scores"] = place_scores(scored.scores, batch.batch["response_mask"])
         batch.batch["plain_scores"] = scored.plain
         if self.estimator.needs_baseline:

@@ -16,7 +16,7 @@ import torch
 from hrl.batching.planner import lengths_of
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.reward.actor import RewardActor, RewardError, reward_metrics
+from hrl.reward.actor import RewardActor, RewardError, RewardOutcome, reward_metrics
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, combine_scores
 from hrl.reward.parts import part_metrics
 from hrl.reward.pool import RewardRow
@@ -133,12 +133,22 @@ class RewardService:
         self._loop.begin(self._num_rounds, announced, title)
         return self._num_rounds
 
+    def outcomes(self, *, validate: bool = False) -> list[RewardOutcome] | None:
+        """Wait for the functions and return what they say of each announced sample; None where there is no function.
+
+        Raises:
+            RewardError: Rewards are missing or wrong.
+        """
+        number, _ = self._rounds[validate]
+        return None if self._loop is None else self._loop.collect(number, self._deadline_s)
+
     def collect(
         self,
         batch: DataProto,
         metrics: StepMetrics,
         *,
         validate: bool = False,
+        outcomes: list[RewardOutcome] | None = None,
         of_environment: Tensor | None = None,
         lengths: Tensor | None = None,
         counts: Tensor | None = None,
@@ -153,6 +163,7 @@ class RewardService:
             batch: Sampled rows, with `rm_scores (B,)` where the run has a reward model.
             metrics: Receives the counters of the reward function and the means of the parts.
             validate: The batch was announced as that of a validation.
+            outcomes: What `outcomes` has returned; None waits for it here.
             of_environment: (B,), what an environment gave to each over all turns, nan where it gave nothing; None
                 without an environment. It is a part of the reward where there are others, and it paid anybody.
             lengths: (B,), the tokens that a length penalty counts; None counts those of the response.
@@ -161,13 +172,12 @@ class RewardService:
         Raises:
             RewardError: Rewards are missing or wrong; the message names function or model, and sample.
         """
-        number, title = self._rounds[validate]
+        _, title = self._rounds[validate]
         function_scores: list[float | None] | None = None
         turn_scores: list[Sequence[float] | None] = [None] * len(batch)
         counted_rows = [True] * len(batch) if counts is None else counts.tolist()
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]
-        if self._loop is not None:
-            outcomes = self._loop.collect(number, self._deadline_s)
+        if (outcomes := outcomes or self.outcomes(validate=validate)) is not None:
             metrics.observe(
                 reward_metrics([one for one, counted in zip(outcomes, counted_rows, strict=True) if counted])
             )
@@ -201,9 +211,19 @@ class RewardService:
         parts = [part if counted else {} for part, counted in zip(parts, counted_rows, strict=True)]
         metrics.observe(part_metrics(parts))
         batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
-        if not combined.kept.all():
-            batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
+        _leave_out(batch, combined.kept)
         return combined if of_environment is None else _with_turn_scores(combined, turn_scores)
+
+
+def leave_out_unscored(batch: DataProto, outcomes: Sequence[RewardOutcome]) -> None:
+    """Take the response mask from rows that a reward function left out, as `RewardService.collect` does."""
+    _leave_out(batch, torch.tensor([outcome.score is not None for outcome in outcomes], dtype=torch.bool))
+
+
+def _leave_out(batch: DataProto, kept: Tensor) -> None:
+    mask = batch.batch["response_mask"]
+    if mask[~kept].any():
+        batch.batch["response_mask"] = mask * kept[:, None]
 
 
 def _with_turn_scores(combined: CombinedScores, turn_scores: Sequence[Sequence[float] | None]) -> CombinedScores:

@@ -185,14 +185,20 @@ class Rewards:
     def parts_of(self, batch: DataProto) -> list[dict[str, Any]]:
         return [{} for _ in range(len(batch))]
 
-    def collect(self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False) -> CombinedScores:
+    def outcomes(self, *, validate: bool = False) -> list[SimpleNamespace]:
+        return [SimpleNamespace(score=score) for score in self.function_scores or ()]
+
+    def collect(
+        self, batch: DataProto, metrics: StepMetrics, *, validate: bool = False, outcomes: Any = None
+    ) -> CombinedScores:
         model = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
         scores, lengths = self.scores_of(batch), torch.full((len(batch),), 2)
         tenfold = None if scores is None else [None if score is None else 10 * score for score in scores]
         combined = combine_scores(tenfold, model, lengths, 2, reward())
         combined = replace(combined, plain=combine_scores(scores, model, lengths, 2, reward()).plain)
         batch.non_tensor_batch["reward_parts"] = np.array(self.parts_of(batch), dtype=object)
-        batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
+        if not combined.kept.all() and outcomes is None:
+            batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
         return combined
 
 
