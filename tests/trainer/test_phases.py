@@ -368,8 +368,7 @@ def test_what_the_scores_may_change_waits_for_them(estimator: str, tmp_path: Pat
 
 def test_what_a_subclass_has_replaced_runs_beside_nothing(tmp_path: Path) -> None:
     class Own(RayPPOTrainer):
-        def compute_values(self, batch: DataProto) -> DataProto:
-            return super().compute_values(batch)
+        compute_values = lambda self, batch: batch  # noqa: E731  a name of its own, as a decorator may leave
 
     driver = Driver(tmp_path, *PPO, "placement=separate", workers=Broken("", 0.0))
     driver.trainer.__class__ = Own

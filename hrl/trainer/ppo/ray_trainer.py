@@ -198,18 +198,18 @@ class RayPPOTrainer(TrainingLoop):
                 yield StepPhase("reward", self._wait_for_functions, None, left_out, left_out)
             yield StepPhase("reward", self._combine_scores, None, scored | left_out, SCORES | {"reward_parts"})
         else:
-            yield self._phase("reward", self.compute_reward, rm, ROW_COLUMNS, None)
+            yield self._phase("reward", "compute_reward", rm, ROW_COLUMNS, None)
         if self._shapes_batch:
             yield StepPhase("scored", self._shape_batch, is_timed=False)
         if self.needs_old_log_prob:
             needs = ROW_COLUMNS | {"rollout_log_probs"} | (SCORES if rejects else frozenset())
             gives = OLD_LOG_PROBS | (SCORES | left_out if rejects else frozenset())
-            yield self._phase("old_log_prob", self.compute_old_log_prob, actor, needs, gives)
+            yield self._phase("old_log_prob", "compute_old_log_prob", actor, needs, gives)
         if self.use_reference_policy:
             ref = actor if self.config.reference_is_actor else pool("ref")
-            yield self._phase("ref", self.compute_ref_log_prob, ref, ROW_COLUMNS, REF_LOG_PROBS)
+            yield self._phase("ref", "compute_ref_log_prob", ref, ROW_COLUMNS, REF_LOG_PROBS)
         if self.use_critic:
-            yield self._phase("values", self.compute_values, pool("critic"), ROW_COLUMNS, VALUES)
+            yield self._phase("values", "compute_values", pool("critic"), ROW_COLUMNS, VALUES)
         yield StepPhase("adv", self.compute_advantage)
 
     def updates(self) -> Iterator[StepPhase]:
@@ -217,19 +217,20 @@ class RayPPOTrainer(TrainingLoop):
         nothing: frozenset[str] = frozenset()
         actor = self.pool_of(self.placement.actor)
         if self.use_critic:
-            yield self._phase("update_critic", self.update_critic, self.pool_of("critic"), nothing, nothing)
+            yield self._phase("update_critic", "update_critic", self.pool_of("critic"), nothing, nothing)
         if self.global_steps > self.config.trainer.critic_warmup:
-            yield self._phase("update_actor", self.update_actor, actor, nothing, nothing)
+            yield self._phase("update_actor", "update_actor", actor, nothing, nothing)
         else:
             devices = self._devices_of(actor)
             yield StepPhase("old_log_prob", self._compare_all_with_sampler, actor, nothing, nothing, devices)
 
     def _phase(
-        self, name: str, method: Callable[..., Any], on: str | None, needs: frozenset[str], gives: frozenset[str] | None
+        self, name: str, method: str, on: str | None, needs: frozenset[str], gives: frozenset[str] | None
     ) -> StepPhase:
-        takes_metrics = method.__name__ not in ("compute_ref_log_prob", "compute_values")
-        run = method if takes_metrics else (lambda batch, _: method(batch))
-        if getattr(type(self), method.__name__) is not getattr(RayPPOTrainer, method.__name__):
+        run = getattr(self, method)
+        if method in ("compute_ref_log_prob", "compute_values"):  # which have no metrics
+            run = _without_metrics(run)
+        if getattr(type(self), method) is not getattr(RayPPOTrainer, method):
             return StepPhase(name, run, on)
         return StepPhase(name, run, on, needs, gives, self._devices_of(on))
 
@@ -867,6 +868,10 @@ class RayPPOTrainer(TrainingLoop):
         elif self.kl_ctrl.value != saved:
             now = self.kl_ctrl.value
             self.reporter.console.note(f"algorithm.kl_ctrl.kl_coef is {now:g} from here on; it was {saved:g}")
+
+
+def _without_metrics(method: Callable[[DataProto], DataProto]) -> Callable[[DataProto, StepMetrics], DataProto]:
+    return lambda batch, _: method(batch)
 
 
 def _sampler_of(config: PPOTrainerConfig, train_dataset: Any) -> PromptSampler | None:
