@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.config.model import DType, LogProbConfig
 from hrl.config.own_members import traits_of_estimator
-from hrl.config.section import ACTOR, Fraction, Get, MinusOneOrMore, Section, Unit, follows, section
+from hrl.config.section import ACTOR, Fraction, Get, MinusOneOrMore, Section, StrList, Unit, follows, section
 
 SYNC_MARGIN_S = 60.0
 """Time for the workers to report an aborted weight sync before the driver gives up on them."""
@@ -65,11 +65,30 @@ class WeightSyncConfig(Section):
         return self.timeout_s + SYNC_MARGIN_S
 
 
+SERVED = ("server", "sglang")
+"""Engines that somebody else started, at the addresses of `rollout.server.urls`."""
+
+
+class ServerConfig(Section):
+    """`rollout.server`: engines that somebody else started, for `rollout.name=server` (vLLM's) or `sglang`."""
+
+    urls: StrList = Field(default_factory=list)
+    """Their addresses, e.g. `[http://10.0.0.5:8000,http://10.0.0.6:8000]`."""
+    api_key: str | None = None
+    """`env:NAME`, where the environment variable NAME has the key that all of them take; null sends none."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds that a response may take, after which its server is taken for dead and another one is asked."""
+    weights_folder: str | None = None
+    """Folder that this machine and the servers' see under the same name, through which they get the weights; null takes
+    this machine's memory, which vLLM's servers on it can read."""
+
+
 class RolloutConfig(LogProbConfig):
     """`actor_rollout_ref.rollout`: how responses are sampled."""
 
-    name: Literal["vllm", "hf", "scripted"] = "vllm"
-    """Engine: vllm, hf (transformers, slow, for comparison) or scripted (tests)."""
+    name: Literal["vllm", "hf", "server", "sglang", "scripted"] = "vllm"
+    """Engine: vllm, hf (transformers, slow, for comparison), server or sglang (servers of vLLM or SGLang that somebody
+    else started, at `rollout.server.urls`), or scripted (tests)."""
     n: Annotated[PositiveInt, Unit("samples per prompt")] = follows(_samples)
     """Samples per prompt. Default: 8 for estimators that compare samples of a group (grpo, rloo, …), 1 for others."""
     temperature: PositiveFloat = 1.0
@@ -107,5 +126,6 @@ class RolloutConfig(LogProbConfig):
     serve: bool = False
     """Let programs on this machine ask the policy while it is trained, over OpenAI's protocol; needs
     `environment.path`. Address and key are in the run folder's `serving.env`."""
+    server: ServerConfig = section(ServerConfig)
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from hrl.algos.ratio_bounds import REJECTION_RULES, Interval, parse_rejections
 from hrl.algos.registry import (
@@ -29,11 +30,12 @@ from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import FUNCTION_NAMES, TAKEN_NAMES, RewardConfig
-from hrl.config.rollout import RolloutConfig
+from hrl.config.rollout import SERVED, RolloutConfig
 from hrl.config.saved import nothing_is_masked
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT, TEACHER
 from hrl.config.trainer import BATCH_SHARE, JSON_CONSOLE
 from hrl.errors import Problem, Reason
+from hrl.loopback import is_loopback
 from hrl.masking import is_secret_variable, is_written_secret
 from hrl.nearest import did_you_mean
 from hrl.processes.sandbox import TIME_S
@@ -639,7 +641,7 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
 _ENGINES = ("vllm", "hf", "scripted")
 
 _ELSEWHERE = ("sglang", "trtllm")
-"""Engines of verl that hrl does not have."""
+"""Engines of verl that hrl does not start."""
 
 _SET_BY = {
     **{name: f"{ROLLOUT}.{name}" for name in RolloutConfig.model_fields},
@@ -673,7 +675,7 @@ def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Proble
     for engine, arguments in config.actor_rollout_ref.rollout.engine_kwargs.items():
         if engine not in _ENGINES or not isinstance(arguments, dict):
             if engine in _ELSEWHERE:
-                if arguments:
+                if arguments and config.actor_rollout_ref.rollout.name != engine:
                     what, hint = f"has arguments of {engine}, which does not run here.", "Remove them."
                     yield Problem(f"{_ENGINE_KWARGS}.{engine}", what, hint, (f"{ROLLOUT}.name",), Reason.ABSENT)
                 continue
@@ -685,6 +687,72 @@ def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Proble
                     yield Problem(_ENGINE_KWARGS, f"sets vLLM's {name}.", f"Set {_SET_BY[name]}.", (_SET_BY[name],))
                 elif name in _FIXED:
                     yield Problem(_ENGINE_KWARGS, f"sets vLLM's {name}, which is fixed: {_FIXED[name]}.", "Remove it.")
+
+
+_SERVER = f"{ROLLOUT}.server"
+
+
+def servers_have_addresses(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Engines that somebody else started have addresses, each once, and a key that a variable holds."""
+    rollout, key, name = config.actor_rollout_ref.rollout, f"{_SERVER}.urls", f"{ROLLOUT}.name"
+    settings = rollout.server
+    if rollout.name in SERVED and settings.urls and rollout.engine_kwargs.get(rollout.name):
+        what = f"has arguments, and {name} is {rollout.name}, whose servers have those that they were started with."
+        yield Problem(f"{_ENGINE_KWARGS}.{rollout.name}", what, "Remove them.", (name,))
+    if rollout.name not in SERVED:
+        if settings.urls:
+            what = f"has addresses, and {name} is {rollout.name}, which runs in the run itself."
+            yield Problem(key, what, f"Set {name}=server (vLLM's) or sglang, or remove them.", (name,))
+        return
+    if not settings.urls:
+        what = f"is {rollout.name}, whose servers are started by somebody else, and {key} names none."
+        hint = f"Start servers, and name them: {key}=[http://127.0.0.1:8000]; or use vllm."
+        yield Problem(name, what, hint, (key,), Reason.ALTERNATIVE)
+    for url in settings.urls:
+        try:
+            parts = urlsplit(url)
+            host, is_whole = parts.hostname, parts.scheme in ("http", "https") and parts.port != 0
+        except ValueError:
+            host, is_whole, parts = None, False, urlsplit("")
+        if not (is_whole and host):
+            yield Problem(key, f"has {url!r}, which is no address.", "Write http://host:port.")
+        elif parts.username or parts.password or parts.query or parts.fragment:
+            what = "has an address with a login, a query or a fragment in it."
+            yield Problem(key, what, f"Write http://host:port; a key goes to {_SERVER}.api_key.")
+        elif rollout.name == "server" and settings.weights_folder is None and not is_loopback(host):
+            what = f"is null, and {url} is not on this machine, whose memory it can't read."
+            hint = "Name a folder that both see, or the servers of this machine as http://127.0.0.1:port."
+            yield Problem(f"{_SERVER}.weights_folder", what, hint, (key,))
+    roots = [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in settings.urls]
+    if len(set(roots)) < len(roots):
+        yield Problem(key, "names a server twice.", "Name each once.")
+    if rollout.name == "sglang" and settings.weights_folder is None and settings.urls:
+        what = f"needs a value, because {name} is sglang, which reads weights from a folder."
+        yield Problem(f"{_SERVER}.weights_folder", what, "Name one that its servers see too.", (name,))
+    if settings.api_key is not None and not re.fullmatch(r"env:[A-Za-z_]\w*", settings.api_key):
+        what = "is not env:NAME; written out, it would be saved with the run."
+        yield Problem(f"{_SERVER}.api_key", what, "Export the key as an environment variable, and name that.")
+
+
+def servers_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """What only an engine of the run's own can do is refused with engines that somebody else started."""
+    policy = config.actor_rollout_ref
+    name, key = policy.rollout.name, f"{ROLLOUT}.name"
+    if name not in SERVED or list(placement_problems(config)):
+        return
+    placement = resolve_placement(config)
+    if not placement.trains:
+        what = f"is null, and {key}={name}: nobody would give the servers the weights that are to be sampled from."
+        yield Problem("trainer.role_pools.actor", what, f"Use {key}=vllm.", (key,))
+    elif placement.rollout != placement.actor:
+        what = f"names a pool, and {key}={name}: the servers are not in the run's processes."
+        yield Problem("trainer.role_pools.rollout", what, "Remove it.", (key,))
+    if policy.rollout.enable_rollout_routing_replay:
+        what = f"is R3, and {key}={name}: servers do not return the experts that tokens went to."
+        yield Problem(f"{ACTOR}.router_replay.mode", what, "Set it to R2, or disabled.", (key,))
+    if policy.model.trains_adapter and not policy.model.lora.merge:
+        what = f"is false, and {key}={name}: servers get whole models."
+        yield Problem(f"{MODEL}.lora.merge", what, "Set it to true.", (key,))
 
 
 def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Problem]:
@@ -877,6 +945,8 @@ PPO_RULES: tuple[Rule, ...] = (
     fixed_micro_batches_have_a_size,
     engine_holds_whole_sequences,
     engines_are_told_what_is_theirs,
+    servers_have_addresses,
+    servers_can_do_what_is_asked,
     gradients_have_their_range,
     weights_are_cut_where_they_can_be,
     an_optimizer_steps_where_it_can,

@@ -43,6 +43,7 @@ from hrl.preflight.pictures_look import look_at_pictures, pictures_of
 from hrl.preflight.resume_look import look_at_changes
 from hrl.preflight.reward_look import look_at_reward
 from hrl.preflight.run_inputs import run_inputs
+from hrl.preflight.server_look import look_at_servers
 from hrl.preflight.small_models import look_at_rate
 from hrl.report.live import ShowStage, in_silence
 
@@ -126,6 +127,7 @@ def inspect_run(
         ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
     if isinstance(config, PPOTrainerConfig):
         look_at_tokens_of_teacher(findings, config, folders)
+        look_at_servers(findings, config, folders.get(next(iter(outline.models))), ids)
     with stage("reading the rows"):
         train, val = look_at_rows(findings, config, given, tokenizer, ids)
     shown_tools: Sequence[Mapping[str, Any]] | None = []

@@ -217,6 +217,7 @@ class ActorRolloutRefWorker(ModelWorker):
             num_threads=runtime.num_threads if self.device.type == "cpu" else runtime.engine_threads,
             visible_devices=visible_devices,
             shares_device=self.role == "actor_rollout",
+            rank=self.rank,
         )
         name = f"rollout rank {self.rank}"
         return RolloutHost(setup, name=name, lead=self._lead)

@@ -98,7 +98,7 @@ def test_a_hint_that_would_mislead_is_not_given(key, wrong):
         ("recipe=gpro", "Did you mean grpo?"),
         ("algorithm.adv_estimator=grop", "Did you mean grpo?"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gvpo", "Known: "),
-        ("actor_rollout_ref.rollout.name=sglang", "SGLang comes later; use vllm."),
+        ("actor_rollout_ref.rollout.name=sglang", "rollout.server.urls=[http://127.0.0.1:8000]; or use vllm."),
         ("trainer.device=npu", "models run on NVIDIA GPUs or on CPUs; use auto."),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", "Remove them."),
         ("actor_rollout_ref.rollout.engine_kwargs.swap_space=4", "Write it as {vllm: {swap_space: ...}}."),

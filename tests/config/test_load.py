@@ -82,7 +82,7 @@ def test_a_key_like_no_other_points_to_the_reference():
             "token_mean",
             "names 'token_mean', which nothing is registered under. Did you mean token-mean?",
         ),
-        (f"{ROLLOUT}.name", "sglang", "can't be 'sglang' here: SGLang comes later; use vllm."),
+        (f"{ROLLOUT}.name", "trtllm", "can't be 'trtllm' here: TensorRT-LLM comes later; use vllm."),
         (f"{ROLLOUT}.gpu_memory_utilization", 1.2, "is 1.2, must be at most 1.0."),
         (f"{ACTOR}.optim.lr", float("nan"), "is nan"),
         ("data.train_files", [], "is []"),

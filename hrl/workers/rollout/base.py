@@ -63,6 +63,7 @@ class EngineSetup:
         visible_devices: GPUs of an engine over several ranks, as CUDA_VISIBLE_DEVICES names them; Ray shows each rank
             only its own. `None` leaves them as they are.
         shares_device: A trainer needs the engine's memory between rollouts.
+        rank: Of the process that opens it, among those that sample.
     """
 
     config: RolloutConfig
@@ -72,6 +73,7 @@ class EngineSetup:
     num_threads: int | None = None
     visible_devices: str | None = None
     shares_device: bool = True
+    rank: int = 0
 
     @property
     def sleeps(self) -> bool:
@@ -157,6 +159,10 @@ class RolloutEngine(ABC):
     name: str
     """In messages."""
 
+    takes_weights: bool = True
+    """Whether the weights are sent to this engine; else another rank's engine has them put where this one samples."""
+    weights_folder: str | None = None
+    """Where the weights pass through a file, because the model does not share this machine's memory."""
     own_process: bool = True
     """Whether the model lives in a process of the engine's own. CUDA opens no handle in the process that made it, and
     transformers cannot load two models at once."""
@@ -242,6 +248,10 @@ class RolloutEngine(ABC):
             trace: The first process's file, `….json.gz`; others put their number in front of the ending.
         """
         return []
+
+    async def weights_pass(self, version: int) -> None:
+        """Serve `version` from now on, whose weights another rank's engine is given; see `takes_weights`."""
+        raise NotImplementedError(f"{self.name} takes its own weights")
 
     async def weights_begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
         """Announce a weight sync to `version`; `handle` says where its buckets are."""

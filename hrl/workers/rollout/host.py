@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 from array import array
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hrl.columns import object_column
+from hrl.files import expanded
 from hrl.pictures import MULTI_MODAL_DATA, Picture
 from hrl.protocol import DataProto
 from hrl.routing import ROUTED_EXPERTS
@@ -37,6 +39,7 @@ from hrl.workers.rollout.base import (
 from hrl.workers.rollout.single_requests import LOG_PROB_TOLERANCE, EngineAnswer, EngineWork, serve_requests
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender
 from hrl.workers.weight_sync.sender import SenderTransport, SyncReport, WeightSync
+from hrl.workers.weight_sync.shared_file import SharedFileSender
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
 from hrl.workers.weight_sync.tensor_parallel import Lead
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
@@ -53,6 +56,8 @@ ENGINES = {
     "vllm": ("hrl.workers.rollout.vllm_engine", "VllmEngine"),
     "hf": ("hrl.workers.rollout.hf_engine", "HfEngine"),
     "scripted": ("hrl.workers.rollout.scripted", "ScriptedEngine"),
+    "server": ("hrl.workers.rollout.vllm_server", "VllmServers"),
+    "sglang": ("hrl.workers.rollout.sglang_server", "SglangServers"),
 }
 START_TIMEOUT_S = 600.0
 GENERATE_TIMEOUT_S = 1800.0
@@ -303,8 +308,10 @@ class RolloutHost:
         specs: Iterable[tuple[str, torch.dtype, Sequence[int]]],
         weights: Iterable[tuple[str, Tensor]],
         kept: Sequence[str] = (),
-    ) -> SyncReport:
+    ) -> SyncReport | None:
         """Sync weights from this process's trainer into this host's engine, over memory handles.
+
+        Returns None where another rank sends them for this engine too (`RolloutEngine.takes_weights`).
 
         Args:
             version: Policy version of the weights.
@@ -316,6 +323,10 @@ class RolloutHost:
             WeightSyncError: See `WeightSync.push`.
         """
         self._running()
+        if not self.engine.takes_weights:
+            deque(weights, maxlen=0)
+            self._control(self.engine.weights_pass(version), "passing a weight sync", CONTROL_TIMEOUT_S)
+            return None
         self._keeps_weights = bool(kept)
         if kept and self._lost_weights:
             raise WeightSyncError(
@@ -357,6 +368,8 @@ class RolloutHost:
         # Shared memory holds the whole model anyway, and with several buckets sender and receiver would fight for the
         # same cores: one bucket is twice as fast.
         manifest = Manifest.build(specs, sys.maxsize, kept)
+        if self.engine.weights_folder is not None:
+            return manifest, SharedFileSender(manifest, expanded(self.engine.weights_folder))
         return manifest, SharedMemorySender(manifest)
 
     # The receiving end of `WeightSync`, for a sender in this process.

@@ -32,7 +32,7 @@ from hrl.profiling.spans import phase_span
 from hrl.workers.rollout.drawing import draw, seeded_number
 from hrl.workers.rollout.vllm_adapter import VllmAdapterWriter, leave_ends_alone, multiply_plainly
 from hrl.workers.rollout.vllm_routing import NoRoutingError, RoutingRecorder, routed_layers
-from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.receiver import ModelWriter, WeightReceiver
 from hrl.workers.weight_sync.wire import WeightSyncError
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _FILE_STORE = "file://"
 _TRACE = ".json.gz"
+#: By which a server's model is told from another one.
+MODEL_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 #: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
 #: shapes, and a token's logits, and so what its seed draws, must not depend on how many other requests run.
 HEAD_ROWS = 32
@@ -286,7 +288,22 @@ class RolloutWorkerExtension:
             die_with_parent()
         _unlink_collective_memory()
         self._hrl_unlink_rendezvous()
-        rank = self._hrl_rank()
+        self._hrl_prepare(adapter)
+        rank, model = self._hrl_rank(), self.model_runner.get_model()  # type: ignore[attr-defined]
+        joined: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "threads": torch.get_num_threads()}
+        self._hrl_routing: RoutingRecorder | None = None
+        if routing:
+            joined["routed_layers"] = routed_layers(model)
+            joined["num_experts"] = self.model_runner.model_config.get_num_experts()  # type: ignore[attr-defined]
+            if not torch.cuda.is_available() and rank == 0:  # all ranks choose the same
+                try:
+                    self._hrl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
+                except NoRoutingError as error:
+                    return {"error": str(error)}
+        return joined
+
+    def _hrl_prepare(self, adapter: Mapping[str, Any] | None) -> None:
+        """Give the model the trainer's arithmetic, and open the receiving end of weight syncs."""
         model, manager = self.model_runner.get_model(), None  # type: ignore[attr-defined]
         if adapter is not None:
             manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
@@ -301,19 +318,47 @@ class RolloutWorkerExtension:
             if manager is not None:
                 multiply_plainly(manager)
         config: VllmConfig = self.vllm_config  # type: ignore[attr-defined]
-        writer = VllmModelWriter(model, config) if adapter is None else VllmAdapterWriter(manager, adapter, config)
-        self._hrl_receiver = WeightReceiver(writer, f"vllm worker {rank}", rank)
-        joined: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "threads": torch.get_num_threads()}
-        self._hrl_routing: RoutingRecorder | None = None
-        if routing:
-            joined["routed_layers"] = routed_layers(model)
-            joined["num_experts"] = self.model_runner.model_config.get_num_experts()  # type: ignore[attr-defined]
-            if not torch.cuda.is_available() and rank == 0:  # all ranks choose the same
-                try:
-                    self._hrl_routing = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
-                except NoRoutingError as error:
-                    return {"error": str(error)}
-        return joined
+        self._hrl_writer: ModelWriter = VllmModelWriter(model, config)
+        if adapter is not None:
+            self._hrl_writer = VllmAdapterWriter(manager, adapter, config)
+        self._hrl_open_receiver()
+
+    def _hrl_open_receiver(self) -> None:
+        rank = self._hrl_rank()
+        self._hrl_receiver = WeightReceiver(self._hrl_writer, f"vllm worker {rank}", rank)
+
+    def hrl_look(self) -> dict[str, Any]:
+        """Return what a run needs to know of a server before it samples from it; changes nothing."""
+        config: VllmConfig = self.vllm_config  # type: ignore[attr-defined]
+        model, text = config.model_config, config.model_config.hf_text_config
+        return {
+            "model": model.model,
+            "sizes": {name: getattr(text, name, None) for name in MODEL_SIZES},
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "generation_config": model.generation_config,
+            "cuts_seeded_prompts": not torch.cuda.is_available() and config.scheduler_config.enable_chunked_prefill,
+            "data_parallel_size": config.parallel_config.data_parallel_size,
+        } | self.hrl_state()
+
+    def hrl_join_run(self, mark: str) -> dict[str, Any]:
+        """Make a server's process part of the run with this mark, which gives it weights from here on."""
+        if getattr(self, "_hrl_mark", None) is None:
+            self._hrl_prepare(None)
+            self._hrl_routing = None
+        else:  # of an earlier run, or of one that takes it from another
+            self._hrl_receiver.abort()
+            self._hrl_open_receiver()
+        self._hrl_mark: str | None = mark
+        return self.hrl_state()
+
+    def hrl_state(self) -> dict[str, Any]:
+        """Return the mark of the run that gives this process weights, and their version; None without whole ones."""
+        mark = getattr(self, "_hrl_mark", None)
+        receiver = None if mark is None else self._hrl_receiver
+        has_some = receiver is not None and receiver.has_received and receiver.intact
+        return {"mark": mark, "version": receiver.served_version if has_some else None}  # type: ignore[union-attr]
 
     def hrl_take_routed(self, request: str) -> dict[str, Any]:
         """Return the experts of a finished request, `(tokens, L, K)` as plain data; see `RoutingRecorder.take`."""

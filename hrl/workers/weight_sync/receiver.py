@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_memory
+from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_file, shared_memory
 from hrl.workers.weight_sync.wire import (
     Assembler,
     Manifest,
@@ -98,6 +98,11 @@ class WeightReceiver:
         self._said_nothing_reads_back = False
         self.served_version = 0
         self.intact = True
+
+    @property
+    def has_received(self) -> bool:
+        """Whether there was a good sync; before it the weights are those that the model was loaded with."""
+        return self._known_good is not None
 
     def manifest_of(self, plain: Mapping[str, Any]) -> Manifest:
         """Return a manifest that came as plain data; that of the last good sync, if it is the same."""
@@ -247,6 +252,8 @@ def attach(manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -
     match handle["kind"]:
         case shared_memory.KIND:
             return shared_memory.SharedMemoryReader(manifest, handle)
+        case shared_file.KIND:
+            return shared_file.SharedFileReader(manifest, handle)
         case cuda_ipc.KIND:
             return cuda_ipc.CudaIpcReader(manifest, handle)
         case broadcast.KIND:

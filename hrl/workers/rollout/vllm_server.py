@@ -1,0 +1,303 @@
+"""vLLM's own server (`vllm serve`), started by somebody else with hrl's worker extension.
+
+Tokens go and come through `/v1/completions`, weights through `/collective_rpc`, which the server has in its development
+mode (`VLLM_SERVER_DEV_MODE=1`). The extension (`vllm_worker.RolloutWorkerExtension`) is the receiving end of hrl's own
+weight sync: it checks every tensor, reads back what it wrote, and knows which version of which run it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hrl.models.hf_config import load_config
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
+from hrl.workers.rollout.server_engine import HEALTH_TIMEOUT_S, RunMark, ServedEngine, Server, read_tokens
+from hrl.workers.rollout.server_http import Reply, ServerGoneError, ServerRefusesError
+from hrl.workers.weight_sync import shared_memory
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
+
+EXTENSION = "hrl.workers.rollout.vllm_worker.RolloutWorkerExtension"
+_FINISH_REASONS: dict[Any, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_RPC = "/collective_rpc"
+_MOST_REPORT_BYTES = 1 << 24
+_RESET_PAUSE_S = 0.2
+
+
+def server_command(setup: EngineSetup) -> str:
+    """Return the command by which a server is started that a run can sample from."""
+    config, model = setup.config, setup.model
+    return (
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {model.path} --dtype {config.dtype} --max-model-len {model.max_model_len} "
+        f"--worker-extension-cls {EXTENSION} --logprobs-mode processed_logprobs --generation-config vllm"
+    )
+
+
+class VllmServer(Server):
+    """One `vllm serve`."""
+
+    def __init__(self, url: str, setup: EngineSetup, mark: RunMark) -> None:
+        super().__init__(url, setup, mark)
+        self._model: str | None = None
+        self._asking = asyncio.Lock()
+        self._next_answer: asyncio.Task[int] | None = None
+
+    async def look(self, timeout_s: float) -> dict[str, str]:
+        """Check health, model, settings and what an answer has; see `Server.look`."""
+        await self.address.get("/health", timeout_s=timeout_s)
+        models = (await self.address.get("/v1/models", timeout_s=timeout_s)).json()
+        try:
+            self._model = str(models["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ServerRefusesError(f"{self.url}/v1/models names no model: is it vLLM's server?") from error
+        found = await self._looked(timeout_s)
+        self._require_fit(found)
+        await self._try(timeout_s)
+        return {
+            "model": f"{self._model}, {found['dtype']}",
+            "longest": f"{found['max_model_len']} tokens",
+        }
+
+    async def health(self) -> None:
+        """Ask `/health`."""
+        await self.address.get("/health", timeout_s=HEALTH_TIMEOUT_S)
+
+    async def sample(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        """Sample one response, and have the server say which weights it holds after it."""
+        reply = await self.address.post(
+            "/v1/completions",
+            completion_request(self._model, prompt_ids, sampling, self.setup.tokens.stop),
+            timeout_s=self.setup.config.server.timeout_s,
+            most_bytes=self.most_bytes(prompt_ids, sampling),
+        )
+        token_ids, log_probs, reason = read_completion(reply, prompt_ids, request_id)
+        return SampleOutput(token_ids, log_probs, reason, await self._held_from_now())
+
+    async def held_version(self) -> int:
+        """Ask every process of the server which weights it holds."""
+        states = await self._call("hrl_state", timeout_s=HEALTH_TIMEOUT_S)
+        versions = {state["version"] for state in states}
+        marks = {state["mark"] for state in states}
+        if len(marks) == 1 and len(versions) == 1:
+            mark, version = marks.pop(), versions.pop()
+            if mark is not None and version is not None and self.mark.is_of_this_run(mark):
+                return int(version)
+        raise ServerGoneError(
+            f"{self.url} does not hold weights that this run has sent: was it started anew, or does another run use it?"
+        )
+
+    async def begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int, timeout_s: float) -> None:
+        """Announce a sync to every process of the server."""
+        states = await self._call("hrl_state", timeout_s=timeout_s)
+        if any(state["mark"] != self.mark.text for state in states):
+            await self._call("hrl_join_run", self.mark.text, timeout_s=timeout_s)
+        else:
+            await self._call("hrl_weights_abort", timeout_s=timeout_s)  # what is left of a sync that failed
+        try:
+            await self._call("hrl_weights_begin", manifest.to_plain(), dict(handle), version, timeout_s=timeout_s)
+        except WeightSyncError as error:
+            if handle["kind"] != shared_memory.KIND:
+                raise
+            raise WeightSyncError(
+                f"{error}. A server in a container or on another machine can't read this one's memory: name a folder "
+                "that both see with rollout.server.weights_folder"
+            ) from error
+
+    async def load(self, index: int, timeout_s: float) -> None:
+        """Have a published bucket taken by every process of the server."""
+        await self._call("hrl_weights_load", index, timeout_s=timeout_s)
+
+    async def commit(self, timeout_s: float) -> list[ReceiverReport]:
+        """Have the weights written, and the prefix cache dropped, which fails while somebody else's requests run."""
+        answers = await self._call("hrl_weights_commit", timeout_s=timeout_s)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout_s
+        while not (await self.address.post("/reset_prefix_cache", timeout_s=timeout_s)).json().get("success"):
+            if loop.time() > end:
+                raise WeightSyncError(
+                    f"{self.url} did not drop its prefix cache within {timeout_s:g} s, so keys and values of old "
+                    "weights would be used: does somebody else send it requests? A run needs servers of its own"
+                )
+            await asyncio.sleep(_RESET_PAUSE_S)
+        return [ReceiverReport(**{**answer, "receiver": f"{self.url} {answer['receiver']}"}) for answer in answers]
+
+    async def abort(self, timeout_s: float) -> bool:
+        """Drop a sync in every process of the server."""
+        answers = await self._call("hrl_weights_abort", timeout_s=timeout_s)
+        return all(answer["intact"] for answer in answers)
+
+    async def _held_from_now(self) -> int:
+        """Return the version of a question that is asked after this call; those who wait together ask it once."""
+        if self._next_answer is None:
+            self._next_answer = asyncio.create_task(self._ask_in_turn())
+        return await asyncio.shield(self._next_answer)
+
+    async def _ask_in_turn(self) -> int:
+        async with self._asking:
+            self._next_answer = None
+            return await self.held_version()
+
+    async def _call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
+        """Call a method of the extension in every process of the server, and return the answers."""
+        body = {"method": method, "args": list(args)}
+        reply = await self.address.post(_RPC, body, timeout_s=timeout_s, most_bytes=_MOST_REPORT_BYTES)
+        answers = reply.json().get("results")
+        if not (isinstance(answers, list) and answers and all(isinstance(answer, dict) for answer in answers)):
+            raise ServerRefusesError(f"{reply.url} gave no results of {method}: is it vLLM's server?")
+        for answer in answers:
+            if "error" in answer:
+                raise WeightSyncError(f"{self.url}: {answer['error']}")
+        return answers
+
+    async def _looked(self, timeout_s: float) -> dict[str, Any]:
+        how = f"start it with\n  {server_command(self.setup)}"
+        try:
+            answers = await self._call("hrl_look", timeout_s=timeout_s)
+        except ServerRefusesError as error:
+            raise ServerRefusesError(f"{self.url} takes no weights ({error}): {how}") from error
+        except ServerGoneError as error:
+            raise ServerRefusesError(f"{self.url} has no worker extension of hrl ({error}): {how}") from error
+        first = answers[0]
+        missing = {"model", "sizes", "dtype", "max_model_len", "logprobs_mode", "generation_config"} - first.keys()
+        if missing:
+            raise ServerRefusesError(f"{self.url} has the extension of another version of hrl: {how}")
+        return first
+
+    def _require_fit(self, found: Mapping[str, Any]) -> None:
+        """Refuse a server whose model or settings are not this run's; says which, and how it is started."""
+        source, config = self.setup.model, self.setup.config
+        own = load_config(
+            source.path, source.override_config, trust_remote_code=source.trust_remote_code
+        ).get_text_config()
+        wrong = [
+            f"its model {found['model']} has {name}={theirs}, and {source.path} has {getattr(own, name, None)}"
+            for name, theirs in found["sizes"].items()
+            if theirs != getattr(own, name, None)
+        ]
+        if found["dtype"] != config.dtype:
+            wrong.append(f"its weights are {found['dtype']}, and those that it gets {config.dtype} (rollout.dtype)")
+        if found["max_model_len"] < source.max_model_len:
+            wrong.append(f"its longest sequence is {found['max_model_len']}, and the run's {source.max_model_len}")
+        if found["logprobs_mode"] != "processed_logprobs":
+            wrong.append(
+                f"its log-probs are {found['logprobs_mode']}, which are not those of the distribution that it samples"
+            )
+        if found["generation_config"] != "vllm":
+            wrong.append("it takes settings of sampling from the model's folder")
+        if found.get("cuts_seeded_prompts"):
+            wrong.append("it cuts prompts, which on a CPU fails for requests with a seed (--no-enable-chunked-prefill)")
+        if found.get("data_parallel_size", 1) > 1:
+            wrong.append("it has several engines behind one address (--data-parallel-size): start one server for each")
+        if wrong:
+            raise ServerRefusesError(
+                f"{self.url} does not fit this run: {'; '.join(wrong)}. Start it with\n  {server_command(self.setup)}"
+            )
+
+    async def _try(self, timeout_s: float) -> None:
+        """Have one token sampled, to see what an answer has."""
+        stop = self.setup.tokens.stop
+        prompt = [stop[0] if stop else 0]
+        body = completion_request(self._model, prompt, SamplingParams(max_tokens=1), stop)
+        reply = await self.address.post("/v1/completions", body, timeout_s=timeout_s)
+        read_completion(reply, prompt, "of the look at the server")
+
+
+class VllmServers(ServedEngine[VllmServer]):
+    """vLLM's own servers."""
+
+    name = "vLLM servers"
+    kind = VllmServer
+
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        self.weights_folder = setup.config.server.weights_folder
+
+    async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
+        self._raise_all()
+        await self._on_all(lambda server: server.begin(manifest, handle, version, self._call_s))
+
+    async def weights_load(self, index: int) -> None:
+        """Have one published bucket taken by every server."""
+        await self._on_all(lambda server: server.load(index, self._call_s))
+
+    async def _commit_weights(self) -> list[ReceiverReport]:
+        version = self._version_under_way()
+
+        async def commit(server: VllmServer) -> list[ReceiverReport]:
+            reports = await server.commit(self._call_s)
+            await self._require_version(server, version)
+            return reports
+
+        return [report for reports in await self._on_all(commit) for report in reports]
+
+    async def _abort_weights(self) -> bool:
+        up = [server for server in self.servers if server.why_down is None]
+        for server, result in await self._each(up, lambda server: server.abort(self._call_s)):
+            if isinstance(result, BaseException):
+                server.fall(f"it did not answer the abort of a weight sync: {result}")
+            elif not result:
+                server.fall("its weights are of two versions, because a weight sync was aborted")
+        return any(server.why_down is None for server in up)
+
+
+def completion_request(
+    model: str | None, prompt_ids: Sequence[int], sampling: SamplingParams, stop: Sequence[int]
+) -> dict[str, Any]:
+    """Return the body of `/v1/completions`.
+
+    Args:
+        model: As the server calls it.
+        prompt_ids: The context.
+        sampling: How the response is sampled.
+        stop: Tokens at which it ends, and no others.
+    """
+    greedy = sampling.temperature == 0.0
+    return {
+        "model": model,
+        "prompt": list(prompt_ids),
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_k": -1 if greedy else sampling.top_k,
+        "seed": None if greedy else sampling.seed,
+        # Written out: what is left out comes from the server's own defaults.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "ignore_eos": True,
+        "stop_token_ids": list(stop),
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "skip_special_tokens": False,
+    }
+
+
+def read_completion(
+    reply: Reply, prompt_ids: Sequence[int], request_id: str
+) -> tuple[list[int], list[float], FinishReason]:
+    """Return tokens, log-probs and the reason of the end of a completion.
+
+    Args:
+        reply: Of `/v1/completions`.
+        prompt_ids: What was sent.
+        request_id: Of the request, for messages.
+
+    Raises:
+        ServerRefusesError: It has no token ids, no log-probs, another prompt, or numbers that can't be.
+    """
+    whole = reply.json()
+    choices = whole.get("choices")
+    choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+    if not isinstance(choice, dict):
+        raise ServerRefusesError(f"{reply.url} answered request {request_id} without one choice: is it vLLM's server?")
+    if choice.get("prompt_token_ids", prompt_ids) != list(prompt_ids):
+        raise ServerRefusesError(f"{reply.url} answered request {request_id} to another prompt than it was sent")
+    log_probs = choice.get("logprobs")
+    log_probs = log_probs.get("token_logprobs") if isinstance(log_probs, dict) else None
+    reason = _FINISH_REASONS.get(choice.get("finish_reason"))
+    return read_tokens(reply.url, request_id, choice.get("token_ids"), log_probs, reason)

@@ -1,0 +1,133 @@
+"""Weights through a file in a folder that two machines share: the shared memory of those that have none together.
+
+The sender writes all buckets into one file and has it written through before a bucket counts as published. A receiver
+opens the file anew in every sync, which on network file systems is when it sees what others have written. Whatever a
+cache may still hold of an earlier sync has that one's seal, and is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hrl.workers.weight_sync.sender import SenderTransport
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
+
+KIND = "shared_file"
+_NAME = "hrl-weights-"
+
+
+class SharedFileSender(SenderTransport):
+    """Keeps all buckets side by side in a file.
+
+    Args:
+        manifest: What will be sent.
+        folder: Where the file lies, which goes with the sender. What killed senders have left there is removed.
+
+    Raises:
+        WeightSyncError: The folder can't be written.
+    """
+
+    stays = True
+
+    def __init__(self, manifest: Manifest, folder: Path) -> None:
+        self._manifest = manifest
+        self._path = folder.resolve() / f"{_NAME}{secrets.token_hex(8)}"
+        try:
+            _remove_what_was_left(self._path.parent)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise WeightSyncError(
+                f"rollout.server.weights_folder={folder}: {error.strerror}; name a folder that this machine can write "
+                "and the servers can read"
+            ) from error
+        self._fd: int | None = fd
+        with suppress(OSError):  # of a file system without locks, where nobody removes what was left
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            # Written, not only made longer: a full disk is an error here, and a signal in a mapped page.
+            os.posix_fallocate(fd, 0, manifest.all_buckets_bytes)
+            self._memory: mmap.mmap | None = mmap.mmap(fd, manifest.all_buckets_bytes)
+        except OSError as error:
+            self._memory = None
+            self.close()
+            raise WeightSyncError(
+                f"rollout.server.weights_folder={folder} has no room for {manifest.all_buckets_bytes} bytes of weights "
+                f"({error.strerror})"
+            ) from error
+        self._data: Tensor | None = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.depth = len(manifest.buckets)
+
+    def handle(self) -> dict[str, Any]:
+        return {"kind": KIND, "path": str(self._path)}
+
+    def buffer(self, index: int) -> Tensor:
+        if self._data is None:
+            raise WeightSyncError("the shared file of the weight sync is closed")
+        return self._manifest.buckets[index].within(self._data)
+
+    def publish(self, index: int) -> None:
+        """Have what was written so far on the disk, where other machines see it."""
+        if self._memory is not None and self._fd is not None:
+            self._memory.flush()
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        self._data = self._memory = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+            self._path.unlink(missing_ok=True)
+
+
+class SharedFileReader:
+    """The receiver's view of a sender's file."""
+
+    staged, stays = True, False
+
+    def __init__(self, manifest: Manifest, handle: Mapping[str, Any]) -> None:
+        self._manifest = manifest
+        self._path = Path(handle["path"])
+        self._data: Tensor | None = None
+
+    def bucket(self, index: int) -> Tensor:
+        """Return the bytes of a published bucket."""
+        if self._data is None:
+            self._data = self._opened()
+        return self._manifest.buckets[index].within(self._data)
+
+    def release(self) -> None:
+        """Let the file go, so that the next sync opens it anew."""
+        self._data = None
+
+    def _opened(self) -> Tensor:
+        size = self._manifest.all_buckets_bytes
+        try:
+            with self._path.open("rb") as file:
+                there = os.fstat(file.fileno()).st_size
+                if there != size:
+                    raise WeightSyncError(f"{self._path} has {there} bytes instead of {size}: another run's file?")
+                # Pages of its own, which nobody changes under a tensor; a write would not reach the file.
+                return torch.frombuffer(mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE), dtype=torch.uint8)
+        except OSError as error:
+            raise WeightSyncError(
+                f"cannot open {self._path} ({error.strerror}): rollout.server.weights_folder has to be a folder that "
+                "the server sees under the same name"
+            ) from error
+
+
+def _remove_what_was_left(folder: Path) -> None:
+    """Remove files of senders that no longer live: whoever lives holds a lock on its own."""
+    for path in folder.glob(f"{_NAME}*"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
