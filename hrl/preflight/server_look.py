@@ -16,6 +16,7 @@ from hrl.config.rollout import SERVED
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.findings import Findings
+from hrl.preflight.small_models import runs_on_gpus
 from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.host import ENGINES
 from hrl.workers.rollout.server_engine import RunMark, look_at_all

@@ -422,11 +422,10 @@ def test_the_prefix_cache_is_dropped_after_each_sync_or_the_sync_fails(make, mod
 
 
 def test_a_cancelled_batch_is_withdrawn_and_requests_at_once_are_bounded(make, model):
-    stub = Stub(delay_s=30.0)
+    stub = Stub()
     with running(stub):
         host = make(stub, max_num_seqs=4)
         host.start()
-        stub.delay_s = 0.0
         push(host, model)
         stub.delay_s = 30.0
         futures = [host.generate([5, 6], SamplingParams(max_tokens=2), f"r{n}") for n in range(8)]

