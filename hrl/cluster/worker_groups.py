@@ -325,7 +325,7 @@ class WorkerGroups:
         actor, rollout = (group.with_timeout(timeout_s) for group in (self.actor, self.rollout))
         if self.actor is self.rollout:  # weights pass by memory handles within each process
             engines = [engine for engine in actor.sync_weights(version) if engine]
-            slowest = max(engines, key=lambda engine: engine["weight_sync/seconds"])
+            slowest = max(engines, key=lambda engine: engine.get("weight_sync/seconds", 0.0))
             return slowest | _over_engines(engines)
         receiving = rollout.receive_weights(version, *self._weight_group)
         sending = actor.send_weights(version)
@@ -448,9 +448,14 @@ def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:
         raise cause from consequence
 
 
+_COUNTED = ("rollout/split_waves", "rollout/failovers")
+"""What engines count (`RolloutEngine.take_counts`)."""
+
+
 def _over_engines(engines: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the least that an engine read back, and what was counted in all."""
-    least, counted = "weight_sync/read_back_tensors", "rollout/split_waves"
-    metrics = {least: min(engine[least] for engine in engines)} if engines else {}
-    waves = sum(engine.get(counted, 0.0) for engine in engines)
-    return metrics | ({counted: waves} if waves else {})
+    least = "weight_sync/read_back_tensors"
+    read_back = [engine[least] for engine in engines if least in engine]
+    counts = {name: sum(engine.get(name, 0.0) for engine in engines) for name in _COUNTED}
+    metrics = {least: min(read_back)} if read_back else {}
+    return metrics | {name: count for name, count in counts.items() if count}

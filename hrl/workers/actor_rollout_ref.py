@@ -338,10 +338,11 @@ class ActorRolloutRefWorker(ModelWorker):
             report = self._push_weights(version)
         finally:  # also after a failure: the others wait here
             release_cached_memory(self.device)
-        if self._host is None or report is None:
+        if self._host is None:
             return {}
         self._host.wake(("kv_cache",))
-        return sync_metrics(report) | self._host.take_counts()
+        sent = {} if report is None else sync_metrics(report)  # None: the first rank sends to servers that all share
+        return sent | self._host.take_counts()
 
     def _push_weights(self, version: int) -> SyncReport | None:
         """Do this rank's part of a sync. Every rank gathers all weights and keeps none of them."""
