@@ -10,12 +10,12 @@ import torch
 from hrl.cluster.machine import available_cores
 from hrl.cluster.precision import with_dtypes
 from hrl.config.model import ModelConfig
-from hrl.config.rollout import RolloutConfig
+from hrl.config.rollout import SERVED, RolloutConfig
 from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource
 from hrl.models.probe import ProbeError, require_right
 from hrl.models.tokenizer import TokenIds
-from hrl.workers.rollout.base import EngineSetup
+from hrl.workers.rollout.base import EngineSetup, RolloutError
 
 _LONGEST = 8192
 """Tokens of the longest context, where neither the model nor anybody else says less."""
@@ -32,7 +32,15 @@ def lone_engine(
         folder: Of the model.
         ids: Those of its tokenizer that have a meaning.
         max_model_len: The longest context with its response; None asks the model.
+
+    Raises:
+        RolloutError: The engine is a server that somebody else started, which only a trainer gives weights.
     """
+    if rollout.name in SERVED:
+        raise RolloutError(
+            f"rollout.name={rollout.name}: nothing here gives the servers weights; ask them themselves, or use "
+            "rollout.name=vllm"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code).get_text_config()
     longest = min(getattr(facts, "max_position_embeddings", None) or _LONGEST, _LONGEST)

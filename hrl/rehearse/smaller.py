@@ -172,6 +172,7 @@ def smaller(
     if engine is not None and isinstance(config, PPOTrainerConfig):
         values[f"{ROLLOUT}.name"] = engine
         values[f"{ROLLOUT}.engine_kwargs"] = {}
+        values[f"{ROLLOUT}.server.urls"] = []
     layout = {pool: shape.within(min(shape.wanted(), most_processes)) for pool, shape in shapes_of(config).items()}
     if isinstance(config, PPOTrainerConfig):
         _shrink_policy(values, config, layout)

@@ -17,6 +17,7 @@ from hrl.algos.registry import ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS
 from hrl.config.arithmetic import changed_values
 from hrl.config.compose import compose_kind
 from hrl.config.override import as_override
+from hrl.config.rollout import SERVED
 from hrl.config.run_kind import PPO
 from hrl.config.saved import masked_keys
 from hrl.config.section import flatten
@@ -40,8 +41,10 @@ _NOT_OF_THE_RUN = (
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.serve",
+    "actor_rollout_ref.rollout.server",
     "actor_rollout_ref.rollout.val_kwargs",
 )
+_ENGINE = "actor_rollout_ref.rollout.name"
 _INSTEAD_OF = {
     "reward.custom_reward_function.path": "reward.functions",
     "reward.functions": "reward.custom_reward_function.path",
@@ -177,6 +180,8 @@ def keys_of_the_run(
         for key, (value, _) in changed_values(config).items()
         if _is_in(key, kept) and not _is_in(key, left_out)
     }
+    if own.get(_ENGINE) in SERVED:  # servers of a run are not asked about its model: it may be over
+        del own[_ENGINE]
     return {key: value for key, value in own.items() if not _is_set(_INSTEAD_OF.get(key), overrides)}
 
 

@@ -61,6 +61,7 @@ _NOT_OF_THE_RUN = (
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.serve",
+    "actor_rollout_ref.rollout.server",
     "actor_rollout_ref.rollout.max_model_len",
     "actor_rollout_ref.rollout.val_kwargs",
 )

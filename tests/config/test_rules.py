@@ -23,7 +23,55 @@ TEACHER = "distillation.teacher_models.teacher_model.model_path"
 DISTILS = {"distillation.enabled": True, TEACHER: "my/teacher"}
 DIVERGENCE = "distillation.distillation_loss"
 
+HERE = "http://127.0.0.1:8000"
+
+
+def served(name: str = "server", *urls: str, **others: object) -> dict[str, object]:
+    """Keys of a run that samples from servers; other keys are those of `rollout.server`."""
+    keys: dict[str, object] = {f"{ROLLOUT}.name": name, f"{ROLLOUT}.server.urls": list(urls or [HERE])}
+    return keys | {f"{ROLLOUT}.server.{key}": value for key, value in others.items()}
+
+
 CASES = [
+    (
+        {f"{ROLLOUT}.name": "server"},
+        f"{ROLLOUT}.name is server, whose servers are started by somebody else, and {ROLLOUT}.server.urls names none.",
+    ),
+    ({f"{ROLLOUT}.server.urls": [HERE]}, f"{ROLLOUT}.server.urls has addresses, and {ROLLOUT}.name is vllm, which"),
+    (served("server", "127.0.0.1:8000"), "has '127.0.0.1:8000', which is no address. Write http://host:port."),
+    (served("server", "ftp://127.0.0.1:8000"), "which is no address."),
+    (served("server", "http://127.0.0.1:eighty"), "which is no address."),
+    (served("server", "http://me:word@127.0.0.1:8000"), "has an address with a login, a query or a fragment in it."),
+    (served("server", HERE, f"{HERE}/v1/"), f"{ROLLOUT}.server.urls names a server twice."),
+    (
+        served("server", "http://10.0.0.5:8000"),
+        f"{ROLLOUT}.server.weights_folder is null, and http://10.0.0.5:8000 is not on this machine, whose memory",
+    ),
+    (served("sglang"), f"{ROLLOUT}.server.weights_folder needs a value, because {ROLLOUT}.name is sglang"),
+    (served(api_key="sk-123"), f"{ROLLOUT}.server.api_key is not env:NAME; written out, it would be saved"),
+    (
+        served() | {f"{ROLLOUT}.engine_kwargs": {"server": {"seed": 1}}},
+        f"{ROLLOUT}.engine_kwargs.server has arguments, and {ROLLOUT}.name is server, whose servers have those",
+    ),
+    (
+        served()
+        | {"trainer.resource_pools": {"a": [1], "b": [1]}, "trainer.role_pools": {"actor": "a", "rollout": "b"}},
+        f"trainer.role_pools.rollout names a pool, and {ROLLOUT}.name=server: the servers are not in the run's",
+    ),
+    (
+        served()
+        | {
+            "trainer.role_pools": {"actor": None, "rollout": "global"},
+            "trainer.total_training_steps": 0,
+            "trainer.resume_mode": "disable",
+        },
+        f"trainer.role_pools.actor is null, and {ROLLOUT}.name=server: nobody would give the servers the weights",
+    ),
+    (served() | {f"{ACTOR}.router_replay.mode": "R3"}, "servers do not return the experts that tokens went to."),
+    (
+        served() | {f"{MODEL}.lora_rank": 8},
+        f"{MODEL}.lora.merge is false, and {ROLLOUT}.name=server: servers get whole",
+    ),
     (
         {f"{MODEL}.load_in_4bit": True},
         f"{MODEL}.load_in_4bit is true, and weights of 4 bits can't be trained themselves. Set {MODEL}.lora_rank",

@@ -1,4 +1,4 @@
-"""Writes `sglang.json`: requests, answers, routes and options of SGLang's server that hrl asks, as its release has them.
+"""Writes `sglang.json`: requests, answers, routes and options of SGLang's server that hrl asks, as released.
 
 Usage: unpack a release's wheel into ``SOURCE`` and run ``python -m tests.contracts.record_sglang SOURCE VERSION``.
 Sources are parsed, never executed; only names of classes, fields, routes and options are recorded.
