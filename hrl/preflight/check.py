@@ -53,6 +53,7 @@ _FOUND_FIRST = (
     "rows",
     "validation rows",
     "sampler",
+    "server",
     "first prompt",
     "first row",
     "reward",

@@ -20,7 +20,7 @@ from hrl.preflight.small_models import runs_on_gpus
 from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.host import ENGINES
 from hrl.workers.rollout.server_engine import RunMark, look_at_all
-from hrl.workers.rollout.server_http import key_of
+from hrl.workers.rollout.server_http import ServerGoneError, key_of
 
 if TYPE_CHECKING:
     from hrl.workers.rollout.server_engine import Server
@@ -31,6 +31,8 @@ _KEY = "actor_rollout_ref.rollout.server"
 
 def look_at_servers(findings: Findings, config: PPOTrainerConfig, folder: Path | None, ids: TokenIds | None) -> None:
     """Ask every server of `rollout.server.urls` what a run has to know of it; nothing is changed there.
+
+    One that does not answer is a problem if no other does.
 
     Args:
         findings: Collects problems, and a fact for each server.
@@ -58,9 +60,14 @@ def look_at_servers(findings: Findings, config: PPOTrainerConfig, folder: Path |
 
     async def look() -> None:
         servers = [kind(url, setup, RunMark(None)) for url in rollout.server.urls]
-        for server, found in await look_at_all(servers, _LOOK_TIMEOUT_S):
+        looked = await look_at_all(servers, _LOOK_TIMEOUT_S)
+        some_are_there = any(isinstance(found, dict) for _, found in looked)
+        for number, (server, found) in enumerate(looked, 1):
             if isinstance(found, dict):
-                findings.facts.append(Fact(f"server {server.url}", ", ".join(map(" ".join, found.items()))))
+                said = ", ".join(f"{label} {text}" for label, text in found.items())
+                findings.facts.append(Fact(f"server {number}", f"{server.url}: {said}"))
+            elif isinstance(found, ServerGoneError) and some_are_there:
+                findings.notes.append(f"{found}; the run samples from the others until a weight sync finds it")
             else:
                 with findings.about(f"{_KEY}.urls"):
                     raise found
