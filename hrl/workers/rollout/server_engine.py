@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import resource
 import secrets
 import zlib
 from abc import ABC, abstractmethod
@@ -87,7 +88,9 @@ class Server(ABC):
     def __init__(self, url: str, setup: EngineSetup, mark: RunMark) -> None:
         self.setup = setup
         self.mark = mark
-        self.address = Address(url, key_of(setup.config.server.api_key), setup.config.max_num_seqs)
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = soft // (2 * len(setup.config.server.urls))  # half of this process's, for all servers
+        self.address = Address(url, key_of(setup.config.server.api_key), max(1, min(setup.config.max_num_seqs, files)))
         self.url = self.address.url
         self.why_down: str | None = None
         self.outstanding = 0

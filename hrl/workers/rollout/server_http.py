@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ class Address:
     Args:
         url: `http(s)://host:port`, with or without `/v1`.
         api_key: Sent as a bearer token; None sends none.
-        most_at_once: Connections.
+        most_at_once: Requests that wait for a turn; see `post`.
 
     Attributes:
         url: Without a slash at its end, and without `/v1`.
@@ -89,8 +88,7 @@ class Address:
     def __init__(self, url: str, api_key: str | None, most_at_once: int) -> None:
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._gate = asyncio.Semaphore(max(1, min(most_at_once, soft // 4)))
+        self._gate = asyncio.Semaphore(most_at_once)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -103,6 +101,13 @@ class Address:
         """Ask with GET; see `post`."""
         return await self._ask("GET", path, None, timeout_s, most_bytes)
 
+    async def post_in_turn(
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float, most_bytes: int = 1 << 20
+    ) -> Reply:
+        """Send what there may be a lot of, so many at once; the deadline begins with its turn. See `post`."""
+        async with self._gate:
+            return await self._ask("POST", path, body, timeout_s, most_bytes)
+
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, most_bytes: int = 1 << 20
     ) -> Reply:
@@ -111,7 +116,7 @@ class Address:
         Args:
             path: From the server's root, with a slash at its beginning.
             body: The object; None sends none.
-            timeout_s: For all of it, in seconds, once there is a connection to have.
+            timeout_s: For all of it, in seconds.
             most_bytes: Of the reply.
 
         Raises:
@@ -124,27 +129,26 @@ class Address:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, most_bytes: int
     ) -> Reply:
         url = f"{self.url}{path}"
-        async with self._gate:
-            end = time.monotonic() + timeout_s
-            while True:
-                left = end - time.monotonic()
-                try:
-                    status, retry_after, content = await self._once(method, url, body, max(left, 0.001), most_bytes)
-                except TimeoutError as error:
-                    raise ServerGoneError(
-                        f"{url} did not answer to the end within {timeout_s:g} s; is the server overloaded, or the "
-                        "deadline (rollout.server.timeout_s) too short for its longest response?"
-                    ) from error
-                except aiohttp.ClientError as error:
-                    raise ServerGoneError(f"{url} {_in_words(error)}; does the server run, and is this it?") from error
-                except ValueError as error:  # of an address that is none
-                    raise ServerRefusesError(f"{url} can't be asked: {error}; see rollout.server.urls") from error
-                if status not in _BUSY:
-                    return _checked(url, status, content)
-                pause = _pause(retry_after)
-                if time.monotonic() + pause >= end:
-                    raise ServerGoneError(f"{url} said for {timeout_s:g} s that it is busy (status {status})")
-                await asyncio.sleep(pause)
+        end = time.monotonic() + timeout_s
+        while True:
+            left = end - time.monotonic()
+            try:
+                status, retry_after, content = await self._once(method, url, body, max(left, 0.001), most_bytes)
+            except TimeoutError as error:
+                raise ServerGoneError(
+                    f"{url} did not answer to the end within {timeout_s:g} s; is the server overloaded, or the "
+                    "deadline (rollout.server.timeout_s) too short for its longest response?"
+                ) from error
+            except aiohttp.ClientError as error:
+                raise ServerGoneError(f"{url} {_in_words(error)}; does the server run, and is this it?") from error
+            except ValueError as error:  # of an address that is none
+                raise ServerRefusesError(f"{url} can't be asked: {error}; see rollout.server.urls") from error
+            if status not in _BUSY:
+                return _checked(url, status, content)
+            pause = _pause(retry_after)
+            if time.monotonic() + pause >= end:
+                raise ServerGoneError(f"{url} said for {timeout_s:g} s that it is busy (status {status})")
+            await asyncio.sleep(pause)
 
     async def _once(
         self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float, most_bytes: int

@@ -105,7 +105,7 @@ class SglangServer(Server):
 
     async def sample(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         """Sample one response, which names the weights that it was sampled with."""
-        reply = await self.address.post(
+        reply = await self.address.post_in_turn(
             GENERATE,
             generate_request(prompt_ids, sampling, self.setup.tokens.stop),
             timeout_s=self.setup.config.server.timeout_s,

@@ -66,7 +66,7 @@ class VllmServer(Server):
 
     async def sample(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         """Sample one response, and have the server say which weights it holds after it."""
-        reply = await self.address.post(
+        reply = await self.address.post_in_turn(
             "/v1/completions",
             completion_request(self._model, prompt_ids, sampling, self.setup.tokens.stop),
             timeout_s=self.setup.config.server.timeout_s,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from xxhash import xxh3_64
 
 from hrl.models.ops.cpu_product import PackedWeight, can_multiply
 from hrl.models.ops.log_prob import allow_bf16_matmul
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _FILE_STORE = "file://"
 _TRACE = ".json.gz"
+#: Of every parameter, by which a server's process knows its weights again.
+SAMPLED_BYTES = 4096
 #: By which a server's model is told from another one.
 MODEL_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 #: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
@@ -358,7 +361,20 @@ class RolloutWorkerExtension:
         mark = getattr(self, "_hrl_mark", None)
         receiver = None if mark is None else self._hrl_receiver
         has_some = receiver is not None and receiver.has_received and receiver.intact
+        if has_some and self._hrl_sample_of_weights() != self._hrl_committed:
+            has_some = False  # somebody has loaded others by another way
         return {"mark": mark, "version": receiver.served_version if has_some else None}  # type: ignore[union-attr]
+
+    def _hrl_sample_of_weights(self) -> int:
+        """Return a checksum of the first bytes of every parameter, as they lie in memory."""
+        model, whole = self.model_runner.get_model(), xxh3_64()  # type: ignore[attr-defined]
+        first = [
+            torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())[:SAMPLED_BYTES]
+            for weight in model.parameters()
+            if weight.layout == torch.strided
+        ]
+        whole.update(torch.cat(first).cpu().numpy())  # in one copy from a GPU
+        return int(whole.intdigest())
 
     def hrl_take_routed(self, request: str) -> dict[str, Any]:
         """Return the experts of a finished request, `(tokens, L, K)` as plain data; see `RoutingRecorder.take`."""
@@ -387,6 +403,8 @@ class RolloutWorkerExtension:
             self._hrl_routing.forget()
         with phase_span("weight sync"):
             answer = _answer(lambda: asdict(self._hrl_receiver.commit()))
+        if getattr(self, "_hrl_mark", None) is not None:
+            self._hrl_committed = self._hrl_sample_of_weights()
         if "error" not in answer and torch.cuda.is_available():
             torch.cuda.empty_cache()  # the cache, which wakes next in a pool of its own, needs what the sync used
         return answer

@@ -176,6 +176,17 @@ def test_another_runs_weights_are_not_taken_for_this_ones(host, make, folder, se
         sample(other)
 
 
+def test_weights_that_come_by_another_way_are_found(host, folder, serving):
+    model = models.perturb(models.load(folder), 0.1)
+    push(host, model, 1)
+    assert gap(model, sample(host)) < 1e-4
+    rpc(serving, "reload_weights")  # of the folder, as anybody can who reaches the server
+    with pytest.raises(EngineDeadError, match=f"{serving.url} does not hold weights that this run has sent"):
+        sample(host, step=2)
+    push(host, model, 2)
+    assert gap(model, sample(host)) < 1e-4
+
+
 def test_weights_of_another_model_are_refused_at_the_look_and_at_the_sync(make, host, tmp_path, serving):
     wide = models.SHAPE | {"vocab_size": 96, "hidden_size": 32}
     from transformers import LlamaConfig, LlamaForCausalLM
