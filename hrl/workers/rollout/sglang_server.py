@@ -187,13 +187,15 @@ class SglangServers(ServedEngine[SglangServer]):
         self._receiver = WeightReceiver(self._writer, "folder for SGLang's servers")
         self._thread = ThreadPoolExecutor(1, "sglang-weights")
         self._digest = ""
-        self._is_loading = False
+        self._is_loading = self._is_over = False
 
     async def shutdown(self) -> None:
         """Close the connections, and remove the folder of the weights."""
         await super().shutdown()
-        self._thread.submit(self._writer.close)
-        self._thread.shutdown(wait=False)
+        if not self._is_over:
+            self._is_over = True
+            await self._in_thread(self._writer.close)
+            self._thread.shutdown(wait=False)
 
     async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
         self._raise_all()
