@@ -371,7 +371,7 @@ class RolloutWorkerExtension:
         first = [
             torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())[:SAMPLED_BYTES]
             for weight in model.parameters()
-            if weight.layout == torch.strided
+            if weight.layout == torch.strided and not weight.is_meta
         ]
         whole.update(torch.cat(first).cpu().numpy())  # in one copy from a GPU
         return int(whole.intdigest())
@@ -403,7 +403,7 @@ class RolloutWorkerExtension:
             self._hrl_routing.forget()
         with phase_span("weight sync"):
             answer = _answer(lambda: asdict(self._hrl_receiver.commit()))
-        if getattr(self, "_hrl_mark", None) is not None:
+        if "error" not in answer and getattr(self, "_hrl_mark", None) is not None:
             self._hrl_committed = self._hrl_sample_of_weights()
         if "error" not in answer and torch.cuda.is_available():
             torch.cuda.empty_cache()  # the cache, which wakes next in a pool of its own, needs what the sync used
