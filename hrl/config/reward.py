@@ -144,7 +144,8 @@ class RewardModelConfig(Section):
     enable: bool = False
     """Also score responses with a reward model."""
     model_path: str | None = None
-    """Folder or hub id of a sequence classifier with one label."""
+    """Folder or hub id of a sequence classifier with one label. If its vocabulary or chat template is not the policy's,
+    it gets each chat rendered as its own, see docs/reward-models.md."""
     weight: float = 1.0
     """Weight of the model's score in the sum."""
     max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(

@@ -34,6 +34,7 @@ from hrl.models.ops.residual import widen_residual
 from hrl.models.ops.rms_norm import use_fused_rms_norms
 from hrl.models.ops.rope import fix_rope_frequencies
 from hrl.models.pictures import sees
+from hrl.models.scalar_head import find_head, require_one_label
 from hrl.models.source import ModelSourceError
 
 logger = logging.getLogger(__name__)
@@ -168,25 +169,30 @@ def load_scalar_model(
         ModelConfigError: `override_config` does not fit the model.
     """
     exported = _config(source)
-    is_classifier = any("ForSequenceClassification" in name for name in exported.architectures or ())
-    if is_classifier and exported.num_labels != 1:
-        raise ModelSourceError(
-            f"{source.path} has {exported.num_labels} labels; a value or reward model has exactly one"
-        )
-    used = deepcopy(exported)
-    used.num_labels = 1
-    model, info = _load(AutoModelForSequenceClassification, source, used, dtype, meta=meta)
-    fresh = "score.weight" in info.missing
-    _require_weights(source.path, model, replace(info, missing=info.missing - {"score.weight", "score.bias"}))
-    if fresh and head_required:
+    head = find_head(Path(source.path))
+    if head is not None:
+        require_one_label(source.path, head)
+    elif head_required and not meta:
         raise ModelSourceError(
             f"{source.path} has no scalar head (score.weight): a reward model must be a sequence classifier that was "
             "trained to score"
         )
-    if fresh:
-        nn.init.zeros_(model.score.weight)
+    if head is not None and not head_required and (len(head.layers) > 1 or head.layers[0].bias is not None):
+        raise ModelSourceError(
+            f"{source.path} has a head with {'several layers' if len(head.layers) > 1 else 'a bias'} ({head.name}): "
+            "it scores as it is, and a model that learns has one linear layer without"
+        )
+    used = deepcopy(exported)
+    used.num_labels = 1
+    model, info = _load(AutoModelForSequenceClassification, source, used, dtype, meta=meta)
+    _require_weights(source.path, model, replace(info, missing=info.missing - {"score.weight", "score.bias"}))
+    if head is None:
+        if not meta:
+            nn.init.zeros_(model.score.weight)
         logger.info("%s has no scalar head: the value head starts at zero", source.path)
-    return Loaded(_prepared(model, source), exported, fresh_head=fresh)
+    elif not head.is_plain:
+        model.score = head.module(dtype, meta=meta)
+    return Loaded(_prepared(model, source), exported, fresh_head=head is None)
 
 
 def _load(

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, relu
 from transformers import PreTrainedModel
 
 from hrl.batching.trie import Trie
@@ -668,7 +669,10 @@ class PackedScalarModel(PackedModel):
         # The product is in float32 too: bfloat16 has two to three digits, too few for a value.
         hidden = self.hidden_states(packed)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        head = self.model.score
-        values = torch.mv(hidden.to(wide), head.weight[0].to(wide))
+        *inner, head = (layer for layer in self.model.score.modules() if isinstance(layer, nn.Linear))
+        values = hidden.to(wide)
+        for layer in inner:
+            values = relu(linear(values, layer.weight.to(wide), None if layer.bias is None else layer.bias.to(wide)))
+        values = torch.mv(values, head.weight[0].to(wide))
         values = values if head.bias is None else values + head.bias.to(wide)
         return values if self.group is None else shared(values, self.group)

@@ -50,7 +50,6 @@ _HUB_REPOSITORY = "models--"  # prefix of a repository's folder in huggingface_h
 _INDEX = "model.safetensors.index.json"
 _PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors", re.DOTALL)
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_HEAD = "score.weight"
 _LONGEST_REASON = 300
 _LATER = (408, 429)  # answers of a hub that mean: ask again later
 _LFS_POINTER = b"version https://git-lfs"
@@ -449,24 +448,6 @@ def check_links(folder: Path) -> None:
 def _is_in_hub_cache(file: Path) -> bool:
     """Return whether a file is a blob of a repository in huggingface_hub's cache, whose snapshots are links to them."""
     return file.parent.name == "blobs" and file.parent.parent.name.startswith(_HUB_REPOSITORY)
-
-
-def check_scores(folder: Path) -> None:
-    """Refuse a folder of weights without a scalar head.
-
-    Raises:
-        ModelSourceError: No file of weights holds `score.weight`.
-    """
-    from safetensors import safe_open
-
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="numpy") as tensors:
-            if _HEAD in tensors.keys():
-                return
-    raise ModelSourceError(
-        f"{folder} has no scalar head ({_HEAD}): a reward model is a sequence classifier with one label that was "
-        "trained to score, such as main_rm writes"
-    )
 
 
 def _no_weights(folder: Path) -> str:

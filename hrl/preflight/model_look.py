@@ -13,7 +13,6 @@ from hrl.models.hf_config import load_config
 from hrl.models.source import (
     ModelSourceError,
     check_links,
-    check_scores,
     check_unquantised,
     check_weights,
     find_model,
@@ -62,15 +61,12 @@ def look_at_models(
         if other is None:
             continue
         found[role] = other
-        if other != folder and tokenizer is not None:
+        if role != "rm" and other != folder and tokenizer is not None:
             with findings.about(model.key):
                 _look_at_vocabulary(findings, model.key, other, tokenizer, trust_remote_code=trust)
         if role == "ref":
             findings.facts.append(Fact("teacher", _in_words(model.path, other)))
             look_at_positions(findings, outline, model, other)
-        if role == "rm":
-            with findings.about(model.key):
-                check_scores(other)
     look_at_heads(findings, outline, found)
     return found, tokenizer
 
@@ -306,7 +302,7 @@ def look_at_tokens_of_teacher(findings: Findings, config: PPOTrainerConfig, fold
 def _look_at_vocabulary(
     findings: Findings, key: str, folder: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
 ) -> None:
-    """Check that a critic, reward model or teacher has the policy's vocabulary: it reads the policy's token ids."""
+    """Check that a critic or teacher has the policy's vocabulary: it reads the policy's token ids."""
     if load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab() != tokenizer.get_vocab():
         what = (
             f"names {folder.name}, which has another vocabulary than the policy: it reads the policy's ids as they are."

@@ -16,6 +16,7 @@ from hrl.config.arithmetic import total_steps
 from hrl.config.offline import RMTrainerConfig
 from hrl.config.outline import Outline, RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.data.other_reader import OtherReader
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.data_look import look_at_batch, look_at_rows, look_at_template
 from hrl.preflight.environment_look import look_at_environment
@@ -42,6 +43,7 @@ from hrl.preflight.model_look import (
 from hrl.preflight.pictures_look import look_at_pictures, pictures_of
 from hrl.preflight.resume_look import look_at_changes
 from hrl.preflight.reward_look import look_at_reward
+from hrl.preflight.reward_model_look import look_at_reward_model
 from hrl.preflight.run_inputs import run_inputs
 from hrl.preflight.server_look import look_at_servers
 from hrl.preflight.small_models import look_at_rate
@@ -66,6 +68,8 @@ class Preflight:
         findings: Facts for the banner and notes on what was not checked, or is probably not meant.
         inputs: What the run depends on beside its configuration and rows, for its checkpoints.
         packs_rows: Models run packed rows; else padded ones.
+        reward_reader: How a reward model reads the policy's answers that does not read its tokens; None of one that
+            does, and without one.
     """
 
     outline: Outline
@@ -78,6 +82,7 @@ class Preflight:
     findings: Findings
     inputs: Mapping[str, Any] = field(default_factory=dict)
     packs_rows: bool = True
+    reward_reader: OtherReader | None = None
 
 
 def preflight(config: RunConfiguration, given: Given | None = None, stage: ShowStage = in_silence) -> Preflight:
@@ -125,6 +130,7 @@ def inspect_run(
     with stage("looking at the model and its tokenizer"):
         folders, tokenizer = look_at_models(findings, outline, download=download)
         ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
+        reader = look_at_reward_model(findings, outline, folders, tokenizer)
     if isinstance(config, PPOTrainerConfig):
         look_at_tokens_of_teacher(findings, config, folders)
         look_at_servers(findings, config, folders.get(next(iter(outline.models))), ids)
@@ -167,4 +173,5 @@ def inspect_run(
     if findings.problems or folders.keys() < outline.models.keys():
         return None, findings
     steps = total_steps(config, len(train))
-    return Preflight(outline, folders, tokenizer, ids, train, val, steps, findings, inputs, packs_rows), findings
+    ready = (outline, folders, tokenizer, ids, train, val, steps, findings, inputs, packs_rows, reader)
+    return Preflight(*ready), findings

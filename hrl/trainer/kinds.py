@@ -27,6 +27,7 @@ from hrl.trainer.ppo.episodes import EpisodeDriver
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob
 from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
+from hrl.trainer.ppo.reward_model_rows import RewardModelRows
 from hrl.trainer.ppo.rewards import RewardService
 
 Services = AbstractContextManager[Mapping[str, Any]]
@@ -131,7 +132,9 @@ def _services(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Itera
             model = config.actor_rollout_ref.model
             tokenizer = resolve_tokenizer(model.tokenizer_path or str(ready.folders["actor"]))
             episodes = services.enter_context(EpisodeDriver(config, given.environment, tokenizer, ready.ids))
-        yield {"rewards": rewards, "episodes": episodes}
+        reader = ready.reward_reader
+        rows = None if reader is None else RewardModelRows(ready.tokenizer, reader)
+        yield {"rewards": rewards, "episodes": episodes, "reward_model_rows": rows}
 
 
 # ---------------------------------------------------------------------- trainers that learn from a data set

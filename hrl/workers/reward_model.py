@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class RewardModelWorker(ScalarModelWorker):
-    """One rank of the reward model, a sequence classifier with one label that reads the policy's own tokens.
+    """One rank of the reward model, a sequence classifier with one label.
 
-    One that learns may start from a causal language model. Its tokenizer must be the policy's, which the preflight
-    checks.
+    It reads the tokens that it gets: the policy's own, or those that the driver has made of each chat with the model's
+    own chat template and tokenizer. One that learns may start from a causal language model.
     """
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)

@@ -22,7 +22,6 @@ from hrl.models.source import (
     MANIFEST_NAME,
     ModelSourceError,
     check_links,
-    check_scores,
     check_unquantised,
     check_weights,
     find_model,
@@ -371,14 +370,6 @@ def test_a_file_that_was_cut_off_and_a_pointer_are_told_apart(tmp_path):
     assert "model.safetensors is incomplete" in refusal(tmp_path)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n")
     assert "is a Git LFS pointer; fetch the file with `git lfs pull`" in refusal(tmp_path)
-
-
-def test_a_reward_model_has_a_head(tmp_path):
-    save(tmp_path / "model.safetensors")
-    with pytest.raises(ModelSourceError, match=r"has no scalar head \(score.weight\)"):
-        check_scores(tmp_path)
-    save_file({"score.weight": np.zeros((1, 4), np.float32)}, tmp_path / "second.safetensors")
-    check_scores(tmp_path)
 
 
 @pytest.mark.parametrize("find", [find_model, resolve_model])

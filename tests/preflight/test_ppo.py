@@ -372,14 +372,20 @@ def test_a_link_out_of_the_models_folder_is_refused_before_a_checkpoint_has_what
     assert any("generation_config.json is a link to" in problem for problem in refused(run))
 
 
-def test_critic_and_reward_model_have_the_vocabulary_in_use(run, tmp_path):
+def test_a_critic_has_the_vocabulary_in_use_and_a_reward_model_reads_its_own(run, tmp_path):
     same, other = save_model(tmp_path / "same"), save_model(tmp_path / "other", f"{PROMPT} three")
-    run(**{"critic.model.path": str(same)}, **reward_model(same))
+    assert run(**{"critic.model.path": str(same)}, **reward_model(same)).reward_reader is None
     (problem,) = refused(run, **{"critic.model.path": str(other)})
     assert problem.startswith("critic.model.path names other, which has another vocabulary")
-    (problem,) = refused(run, **reward_model(other))
-    assert problem.startswith("reward.reward_model.model_path names other, which has another vocabulary")
-    run(**{"actor_rollout_ref.model.tokenizer_path": str(other)}, **reward_model(other))
+    ready = run(**reward_model(other))
+    assert ready.reward_reader.max_position_embeddings == 64 and "three" in ready.reward_reader.tokenizer.get_vocab()
+    assert dict(ready.findings.facts)["reward model"] == (
+        "has another vocabulary: it gets each chat rendered as its own"
+    )
+    assert any("names other, whose tokenizer has no chat template" in note for note in ready.findings.notes)
+    (same / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert run(**reward_model(same)).reward_reader is None  # of two templates there is one
+    assert run(**{"actor_rollout_ref.model.tokenizer_path": str(other)}, **reward_model(other)).reward_reader is None
 
 
 def test_a_reward_model_without_a_head_is_named(run, tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.value_loss import VALUE_LOSSES, value_loss
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.models.packed_model import TokenRows
+from hrl.models.source import ModelSourceError
 from tests.models.tiny import (
     RESPONSE_WIDTH,
     SHAPE,
@@ -63,6 +65,39 @@ def test_values_stand_before_each_token_and_scores_at_the_last(classifier):
     _, values, scores = plain_head_outputs(classifier, batch)
     torch.testing.assert_close(model.values(batch, plan).batch["values"], values.float(), **NORM_ERROR)
     torch.testing.assert_close(model.scores(batch, plan).batch["rm_scores"], scores.float(), **NORM_ERROR)
+
+
+@pytest.mark.parametrize("head", ["regression_head", "v_head.summary", "mlp"])
+def test_heads_of_other_code_score_as_that_code_does(tmp_path, head):
+    """By hand: backbone, then the head's own tensors at the last token."""
+    torch.manual_seed(7)
+    model = LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0))
+    model.config.architectures = ["Qwen2ForRewardModel"]
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "score.weight"}
+    width = SHAPE["hidden_size"]
+    if head == "mlp":
+        own = {"score.0.weight": (width, width), "score.0.bias": (width,), "score.2.weight": (1, width)}
+    else:
+        own = {f"{head}.weight": (1, width), **({f"{head}.bias": (1,)} if "." in head else {})}
+    own = {name: torch.randn(shape) for name, shape in own.items()}
+    model.config.save_pretrained(tmp_path)
+    save_file(weights if head == "v_head.summary" else weights | own, tmp_path / "model.safetensors")
+    if head == "v_head.summary":  # LLaMA-Factory's has a file of its own
+        save_file(own, tmp_path / "value_head.safetensors")
+    batch, scores = make_batch(), []
+    for row in range(len(batch)):
+        hidden = model.model(trim(batch, row)[0]).last_hidden_state[0, -1]
+        if head == "mlp":
+            scores.append(own["score.2.weight"] @ (own["score.0.weight"] @ hidden + own["score.0.bias"]).relu())
+        else:
+            scores.append(own[f"{head}.weight"] @ hidden + own.get(f"{head}.bias", 0.0))
+    frozen = Critic(model_config(tmp_path), None, fsdp_config(), device=CPU, total_steps=None)
+    torch.testing.assert_close(frozen.scores(batch).batch["rm_scores"], torch.cat(scores).detach(), **NORM_ERROR)
+    if head == "regression_head":
+        critic_of(tmp_path)
+    else:
+        with pytest.raises(ModelSourceError, match="it scores as it is, and a model that learns has one linear layer"):
+            critic_of(tmp_path)
 
 
 def test_values_and_scores_of_a_tree_are_those_of_its_rows_alone(classifier):

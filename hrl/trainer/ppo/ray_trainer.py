@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 
 from hrl.algos.bypass import bypass_loss_name
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
@@ -83,13 +84,12 @@ from hrl.workers.requests import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from hrl.batching.plan import BatchPlan
     from hrl.config.ppo import PPOTrainerConfig
     from hrl.reward.actor import RewardOutcome
     from hrl.reward.combine import CombinedScores
     from hrl.trainer.ppo.episodes import EpisodeDriver
+    from hrl.trainer.ppo.reward_model_rows import RewardModelRows
     from hrl.trainer.ppo.rewards import RewardService
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
@@ -114,6 +114,7 @@ class RayPPOTrainer(TrainingLoop):
     Args:
         rewards: Scores finished samples, see `hrl.trainer.ppo.rewards`.
         episodes: Has episodes played, see `hrl.trainer.ppo.episodes`; None where every prompt has one answer.
+        reward_model_rows: Makes what a reward model reads that does not read the policy's tokens; None if it does.
         config, args, named: As for `TrainingLoop`; its datasets hold prompts.
 
     Attributes:
@@ -131,10 +132,11 @@ class RayPPOTrainer(TrainingLoop):
         *args: Any,
         rewards: RewardService,
         episodes: EpisodeDriver | None = None,
+        reward_model_rows: RewardModelRows | None = None,
         **named: Any,
     ) -> None:
         super().__init__(config, *args, **named)
-        self.rewards, self.episodes = rewards, episodes
+        self.rewards, self.episodes, self.reward_model_rows = rewards, episodes, reward_model_rows
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.use_critic = config.needs_critic
         self.use_reference_policy = config.needs_reference
@@ -561,8 +563,14 @@ class RayPPOTrainer(TrainingLoop):
     def _with_model_scores(self, batch: DataProto) -> DataProto:
         if not self.use_rm:
             return batch
-        plan = self.planner.forward(batch, self.workers.rm.world_size, self.limits["rm"])
-        return batch.union(self.workers.rm.compute_rm_score(batch, ScalarRequest(plan=plan)))
+        rm, limits = self.workers.rm, self.limits["rm"]
+        rows, places = batch, slice(None)
+        if self.reward_model_rows is not None:
+            rows, places = self.reward_model_rows.of(batch, limits)
+        request = ScalarRequest(plan=self.planner.forward(rows, rm.world_size, limits))
+        scores = torch.zeros(len(batch))
+        scores[places] = rm.compute_rm_score(rows, request).batch["rm_scores"].float()
+        return batch.union(DataProto.from_dict(tensors={"rm_scores": scores}))
 
     @property
     def _router_replay(self) -> str:

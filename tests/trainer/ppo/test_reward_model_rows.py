@@ -1,0 +1,180 @@
+"""A reward model with a tokenizer and a chat template of its own gets the chats, not the policy's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from hrl.batching.planner import MicroBatchLimits, Planner
+from hrl.data.chat import ChatTemplateError
+from hrl.data.other_reader import OtherReader, reads_the_same
+from hrl.protocol import DataProto
+from hrl.trainer.ppo.reward_model_rows import RewardModelRowError, RewardModelRows, packed_rows
+from tests.models.tiny import fsdp_config, model_config
+from tests.workers.asked import Critic
+from tests.workers.engine.ranks import CPU
+
+pytestmark = pytest.mark.usefixtures("world")
+
+SPECIAL = ["<pad>", "<s>", "<end>"]
+TEMPLATE = "{{ bos_token }}{% for message in messages %}<s>{{ message.role }}: {{ message.content }}<end>{% endfor %}"
+SAID = [("What is 7 + 5?", ["It is 12.", "12", "twelve, I think"]), ("Name a fruit.", ["apple", "an apple", ""])]
+LIMITS = MicroBatchLimits(64, None, "reward.reward_model.max_token_len_per_gpu")
+
+
+def tokenizer_of(text: str, template: str | None, pad: str = "<pad>") -> PreTrainedTokenizerFast:
+    """Byte-level BPE that knows these words best."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([text] * 4, trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<end>", pad_token=pad)
+    made.chat_template = template
+    return made
+
+
+POLICY = tokenizer_of("What is the number? I think it is an apple.", TEMPLATE)
+
+
+def sampled(tokenizer: PreTrainedTokenizerFast) -> DataProto:
+    """Answers to prompts as a policy gives them, ended by its end token."""
+    asked = [(uid, prompt, answer) for uid, (prompt, answers) in enumerate(SAID) for answer in answers]
+    tokens = [[*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id] for *_, answer in asked]
+    width = max(map(len, tokens))
+    lengths = torch.tensor(list(map(len, tokens)))
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    return DataProto.from_dict(
+        tensors={
+            "prompts": torch.ones(len(asked), 1, dtype=torch.int64),
+            "responses": torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in tokens]),
+            "attention_mask": torch.cat([torch.ones(len(asked), 1, dtype=torch.int64), mask], 1),
+            "response_mask": mask,
+        },
+        non_tensors={
+            "uid": np.array([uid for uid, *_ in asked], dtype=object),
+            "sample_index": np.array([0, 1, 2] * len(SAID), dtype=object),
+            "raw_prompt": np.fromiter(
+                ([{"role": "user", "content": prompt}] for _, prompt, _ in asked), dtype=object, count=len(asked)
+            ),
+        },
+    )
+
+
+def chat_of(prompt: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def classifier_of(folder: Path, tokenizer: PreTrainedTokenizerFast, *, positions: int = 64) -> Path:
+    """A random reward model with its tokenizer, as they are published."""
+    torch.manual_seed(3)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        **shape,
+        initializer_range=0.15,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+        max_position_embeddings=positions,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "<end>"])
+def test_scores_are_those_of_transformers_for_the_chats(tmp_path: Path, pad: str) -> None:
+    """`pad=<end>` also ends an answer: transformers then reads the score one token earlier, and so does hrl."""
+    folder = classifier_of(tmp_path, tokenizer_of("Sums and fruits are twelve and 12.", TEMPLATE, pad))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+    want = []
+    for prompt, answers in SAID:
+        for answer in answers:
+            text = tokenizer.apply_chat_template(chat_of(prompt, answer), tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            with torch.no_grad():
+                want.append(model(ids).logits[0, 0])
+    made = RewardModelRows(POLICY, OtherReader(tokenizer, tokenizer.pad_token_id, 64))
+    rows, places = made.of(sampled(POLICY), LIMITS)
+    assert places.tolist() == list(range(6)) and len({*map(float, want)}) == 6
+    frozen = Critic(model_config(folder), None, fsdp_config(), device=CPU, total_steps=None)
+    plan = Planner(share_prefix=True).forward(rows, 1, LIMITS)
+    mine = rows.select_idxs(list(plan.rows[0]))
+    scores = torch.zeros(6).index_copy(
+        0, torch.tensor(plan.rows[0]), frozen.scores(mine, plan.ranks[0]).batch["rm_scores"]
+    )
+    torch.testing.assert_close(scores, torch.stack(want).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_rows_of_a_group_begin_with_is_their_prompt() -> None:
+    rows = packed_rows([[1, 2, 3, 4], [1, 2, 5], [7], [1, 2, 3], [1, 2]], np.array(["a", "a", "b", "c", "c"], object))
+    width = rows.batch["prompts"].shape[1]
+    mask = rows.batch["attention_mask"].bool()
+    kept = [
+        (row[:width][is_there[:width]].tolist(), row[width:][is_there[width:]].tolist())
+        for row, is_there in zip(torch.cat([rows.batch["prompts"], rows.batch["responses"]], 1), mask, strict=True)
+    ]
+    assert kept == [([1, 2], [3, 4]), ([1, 2], [5]), ([7], []), ([1], [2, 3]), ([1], [2])]
+
+
+def test_of_an_episode_the_last_row_is_scored_with_the_whole_conversation() -> None:
+    chat = [*chat_of("What is 7 + 5?", "12"), {"role": "user", "content": "sure?"}]
+    batch = sampled(POLICY).select_idxs([0, 1])
+    batch.batch["turn_index"] = torch.tensor([0, 1])[:, None].expand(2, batch.batch["responses"].shape[1])
+    batch.batch["rollout_versions"] = torch.zeros_like(batch.batch["responses"])
+    batch.non_tensor_batch |= {
+        "branch": np.array([0, 1], dtype=object),
+        "messages": np.fromiter([chat, chat], dtype=object, count=2),
+    }
+    other = tokenizer_of("Sums", TEMPLATE)
+    rows, places = RewardModelRows(POLICY, OtherReader(other, None)).of(batch, LIMITS)
+    assert places.tolist() == [1]
+    ids = rows.batch["attention_mask"].bool()
+    tokens = torch.cat([rows.batch["prompts"], rows.batch["responses"]], 1)[ids].tolist()
+    assert other.decode(tokens) == other.apply_chat_template(chat, tokenize=False)
+
+
+def test_what_a_reward_model_can_not_read_is_told_by_sample() -> None:
+    other, batch = tokenizer_of("Sums", TEMPLATE), sampled(POLICY)
+    with pytest.raises(
+        RewardModelRowError, match=r"^uid 0, sample 2: the chat has (\d+) tokens .* it has 20 positions"
+    ):
+        RewardModelRows(POLICY, OtherReader(other, None, 20)).of(batch, LIMITS)
+    few = MicroBatchLimits(16, None, "reward.reward_model.max_token_len_per_gpu", ranks=2)
+    with pytest.raises(
+        RewardModelRowError, match=r"hold 16: set reward.reward_model.max_token_len_per_gpu to at least"
+    ):
+        RewardModelRows(POLICY, OtherReader(other, None)).of(batch, few)
+    refuses = tokenizer_of("Sums", "{{ raise_exception('no chats here') }}")
+    with pytest.raises(ChatTemplateError, match="can't render chat 0 of the batch: no chats here"):
+        RewardModelRows(POLICY, OtherReader(refuses, None)).of(batch, LIMITS)
+    plain = OtherReader(tokenizer_of("Sums", None), None)
+    assert plain.tokenizer.decode(plain.token_ids([chat_of("a", "b")])[0]) == "ab"
+    with pytest.raises(ChatTemplateError, match="more than a text and its answer"):
+        plain.token_ids([[*chat_of("a", "b"), *chat_of("a", "b")]])
+
+
+def test_tokenizers_read_the_same_with_one_vocabulary_and_no_second_template() -> None:
+    def changed(**changes: Any) -> PreTrainedTokenizerFast:
+        return tokenizer_of(**{"text": "Sums", "template": TEMPLATE} | changes)
+
+    assert reads_the_same(changed(), changed())
+    assert reads_the_same(changed(), changed(template=None))
+    assert not reads_the_same(changed(), changed(text="other words"))
+    assert not reads_the_same(changed(), changed(template=TEMPLATE + " "))
