@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hrl.api.run import Run
-    from hrl.api.trainers import DPO, GRPO, PPO, SFT, RewardModel
+    from hrl.api.trainers import DPO, GRPO, KTO, PPO, SFT, RewardModel
     from hrl.environments.agent import AgentEnvironment
     from hrl.environments.interface import Action, Environment, Observation, StepResult, ToolCall
     from hrl.environments.single_turn import SingleTurn
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DPO",
     "GRPO",
+    "KTO",
     "PPO",
     "SFT",
     "Action",
@@ -39,7 +40,7 @@ __all__ = [
 
 # Torch costs a second, hydra a half: what needs them loads when it is first read.
 _LAZY = {
-    **dict.fromkeys(("PPO", "GRPO", "DPO", "SFT", "RewardModel"), "hrl.api.trainers"),
+    **dict.fromkeys(("PPO", "GRPO", "DPO", "KTO", "SFT", "RewardModel"), "hrl.api.trainers"),
     "Run": "hrl.api.run",
     **dict.fromkeys(("Callback", "RunState"), "hrl.trainer.callbacks"),
     "DataProto": "hrl.protocol",

@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hrl.algos.masked import Metrics, check_shapes, keep
-from hrl.algos.registry import PAIR_LOSS_TRAITS, PairLossTraits, Registry, Traits, pair_loss_traits
+from hrl.algos.registry import (
+    LABELLED_LOSS_TRAITS,
+    PAIR_LOSS_TRAITS,
+    LabelledLossTraits,
+    PairLossTraits,
+    Registry,
+    Traits,
+    pair_loss_traits,
+)
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,99 @@ def preference_loss(name: str, chosen: Tensor, rejected: Tensor, options: PairOp
             "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
         }
     )
+
+
+# ---- single answers with a label -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LabelledOptions:
+    """Constants of the losses of single answers.
+
+    Attributes:
+        beta: How strongly the policy is kept close to the reference.
+        desirable_weight: Of the losses of good answers.
+        undesirable_weight: Of the losses of bad answers.
+
+    Raises:
+        ValueError: A constant is out of its range.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+def _kto(lead: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """`1 - sigmoid(s beta (r - z))`, s being the label's sign (KTO, arXiv:2402.01306 equation 8)."""
+    return 1.0 - torch.sigmoid(beta * (lead - baseline))
+
+
+def _apo_zero(lead: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """`1 - sigmoid(beta lead)` (APO-zero, arXiv:2408.06266 section 3, of single answers as in TRL)."""
+    return 1.0 - torch.sigmoid(beta * lead)
+
+
+LABELLED_LOSSES: Registry[Callable[[Tensor, Tensor, float], Tensor], LabelledLossTraits] = Registry(
+    "loss of labelled answers",
+    {"kto": _kto, "apo_zero_unpaired": _apo_zero},
+    table=LABELLED_LOSS_TRAITS,
+    traits=LabelledLossTraits,
+)
+"""From log-ratio and baseline `(N,)`, the sign of both turned for a bad answer, and beta to losses `(N,)`."""
+
+
+def kto_baseline(log_ratios: Tensor) -> float:
+    """Return KTO's reference point z: how far the policy has moved from the reference, an estimate of their KL.
+
+    It has no gradient, and is one number for the whole mini-batch, so that no cut of it changes a loss.
+
+    Args:
+        log_ratios: `log pi(y'|x) - log ref(y'|x)` of each prompt with the answer to another one `(N,)`.
+
+    Returns:
+        Their mean, at least 0 (arXiv:2402.01306, section 4.1).
+    """
+    return max(float(log_ratios.double().mean()), 0.0)
+
+
+def labelled_loss(
+    name: str, log_ratios: Tensor, is_desirable: Tensor, baseline: float, options: LabelledOptions
+) -> tuple[Tensor, Metrics]:
+    """Return the loss of every answer, with its weight.
+
+    Args:
+        name: A key of `LABELLED_LOSSES`.
+        log_ratios: Log-ratio of policy to reference of each answer, summed over its trained tokens `(N,)`.
+        is_desirable: Whether it is a good one `(N,)` bool.
+        baseline: Of `kto_baseline`; not read by a loss without.
+        options: Constants.
+
+    Returns:
+        Losses `(N,)`, and metrics as (sum, count): `rewards/chosen` of good answers and `rewards/rejected` of bad ones
+        where there are any, and `rewards/accuracies`, whether an answer's log-ratio is on its label's side of the
+        baseline.
+
+    Raises:
+        ValueError: Unknown name.
+    """
+    loss = LABELLED_LOSSES.find(name)
+    good = is_desirable.to(log_ratios.dtype)
+    bad, sign = 1.0 - good, 2.0 * good - 1.0
+    weight = options.desirable_weight * good + options.undesirable_weight * bad
+    losses = weight * loss(sign * log_ratios, sign * baseline, options.beta)
+    point = baseline if LABELLED_LOSS_TRAITS[name].baseline else 0.0
+    rewards, right = (options.beta * log_ratios).detach(), (sign * (log_ratios.detach() - point) > 0).to(losses.dtype)
+    return losses, {
+        "rewards/chosen": ((rewards * good).sum(), good.sum()),
+        "rewards/rejected": ((rewards * bad).sum(), bad.sum()),
+        "rewards/accuracies": (right.sum(), right.new_full((), len(right))),
+    }
 
 
 def _bradley_terry(lead: Tensor) -> Tensor:

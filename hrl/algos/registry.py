@@ -7,7 +7,7 @@ built-in one.
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import ChainMap, UserDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -74,6 +74,17 @@ class PairLossTraits(Traits):
 
 
 @dataclass(frozen=True)
+class LabelledLossTraits(Traits):
+    """What a loss of single answers, each labelled good or bad, reads besides its log-ratio and beta.
+
+    Attributes:
+        baseline: How far the policy has moved on mismatched prompts and answers.
+    """
+
+    baseline: bool = True
+
+
+@dataclass(frozen=True)
 class DistillationTraits(Traits):
     """What a distillation loss reads of the teacher, beside the log-prob of the sampled token.
 
@@ -127,6 +138,12 @@ PAIR_LOSS_TRAITS: dict[str, PairLossTraits] = {
     "simpo": PairLossTraits(reference=False, mean_log_prob=True),
     "orpo": PairLossTraits(reference=False, mean_log_prob=True, target_margin=False),
 }
+LABELLED_LOSS_TRAITS: dict[str, LabelledLossTraits] = {
+    "kto": LabelledLossTraits(),
+    "apo_zero_unpaired": LabelledLossTraits(baseline=False),
+}
+OFFLINE_LOSSES: Mapping[str, Traits] = ChainMap[str, Any](PAIR_LOSS_TRAITS, LABELLED_LOSS_TRAITS)
+"""Losses of pairs and losses of single answers, which `main_dpo` chooses from."""
 DISTILLATION_TRAITS: dict[str, DistillationTraits] = {
     "k1": DistillationTraits(has_gradient=False),
     "kl": DistillationTraits(has_gradient=False),
@@ -171,6 +188,11 @@ def policy_loss_traits(name: str) -> PolicyLossTraits:
 def pair_loss_traits(name: str) -> PairLossTraits:
     """Return the inputs of a pairwise loss; all for an unknown name, which is refused elsewhere."""
     return PAIR_LOSS_TRAITS.get(name, PairLossTraits())
+
+
+def learns_from_labels(name: str) -> bool:
+    """Return whether a loss of `main_dpo` takes single answers with a label, instead of pairs."""
+    return name in LABELLED_LOSS_TRAITS
 
 
 Member = TypeVar("Member")

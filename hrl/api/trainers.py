@@ -65,6 +65,7 @@ class Trainer:
     kind: ClassVar[str]
     _recipe: ClassVar[str | None] = None
     _model_key: ClassVar[str] = "model.path"
+    _begins_with: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Trainer:
         self._trainer_cls = trainer_cls
         self._recipe_name = recipe or self._recipe
         self._file: Path | None = None
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, Any] = dict(self._begins_with)
         self._keys = leaves(KINDS[self.kind].schema)
         if isinstance(config, str | Path):
             self._file = Path(config)
@@ -634,6 +635,12 @@ class DPO(OfflineTrainer):
     """Direct preference optimisation (arXiv:2305.18290); a row has `prompt`, `chosen` and `rejected`."""
 
     kind = "dpo"
+
+
+class KTO(DPO):
+    """Kahneman–Tversky optimisation (arXiv:2402.01306); a row has `prompt`, `completion` and `label`, true or false."""
+
+    _begins_with: ClassVar[Mapping[str, Any]] = {"algorithm.loss_type": "kto"}
 
 
 class RewardModel(OfflineTrainer):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from hrl.algos.registry import AGGREGATION_NAMES, PAIR_LOSS_TRAITS, pair_loss_traits
+from hrl.algos.registry import AGGREGATION_NAMES, OFFLINE_LOSSES, learns_from_labels, pair_loss_traits
 from hrl.config.data import RowsConfig
 from hrl.config.model import CheckpointConfig, FsdpConfig, MicroBatches, ModelConfig, OptimConfig
 from hrl.config.section import NameOf, Section, Unit, WholeConfig, section
@@ -39,6 +39,15 @@ class PairDataConfig(OfflineDataConfig):
     """Column that holds the preferred answer: a chat or a string."""
     rejected_key: str = "rejected"
     """Column that holds the other answer."""
+
+
+class PreferenceDataConfig(PairDataConfig):
+    """`data.*`: pairs of answers, or single answers with a label."""
+
+    completion_key: str = "completion"
+    """`kto`, `apo_zero_unpaired`: column that holds the answer, a chat or a string."""
+    label_key: str = "label"
+    """`kto`, `apo_zero_unpaired`: column that says whether the answer is a good one, true or false."""
 
 
 class ScoredPairDataConfig(PairDataConfig):
@@ -104,8 +113,9 @@ class OfflineConfig(WholeConfig):
 class DPOAlgorithmConfig(Section):
     """`algorithm.*`: how a pair becomes a loss."""
 
-    loss_type: Annotated[str, NameOf(PAIR_LOSS_TRAITS)] = "sigmoid"
-    """The loss of a pair: sigmoid is DPO, hinge is SLiC; simpo and orpo need no reference."""
+    loss_type: Annotated[str, NameOf(OFFLINE_LOSSES)] = "sigmoid"
+    """The loss of a pair: sigmoid is DPO, hinge is SLiC; simpo and orpo need no reference. Or of a single answer with a
+    label: kto, apo_zero_unpaired."""
     beta: PositiveFloat = 0.1
     """How strongly the policy is kept close to the reference; tau for ipo, the scale for simpo, the weight of the odds
     ratio for orpo."""
@@ -113,6 +123,10 @@ class DPOAlgorithmConfig(Section):
     """Probability that the two answers of a pair are swapped (conservative DPO)."""
     target_margin: NonNegativeFloat = 0.0
     """`simpo`: gamma, the margin by which the preferred answer should win."""
+    desirable_weight: PositiveFloat = 1.0
+    """`kto`, `apo_zero_unpaired`: weight of the losses of good answers."""
+    undesirable_weight: PositiveFloat = 1.0
+    """`kto`, `apo_zero_unpaired`: weight of the losses of bad answers."""
     reference_free: bool = False
     """Use no reference model; all answers count as equally likely under it."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
@@ -122,7 +136,7 @@ class DPOAlgorithmConfig(Section):
 class DPOTrainerConfig(OfflineConfig):
     """Everything that a run of `main_dpo` reads."""
 
-    data: PairDataConfig = section(PairDataConfig, train_files=["bundled:addition_pairs/train"])
+    data: PreferenceDataConfig = section(PreferenceDataConfig, train_files=["bundled:addition_pairs/train"])
     algorithm: DPOAlgorithmConfig = section(DPOAlgorithmConfig)
     trainer: OfflineRunConfig = section(OfflineRunConfig, experiment_name="dpo")
 
@@ -130,6 +144,11 @@ class DPOTrainerConfig(OfflineConfig):
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference are computed."""
         return not self.algorithm.reference_free and pair_loss_traits(self.algorithm.loss_type).reference
+
+    @property
+    def learns_from_labels(self) -> bool:
+        """Whether a row is a single answer with a label, instead of a pair."""
+        return learns_from_labels(self.algorithm.loss_type)
 
 
 class SFTAlgorithmConfig(Section):

@@ -35,6 +35,7 @@ FUNCTION_NAMES = (
     "language",
     "json_schema",
     "judge",
+    "remote",
 )
 """Names of the library's reward functions, which `hrl.reward.library.catalogue` describes. `data_source` stands for the
 one that the data source of each row chooses."""

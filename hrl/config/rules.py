@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from hrl.algos.ratio_bounds import REJECTION_RULES, Interval, parse_rejections
 from hrl.algos.registry import (
+    LABELLED_LOSS_TRAITS,
     PAIR_LOSS_TRAITS,
     estimator_traits,
     pair_loss_traits,
@@ -874,16 +875,30 @@ def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
     yield from _uneven_groups("model", sharding, processes, "", involves)
 
 
+_OF_LABELS = f"Set it to 1, or take {' or '.join(LABELLED_LOSS_TRAITS)}, whose rows are single answers with a label."
+
+
 def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
     """A constant that the chosen loss does not read is refused."""
     algorithm, name = config.algorithm, config.algorithm.loss_type
+    labelled = config.learns_from_labels
     for constant in ("label_smoothing", "target_margin"):
         value = getattr(algorithm, constant)
-        if value > 0 and not getattr(pair_loss_traits(name), constant):
+        if value > 0 and (labelled or not getattr(pair_loss_traits(name), constant)):
             readers = [loss for loss, traits in PAIR_LOSS_TRAITS.items() if getattr(traits, constant)]
             what = f"is {value}, which the loss {name} does not read."
             hint = f"Set it to 0, or take {'one of ' if len(readers) > 1 else ''}{', '.join(readers)}."
             yield Problem(f"algorithm.{constant}", what, hint, ("algorithm.loss_type",))
+    for constant in ("desirable_weight", "undesirable_weight"):
+        if (value := getattr(algorithm, constant)) != 1 and not labelled:
+            what = f"is {value}, which the loss {name} does not read."
+            yield Problem(f"algorithm.{constant}", what, _OF_LABELS, ("algorithm.loss_type",))
+    if labelled and algorithm.reference_free:
+        what = f"is true, and the loss {name} compares every answer with the reference."
+        yield Problem("algorithm.reference_free", what, "Set it to false.", ("algorithm.loss_type",))
+    if labelled and LABELLED_LOSS_TRAITS[name].baseline and config.data.train_batch_size < 2:
+        what = f"is 1, and the loss {name} reads each prompt with the answer to another one of its batch."
+        yield Problem("data.train_batch_size", what, "Set it to at least 2.", ("algorithm.loss_type",))
 
 
 def replayed_experts_come_from_somewhere(config: PPOTrainerConfig) -> Iterator[Problem]:

@@ -94,8 +94,13 @@ def _reward(given: Given, into: Migrated) -> None:
         )
         into.lost.append(Remark(given.word("reward.remote_url"), why))
     elif remote:
-        why = "call the server from a reward function (it may be async): reward.custom_reward_function.path"
-        into.lost.append(Remark(given.word("reward.remote_url"), why))
+        urls = str(remote).split(",")
+        entry: dict[str, Any] = {"name": "remote", "url": urls[0] if len(urls) == 1 else urls}
+        if (policy := given.get("actor.model_name_or_path")) is not None:
+            entry["tokenizer"] = policy
+        into.set({"reward.functions": [entry]})
+        why = "gets `query` and `prompts` as the chat template renders them, and `labels` from the row's answer"
+        into.differs.append(Remark(given.word("reward.remote_url"), why))
     elif "data.label_key" in given:
         into.needless.append(Remark(given.word("data.label_key"), "every column of a row reaches the reward function"))
 

@@ -26,6 +26,7 @@ from hrl.data.dataset import (
 )
 from hrl.data.files import is_repository
 from hrl.data.offline.demonstrations import CHOSEN, COMPLETION_KEYS, TEXT, DemonstrationDataset
+from hrl.data.offline.labelled import LabelledDataset
 from hrl.data.offline.pairs import PairDataset
 from hrl.data.order import MixedOrder
 from hrl.data.sampler import load_sampler
@@ -266,7 +267,7 @@ def _prompts(findings: Findings, data: DataConfig, tokenizer: PreTrainedTokenize
 
 def _answers(config: OfflineConfig, tokenizer: PreTrainedTokenizerBase | None, ids: TokenIds | None) -> _Reader:
     data: Any = config.data
-    cls: type[DemonstrationDataset | PairDataset]
+    cls: type[DemonstrationDataset | LabelledDataset | PairDataset]
     instead: dict[str, tuple[str, ...]] = {}
     if isinstance(config, SFTTrainerConfig):
         answers = (data.completion_key,) if data.completion_key else COMPLETION_KEYS
@@ -276,6 +277,9 @@ def _answers(config: OfflineConfig, tokenizer: PreTrainedTokenizerBase | None, i
         }
         instead = dict.fromkeys(columns, (CHOSEN, TEXT))
         cls = DemonstrationDataset
+    elif isinstance(config, DPOTrainerConfig) and config.learns_from_labels:
+        columns = {"data.completion_key": (data.completion_key,), "data.label_key": (data.label_key,)}
+        cls = LabelledDataset
     else:
         columns = {"data.chosen_key": (data.chosen_key,), "data.rejected_key": (data.rejected_key,)}
         cls = PairDataset

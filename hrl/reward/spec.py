@@ -165,7 +165,7 @@ class RewardSpec:
         if entry.name == "data_source":
             return cls(BuiltIn(data_sources, 0.9 * reward.timeout_s), entry.kwargs, columns)
         arguments = dict(entry.kwargs)
-        if entry.name in ("judge", "code"):  # what they are not told themselves follows from the run
+        if entry.name in ("judge", "code", "remote"):  # what they are not told themselves follows from the run
             arguments.setdefault("deadline_s", 0.9 * reward.timeout_s)
         if entry.name == "judge":
             arguments.setdefault("processes", reward.num_workers)

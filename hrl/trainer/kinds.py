@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from hrl.config.offline import OfflineConfig
+from hrl.config.offline import DPOTrainerConfig, OfflineConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
 from hrl.config.section import WholeConfig
@@ -21,6 +21,7 @@ from hrl.report.phases import PHASES, phase_groups
 from hrl.report.step_line import Field, StepLine
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.offline.dpo import DPOTrainer
+from hrl.trainer.offline.kto import KTOTrainer
 from hrl.trainer.offline.rm import RMTrainer
 from hrl.trainer.offline.sft import SFTTrainer
 from hrl.trainer.ppo.episodes import EpisodeDriver
@@ -169,6 +170,10 @@ def _offline_notes(config: OfflineConfig, ready: Preflight) -> list[str]:
     return [f"trainer in {config.model.fsdp_config.dtype}", *counts]
 
 
+def _dpo_trainer(config: DPOTrainerConfig) -> type[DPOTrainer]:
+    return KTOTrainer if config.learns_from_labels else DPOTrainer
+
+
 def _offline(config: RunKind[OfflineC], trainer: type[TrainingLoop]) -> Kind[OfflineC]:
     return Kind(
         config=config,
@@ -184,7 +189,7 @@ def _offline(config: RunKind[OfflineC], trainer: type[TrainingLoop]) -> Kind[Off
 
 KINDS: dict[str, Kind[Any]] = {
     "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, _ppo_line, REWARD, _ppo_batch_tokens, _ppo_notes, _services),
-    "dpo": _offline(DPO, DPOTrainer),
+    "dpo": replace(_offline(DPO, DPOTrainer), trainer=_dpo_trainer),
     "sft": _offline(SFT, SFTTrainer),
     "rm": _offline(RM, RMTrainer),
 }

@@ -23,7 +23,14 @@ from hrl.algos.distillation import distillation_loss, sampled_divergence
 from hrl.algos.kl import kl_penalty
 from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
-from hrl.algos.preference import mean_over_pairs, pair_margins, preference_loss, sequence_log_prob, sft_loss
+from hrl.algos.preference import (
+    labelled_loss,
+    mean_over_pairs,
+    pair_margins,
+    preference_loss,
+    sequence_log_prob,
+    sft_loss,
+)
 from hrl.columns import object_column
 from hrl.metrics import Metric
 from hrl.models.adapter import adapter_off
@@ -37,6 +44,7 @@ from hrl.workers.mismatch import measure_difference, measure_mismatch
 from hrl.workers.requests import (
     TEACHER_IDS,
     TEACHER_LOG_PROBS,
+    LabelledUpdate,
     LogProbRequest,
     OldLogProbs,
     PolicyUpdate,
@@ -294,6 +302,19 @@ def _pair_loss(request: PreferenceUpdate[RankPlan], piece: ForwardedMicroBatch) 
     return loss
 
 
+def _labelled_loss(request: LabelledUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
+    """Return one micro-batch's share of the loss that moves a policy towards good and away from bad answers."""
+    sums, meter, is_desirable = sequence_log_prob(piece.result(), piece.mask), piece.meter, piece.rows("is_desirable")
+    ratios = sums - piece.rows("ref_sequence_log_prob").to(sums.dtype)
+    losses, metrics = labelled_loss(request.loss_type, ratios, is_desirable, request.baseline, request.options)
+    meter.add_all(metrics)
+    for name, labelled in (("chosen", is_desirable), ("rejected", ~is_desirable)):
+        meter.add(f"logps/{name}", (sums * labelled).sum(), labelled.sum())
+    loss = losses.sum() / max(piece.mini_batch.num_sequences, 1)
+    meter.add_share("train/loss", loss)
+    return loss
+
+
 def _imitation_loss(request: SupervisedUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
     """Return one micro-batch's share of the loss that makes a policy more likely to give the answers."""
     log_prob, mask = piece.result(), piece.mask
@@ -307,5 +328,6 @@ def _imitation_loss(request: SupervisedUpdate[RankPlan], piece: ForwardedMicroBa
 _LOSSES: dict[type, tuple[Callable[..., Tensor], UpdateNames]] = {
     PolicyUpdate: (_policy_loss, NAMES),
     PreferenceUpdate: (_pair_loss, FROM_DATA),
+    LabelledUpdate: (_labelled_loss, FROM_DATA),
     SupervisedUpdate: (_imitation_loss, FROM_DATA),
 }

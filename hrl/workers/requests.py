@@ -17,7 +17,7 @@ from hrl.pictures import MULTI_MODAL_DATA
 from hrl.routing import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
-    from hrl.algos.preference import PairOptions
+    from hrl.algos.preference import LabelledOptions, PairOptions
     from hrl.batching.plan import BatchPlan, RankPlan
     from hrl.config.actor import ActorConfig
     from hrl.config.algorithm import RolloutCorrectionConfig
@@ -331,6 +331,28 @@ class PreferenceUpdate(Update[P]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LabelledUpdate(Update[P]):
+    """Move a policy towards good and away from bad answers, of which each stands alone.
+
+    Attributes:
+        temperature: Of the distribution whose log-probs are compared.
+        loss_type: A key of `hrl.algos.preference.LABELLED_LOSSES`.
+        options: Its constants.
+        baseline: Of the whole batch, see `hrl.algos.preference.kto_baseline`.
+    """
+
+    temperature: float
+    loss_type: str
+    options: LabelledOptions
+    baseline: float
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of the columns that the ranks read."""
+        return super().columns | {"is_desirable", "ref_sequence_log_prob"}
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupervisedUpdate(Update[P]):
     """Make a policy more likely to give the answers of the rows.
 
@@ -364,4 +386,6 @@ class RewardModelUpdate(Update[P]):
 
 
 if TYPE_CHECKING:
-    AnyPolicyUpdate = PolicyUpdate[RankPlan] | PreferenceUpdate[RankPlan] | SupervisedUpdate[RankPlan]
+    AnyPolicyUpdate = (
+        PolicyUpdate[RankPlan] | PreferenceUpdate[RankPlan] | LabelledUpdate[RankPlan] | SupervisedUpdate[RankPlan]
+    )

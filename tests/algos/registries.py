@@ -33,6 +33,7 @@ REGISTRIES: dict[str, Registry[Any, Any]] = {
     "correction": rollout_correction.IMPORTANCE_LEVELS,
     "group filter": groups.GROUP_FILTERS,
     "preference": preference.PAIR_LOSSES,
+    "labelled": preference.LABELLED_LOSSES,
     "reward model": preference.REWARD_MODEL_LOSSES,
     "sft": preference.SFT_LOSSES,
     "reward shaping": reward_shaping.REWARD_SHAPERS,

@@ -1,4 +1,7 @@
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +9,10 @@ from torch import Tensor
 
 from hrl.algos.preference import (
     PAIR_LOSSES,
+    LabelledOptions,
     PairOptions,
+    kto_baseline,
+    labelled_loss,
     mean_over_pairs,
     pair_margins,
     preference_loss,
@@ -150,3 +156,34 @@ def test_bad_input_is_refused() -> None:
         PairOptions(beta=0.0)
     with pytest.raises(ValueError, match="label_smoothing"):
         PairOptions(label_smoothing=0.5)
+
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kto.json").read_text())["cases"]
+GOOD = torch.tensor([True, False, True, True, False, False])
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=[f"{case['loss_type']} {case['kl']:.2f}" for case in GOLDEN])
+def test_losses_of_labelled_answers_are_those_of_trl(case: dict[str, Any]) -> None:
+    name, sums, reference = case["loss_type"], vector(*case["sums"]).requires_grad_(), vector(*case["ref"])
+    point = kto_baseline(vector(*case["klr"])) if name == "kto" else 0.0
+    assert point == pytest.approx(case["kl"], rel=1e-12, abs=1e-15)
+    options = LabelledOptions(case["beta"], case["dw"], case["uw"])
+    losses, metrics = labelled_loss(name, sums - reference, GOOD, point, options)
+    losses.mean().backward()
+    assert losses.mean().item() == pytest.approx(case["loss"], rel=1e-12) and sums.grad is not None
+    assert sums.grad.tolist() == pytest.approx(case["grad"], rel=1e-10)
+    means = {metric: (total / count).item() for metric, (total, count) in metrics.items()}
+    for metric in ("rewards/chosen", "rewards/rejected"):
+        assert means[metric] == pytest.approx(case[metric], rel=1e-12)
+    ratios = (sums - reference).tolist()
+    right = [(ratio > point) == good for ratio, good in zip(ratios, GOOD.tolist(), strict=True)]
+    assert means["rewards/accuracies"] == pytest.approx(sum(right) / 6)
+
+
+def test_labelled_answers_by_hand() -> None:
+    losses, _ = labelled_loss("kto", vector(1.0, 1.0), torch.tensor([True, False]), 0.5, LabelledOptions(2.0, 1.0, 3.0))
+    # 1 - sigmoid(2 (1 - 0.5)) and 3 (1 - sigmoid(2 (0.5 - 1)))
+    assert losses.tolist() == pytest.approx([1 / (1 + math.e), 3 * math.e / (1 + math.e)])
+    assert kto_baseline(vector(-1.0, 0.5)) == 0.0 and kto_baseline(vector(1.0, 0.5)) == 0.75
+    with pytest.raises(ValueError, match="desirable_weight must be positive, got 0"):
+        LabelledOptions(desirable_weight=0.0)

@@ -23,7 +23,7 @@ from hrl.config.run_kind import KINDS
 from hrl.config.section import flatten
 from hrl.errors import ConfigError
 
-TRAINERS = [hrl.PPO, hrl.GRPO, hrl.DPO, hrl.SFT, hrl.RewardModel]
+TRAINERS = [hrl.PPO, hrl.GRPO, hrl.DPO, hrl.KTO, hrl.SFT, hrl.RewardModel]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -101,6 +101,7 @@ def test_every_entry_of_a_table_has_its_function_and_no_function_is_without_an_e
         "ESTIMATOR_TRAITS": "advantage",
         "POLICY_LOSS_TRAITS": "policy loss",
         "PAIR_LOSS_TRAITS": "preference",
+        "LABELLED_LOSS_TRAITS": "labelled",
         "DISTILLATION_TRAITS": "distillation",
         "AGGREGATION_NAMES": "aggregation",
         "KL_NAMES": "kl",

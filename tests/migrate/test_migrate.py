@@ -600,3 +600,16 @@ def test_turns_of_a_line_without_any_are_not_taken_along() -> None:
     found = of_turns(*idle, f"{AGENT}.default_agent_loop=single_turn_agent", f"{TURNS}.max_user_turns=5")
     assert found.arguments == ["data.train_files=a.parquet"] and lost(found) == {} and found.differs == []
     assert {remark.written for remark in found.needless} >= set(idle)
+
+
+def test_a_remote_reward_of_openrlhf_is_asked_for_by_the_same_address() -> None:
+    urls = "http://a:5000/get_reward,http://b:5000/get_reward"
+    found = one(
+        "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path Qwen/Q --data.prompt_dataset t.jsonl "
+        f"--data.label_key answer --reward.remote_url {urls}"
+    )
+    assert not lost(found)
+    config = config_of(found)
+    assert isinstance(config, PPOTrainerConfig)
+    (entry,) = config.reward.entries
+    assert (entry.name, entry.kwargs) == ("remote", {"url": urls.split(","), "tokenizer": "Qwen/Q"})

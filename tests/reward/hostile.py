@@ -117,7 +117,7 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], Mapping[str, Any], str]]:
     from hrl.reward.scorers.reasoning_gym import GRAMMARS, SAME_WORD
 
     for name, entry in CATALOGUE.items():
-        if name == "judge" or entry.needs_answer:  # an endpoint's model; and those below
+        if name in ("judge", "remote") or entry.needs_answer:  # an endpoint's model; and those below
             continue
         yield name, make(name, entry.example.arguments), entry.example.row, _FORM_OF.get(name, "box")
     yield "regex that explodes", make("regex", {"pattern": r"(a+)+$|(\s+)+y"}), {"prompt": "?"}, "words"

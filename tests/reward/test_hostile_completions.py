@@ -57,7 +57,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[dict
 def names() -> list[str]:
     distinct = {id(scorer): source for source, scorer in reversed(SCORERS.items()) if source not in PROGRAMS}
     tasks = [f"reasoning_gym/{task}" for task in (*GRAMMARS, *SAME_WORD, "chain_sum")]
-    library = [name for name, entry in CATALOGUE.items() if name != "judge" and not entry.needs_answer]
+    library = [name for name, entry in CATALOGUE.items() if name not in ("judge", "remote") and not entry.needs_answer]
     return list(dict.fromkeys([*library, "regex that explodes", *distinct.values(), *tasks]))
 
 

@@ -12,6 +12,7 @@ from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.workers.policy import Policy
 from hrl.workers.requests import (
+    LabelledUpdate,
     LogProbRequest,
     OldLogProbs,
     PolicyUpdate,
@@ -116,6 +117,12 @@ def learn_pairs(policy: Policy, batch: DataProto, plan: RankPlan, **changes: Any
         "measures_mismatch": "rollout_log_probs" in names,
     }
     return policy.update(batch, PreferenceUpdate(plan=plan, step=STEP, **asked | changes))
+
+
+def learn_labelled(policy: Policy, batch: DataProto, plan: RankPlan, **asked: Any) -> dict[str, Metric]:
+    """One update on labelled answers."""
+    temperature = batch.meta_info["temperature"]
+    return policy.update(batch, LabelledUpdate(plan=plan, step=STEP, temperature=temperature, **asked))
 
 
 def learn_answers(policy: Policy, batch: DataProto, plan: RankPlan, **changes: Any) -> dict[str, Metric]:

@@ -20,7 +20,9 @@ from hrl.algos.distillation import distillation_loss
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.preference import (
+    LabelledOptions,
     PairOptions,
+    labelled_loss,
     preference_loss,
     reward_model_loss,
     sft_loss,
@@ -155,6 +157,16 @@ def preference_gradients(plain: Plain, batch: DataProto, name: str, options: Pai
     leads = (sums - reference) / scale
     losses, _ = preference_loss(name, leads[0::2], leads[1::2], options)
     return gradients(plain.actor, losses.mean())
+
+
+def labelled_gradients(
+    plain: Plain, batch: DataProto, name: str, baseline: float, options: LabelledOptions
+) -> dict[str, Tensor]:
+    """Of the named loss of labelled answers."""
+    columns = batch.batch
+    ratios = (plain.statistics(batch)[0] * columns["response_mask"]).sum(-1) - columns["ref_sequence_log_prob"]
+    losses, _ = labelled_loss(name, ratios, columns["is_desirable"], baseline, options)
+    return gradients(plain.actor, losses.sum() / columns["response_mask"].bool().any(-1).sum())
 
 
 def supervised_gradients(plain: Plain, batch: DataProto, name: str, mode: str) -> dict[str, Tensor]:

@@ -29,7 +29,14 @@ from hrl.algos.aggregation import AGGREGATION_MODES, Counts
 from hrl.algos.bypass import LOSS_TYPES
 from hrl.algos.kl import KL_ESTIMATORS
 from hrl.algos.policy_losses import POLICY_LOSSES, PolicyLossInput, PolicyLossOutput
-from hrl.algos.preference import PAIR_LOSSES, REWARD_MODEL_LOSSES, SFT_LOSSES, PairOptions
+from hrl.algos.preference import (
+    LABELLED_LOSSES,
+    PAIR_LOSSES,
+    REWARD_MODEL_LOSSES,
+    SFT_LOSSES,
+    LabelledOptions,
+    PairOptions,
+)
 from hrl.algos.registry import Registry, pair_loss_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import VALUE_LOSSES
@@ -53,7 +60,7 @@ from tests.models.tiny import (
 from tests.models.trees import tree_batch
 from tests.processes.warm import METHOD, warm_context
 from tests.workers import padded
-from tests.workers.asked import Actor, Critic, learn_answers, learn_pairs, learn_scores
+from tests.workers.asked import Actor, Critic, learn_answers, learn_labelled, learn_pairs, learn_scores
 
 CPU = torch.device("cpu")
 
@@ -306,6 +313,17 @@ def pair_subject(name: str) -> Subject:
     )
 
 
+def labelled_subject(name: str) -> Subject:
+    batch = as_pairs(make_batch(num_groups=4, samples=4, temperature=TEMPERATURE))
+    batch.batch["is_desirable"] = torch.arange(len(batch)) % 3 == 0
+    asked = {"baseline": 0.6, "options": LabelledOptions(0.4, 1.3, 0.7)}
+    return Subject(
+        batch,
+        lambda models: (models.actor, partial(learn_labelled, models.actor, loss_type=name, **asked)),
+        lambda plain: padded.labelled_gradients(plain, batch, name, **asked),
+    )
+
+
 def supervised_subject(name: str, mode: str = EVERY) -> Subject:
     batch = batch_for("vanilla")
     return Subject(
@@ -333,6 +351,7 @@ def whole() -> dict[str, Subject]:
         | {"bypass, gate closed": bypass_subject("ppo_clip", gate_closed=True)}
         | {"value": value_subject(EVERY), "supervised": supervised_subject(EVERY)}
         | {f"pair {name}": pair_subject(name) for name in members(PAIR_LOSSES)}
+        | {f"labelled {name}": labelled_subject(name) for name in members(LABELLED_LOSSES)}
         | {"reward model": reward_model_subject(EVERY)}
         | {f"distillation {mode}": distillation_subject(mode) for mode in ("k2", "reverse_kl_topk", "forward_kl_topk")}
         | {"policy of a tree": policy_subject(EVERY, is_tree=True, entropy_coeff=0.3, **kl)}

@@ -171,7 +171,7 @@ class PairDataset(OfflineDataset[PairRow]):
         tensors = pad_answers(rows, self.pad_id)
         tensors["is_chosen"] = torch.arange(len(rows)) % 2 == 0
         if self._reference is not None:
-            tensors["ref_sequence_log_prob"] = _known(self._reference[chosen], chosen).reshape(-1)
+            tensors["ref_sequence_log_prob"] = known_reference(self._reference[chosen], chosen).reshape(-1)
         if isinstance(self.config, ScoredPairDataConfig):
             margins = [self.rows[index].margin or 0.0 for index in chosen]
             tensors["margin"] = torch.tensor(margins).repeat_interleave(2)
@@ -183,13 +183,7 @@ class PairDataset(OfflineDataset[PairRow]):
         Raises:
             NonFiniteError: A sum is not finite; names the row.
         """
-        lost = (~torch.isfinite(sums)).nonzero().flatten().tolist()
-        if lost:
-            row, value = indices[lost[0] // 2], float(sums[lost[0]])
-            raise NonFiniteError(
-                f"the reference gives an answer of row {row} the log-prob {value}: look at this row, and compute the "
-                "reference in a wider dtype (model.fsdp_config.dtype)"
-            )
+        require_finite_reference(sums.reshape(-1, 2), indices)
         if self._reference is None:
             self._reference = sums.new_full((len(self), 2), math.nan)
         self._reference[list(indices)] = sums.reshape(-1, 2)
@@ -200,7 +194,22 @@ class PairDataset(OfflineDataset[PairRow]):
         return next((ChatPrompt(row.prompt, row.tools) for row in rows if not isinstance(row.prompt, str)), None)
 
 
-def _known(reference: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+def require_finite_reference(sums: torch.Tensor, indices: Sequence[int]) -> None:
+    """Refuse log-probs of the reference (N, 2) that are not finite.
+
+    Raises:
+        NonFiniteError: Names the row.
+    """
+    lost = (~torch.isfinite(sums)).nonzero().tolist()
+    if lost:
+        row, value = indices[lost[0][0]], float(sums[tuple(lost[0])])
+        raise NonFiniteError(
+            f"the reference gives an answer of row {row} the log-prob {value}: look at this row, and compute the "
+            "reference in a wider dtype (model.fsdp_config.dtype)"
+        )
+
+
+def known_reference(reference: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
     """Return the reference's log-probs of these rows (N, 2), or refuse if any is missing."""
     unknown = reference[:, 0].isnan().nonzero().flatten().tolist()
     if unknown:

@@ -14,6 +14,7 @@ _TASKS = {
     "addition": addition.rows,
     "addition_pairs": addition.pairs,
     "addition_answers": addition.answers,
+    "addition_labelled": addition.labelled,
     "games": games.rows,
     "shapes": shapes.rows,
 }

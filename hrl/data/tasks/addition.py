@@ -4,7 +4,7 @@ All 81 sums of 1..9 and 1..9. Eight pairs of different numbers are held out for 
 total, because a model trained on 5 + 7 effectively knows 7 + 5.
 
 `addition` has prompts with their ground truth, `addition_pairs` right answers paired with wrong ones,
-`addition_answers` only the right answers.
+`addition_labelled` the same answers one by one, `addition_answers` only the right ones.
 """
 
 from __future__ import annotations
@@ -76,6 +76,23 @@ def pairs(split: str) -> Iterator[dict[str, Any]]:
         for a, b in _sums(split)
         for error in _ERRORS
     )
+
+
+def labelled(split: str) -> Iterator[dict[str, Any]]:
+    """Return every sum of a split with its answer, labelled true, and with that of another sum, labelled false.
+
+    Raises:
+        DatasetError: No such split.
+    """
+    for pair in pairs(split):
+        for side in ("chosen", "rejected"):
+            source = f"{DATA_SOURCE}_labelled"
+            yield {
+                "data_source": source,
+                "prompt": pair["prompt"],
+                "completion": pair[side],
+                "label": side == "chosen",
+            }
 
 
 def answers(split: str) -> Iterator[dict[str, Any]]:

@@ -50,6 +50,12 @@ _OWN = (
         "addition_pairs", f"{_BUNDLED}addition_pairs/train", "A right answer to a sum and a wrong one.", ("dpo", "rm")
     ),
     Task(
+        "addition_labelled",
+        f"{_BUNDLED}addition_labelled/train",
+        "An answer to a sum, labelled right or wrong, for algorithm.loss_type=kto.",
+        ("dpo",),
+    ),
+    Task(
         "shapes",
         f"{_BUNDLED}shapes/train",
         "Shapes of one kind in a picture that is drawn for each row, to count; needs a model that sees.",

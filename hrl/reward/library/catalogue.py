@@ -14,6 +14,7 @@ from hrl.reward.library.judge import Judge
 from hrl.reward.library.language import Language
 from hrl.reward.library.length import Length
 from hrl.reward.library.pattern import Pattern
+from hrl.reward.library.remote import Remote
 from hrl.reward.library.repetition import Repetition
 from hrl.reward.library.tags import Tags
 from hrl.reward.scorers import math_equal, math_text, multiple_choice, numbers, question_answering, reasoning_gym
@@ -171,6 +172,14 @@ _ENTRIES = (
             {"model": "Qwen/Qwen3-32B", "base_url": "http://localhost:8000/v1"},
         ),
         scores="0 to 1",
+        needs="aiohttp",
+    ),
+    CatalogueEntry(
+        "remote",
+        "What a reward server says: OpenRLHF's, or a reward model behind vLLM or SGLang.",
+        Remote,
+        Example("", None, {"prompt": "Why is the sky blue?"}, {"url": "http://localhost:5000/get_reward"}),
+        scores="as the server",
         needs="aiohttp",
     ),
 )

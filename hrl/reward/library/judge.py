@@ -12,8 +12,19 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from hrl.errors import HrlError
 from hrl.reward.library.base import FAILURE, ArgumentError, readable, require
+from hrl.reward.library.endpoint import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    LONGEST_SHOWN,
+    MOST_FAILURES_IN_A_ROW,
+    EndpointError,
+    EndpointRefusedError,
+    NotNowError,
+    post,
+    require_address,
+    shown_reply,
+)
 from hrl.reward.library.judge_store import JudgeStore
 
 if TYPE_CHECKING:
@@ -39,33 +50,6 @@ from 0 (wrong, empty, or off the subject) to 10 (right and complete)."""
 DEFAULT_PATTERN = r"score\s*:\s*\**\s*([-+]?\d+(?:\.\d+)?)"
 
 _FIELD = re.compile(r"\{(\w+)\}")
-_RETRIED = frozenset({408, 409, 425, 429})
-_HOPELESS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-_LARGEST_REPLY_BYTES = 2**20
-_LONGEST_SHOWN = 500
-_MOST_FAILURES_IN_A_ROW = 32
-"""So many samples in a row without a score are no accident: then `on_failure: skip` does not hide them."""
-
-
-class JudgeError(HrlError, RuntimeError):
-    """The judge gave no score."""
-
-
-class JudgeRefusedError(JudgeError):
-    """The endpoint will not answer any request like this one; `on_failure` does not change that."""
-
-
-class _NotNowError(JudgeError):
-    """The endpoint may answer later.
-
-    Attributes:
-        pause_s: How long it asks to be left alone; None if it doesn't say.
-    """
-
-    def __init__(self, message: str, pause_s: float | None = None) -> None:
-        super().__init__(message)
-        self.pause_s = pause_s
 
 
 class Judge:
@@ -127,8 +111,7 @@ class Judge:
     ) -> None:
         import aiohttp
 
-        require(base_url.startswith(("http://", "https://")), f"base_url {base_url!r} is no http address")
-        require("@" not in base_url.partition("://")[2].partition("/")[0], "base_url has a login in it; use api_key")
+        require_address("base_url", base_url)
         require("{response}" in prompt, "prompt has no {response}, so every response would get the same score")
         require(high > low, f"high is {high}, must be more than low={low}")
         require(on_failure in ("skip", "error"), f"on_failure is {on_failure!r}, must be skip or error")
@@ -172,8 +155,8 @@ class Judge:
 
         Raises:
             ArgumentError: The template names a column that there is not.
-            JudgeRefusedError: The endpoint refuses requests like this one.
-            JudgeError: There is no score, and `on_failure` is `error`, or there has been none for a while.
+            EndpointRefusedError: The endpoint refuses requests like this one.
+            EndpointError: There is no score, and `on_failure` is `error`, or there has been none for a while.
         """
         if not response.strip():
             return {"score": 0.0, "verdict": "(empty)"}
@@ -181,15 +164,15 @@ class Judge:
         try:
             reply = await self._reply(question)
             score = self._score_in(reply)
-        except JudgeRefusedError:
+        except EndpointRefusedError:
             raise
-        except JudgeError as error:
+        except EndpointError as error:
             self._failures += 1
-            if not self._skips or self._failures > _MOST_FAILURES_IN_A_ROW:
+            if not self._skips or self._failures > MOST_FAILURES_IN_A_ROW:
                 raise
             return {"score": None, FAILURE: str(error)}
         self._failures = 0
-        return {"score": score, "verdict": reply[-_LONGEST_SHOWN:]}
+        return {"score": score, "verdict": reply[-LONGEST_SHOWN:]}
 
     def _question(self, values: Mapping[str, Any]) -> str:
         """Fill in the template, in one pass: braces in a response stay as they are."""
@@ -205,8 +188,8 @@ class Judge:
     def _score_in(self, reply: str) -> float:
         score = self._number_in(reply)
         if score is None:
-            raise JudgeError(
-                f"no score from {self._low:g} to {self._high:g} in the judge's reply: {reply[-_LONGEST_SHOWN:]!r}"
+            raise EndpointError(
+                f"no score from {self._low:g} to {self._high:g} in the judge's reply: {reply[-LONGEST_SHOWN:]!r}"
             )
         return (score - self._low) / (self._high - self._low)
 
@@ -255,69 +238,40 @@ class Judge:
 
     async def _ask(self, key: str, body: Mapping[str, Any]) -> str:
         """Ask until there is a reply or no time is left for another request."""
-        end, pause_s = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
+        end, pause_s = time.monotonic() + self._deadline_s, FIRST_PAUSE_S
         tries, failure = 0, ""
         async with self._gate:
             while True:
                 wait_s = 0.0 if self._apart_s is None else self._store.take_turn(self._apart_s)
                 if time.monotonic() + wait_s >= end:
                     if failure:
-                        raise JudgeError(f"{failure} (the last of {tries} tries in {self._deadline_s:g} s)")
-                    raise JudgeError(f"no turn within {self._deadline_s:g} s at this many requests per minute")
+                        raise EndpointError(f"{failure} (the last of {tries} tries in {self._deadline_s:g} s)")
+                    raise EndpointError(f"no turn within {self._deadline_s:g} s at this many requests per minute")
                 await asyncio.sleep(wait_s)
                 tries += 1
                 try:
                     reply = await self._request(body, min(self._request_s, end - time.monotonic()))
-                except _NotNowError as error:
+                except NotNowError as error:
                     failure = str(error)
                     rest_s = error.pause_s if error.pause_s is not None else pause_s * random.uniform(0.5, 1.0)
                     if time.monotonic() + rest_s >= end:
-                        raise JudgeError(f"{error} (the last of {tries} tries in {self._deadline_s:g} s)") from error
+                        raise EndpointError(f"{error} (the last of {tries} tries in {self._deadline_s:g} s)") from error
                     await asyncio.sleep(rest_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 else:
                     if self._number_in(reply) is not None:  # else the next try may get one
                         self._store.keep(key, reply)
                     return reply
 
     async def _request(self, body: Mapping[str, Any], limit_s: float) -> str:
-        timeout = self._aiohttp.ClientTimeout(total=max(limit_s, 0.001))
-        try:
-            async with self._session.post(self._url, json=body, timeout=timeout, allow_redirects=False) as answer:
-                content = bytearray()
-                async for piece in answer.content.iter_chunked(65_536):
-                    content += piece
-                    if len(content) > _LARGEST_REPLY_BYTES:
-                        raise JudgeError(f"{self._url} sent more than {_LARGEST_REPLY_BYTES} bytes")
-                return self._text_of(answer.status, answer.headers.get("Retry-After"), bytes(content))
-        except TimeoutError as error:
-            raise _NotNowError(f"{self._url} did not answer within {limit_s:.3g} s") from error
-        except self._aiohttp.ClientError as error:
-            raise _NotNowError(f"{self._url} can't be reached: {type(error).__name__}: {error}") from error
-
-    def _text_of(self, status: int, retry_after: str | None, content: bytes) -> str:
-        shown = content[:_LONGEST_SHOWN].decode("utf-8", "replace")
-        if status in _HOPELESS:
-            raise JudgeRefusedError(f"{self._url} answered {status}; check base_url, model and api_key: {shown}")
-        if status in _RETRIED or status >= 500:
-            raise _NotNowError(f"{self._url} answered {status}: {shown}", _seconds(retry_after))
-        if status != 200:
-            raise JudgeError(f"{self._url} answered {status}: {shown}")
+        content = await post(self._session, self._url, body, limit_s, "base_url, model and api_key")
         try:
             text = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise _NotNowError(f"{self._url} sent no chat completion: {shown}") from error
+            raise NotNowError(f"{self._url} sent no chat completion: {shown_reply(content)}") from error
         if not isinstance(text, str):
-            raise JudgeError(f"{self._url} sent a reply without text: {shown}")
+            raise EndpointError(f"{self._url} sent a reply without text: {shown_reply(content)}")
         return readable(text)
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Return the seconds of a `Retry-After` header; None for a date or nonsense."""
-    try:
-        return max(0.0, float(retry_after)) if retry_after is not None else None
-    except ValueError:
-        return None
 
 
 def _as_text(value: Any) -> str:

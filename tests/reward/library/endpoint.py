@@ -56,7 +56,7 @@ class Endpoint:
 
 
 @contextmanager
-def serving(answer: Callable[[int, str], Reply]) -> Iterator[Endpoint]:
+def serving(answer: Callable[[int, str], Reply], path: str = "/v1/chat/completions") -> Iterator[Endpoint]:
     """Serve for the duration of the block; `answer` gets the number of the request, from 0, and the question."""
     seen, lock, opened = Endpoint(), threading.Lock(), [0]
 
@@ -71,7 +71,7 @@ def serving(answer: Callable[[int, str], Reply]) -> Iterator[Endpoint]:
                 opened[0] += 1
                 seen.most_at_once = max(seen.most_at_once, opened[0])
             try:
-                reply = answer(number, body["messages"][-1]["content"])
+                reply = answer(number, body["messages"][-1]["content"] if "messages" in body else json.dumps(body))
                 time.sleep(reply.after_s)
             finally:
                 with lock:
@@ -81,7 +81,7 @@ def serving(answer: Callable[[int, str], Reply]) -> Iterator[Endpoint]:
                 message = {"role": "assistant", "content": reply.text}
                 content = json.dumps({"choices": [{"index": 0, "message": message}]}).encode()
             try:
-                self.send_response(reply.status if self.path == "/v1/chat/completions" else 404)
+                self.send_response(reply.status if self.path == path else 404)
                 for name, value in {"Content-Length": str(len(content)), **reply.headers}.items():
                     self.send_header(name, value)
                 self.end_headers()

@@ -15,7 +15,7 @@ from hrl.reward.library.base import ArgumentError
 from hrl.reward.library.catalogue import CATALOGUE, make
 
 RANGES = {"repetition": (-1.0, 0.0), "math_dapo": (-1.0, 1.0)}
-INSTANT = [name for name in CATALOGUE if name not in ("judge", "data_source")]
+INSTANT = [name for name in CATALOGUE if name not in ("judge", "remote", "data_source")]
 _MADE = {}
 
 

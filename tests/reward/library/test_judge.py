@@ -11,7 +11,8 @@ import pytest
 
 from hrl.config.compose import compose_cli
 from hrl.reward.library.base import ArgumentError
-from hrl.reward.library.judge import Judge, JudgeError, JudgeRefusedError
+from hrl.reward.library.endpoint import EndpointError, EndpointRefusedError
+from hrl.reward.library.judge import Judge
 from hrl.reward.library.judge_store import JudgeStore
 from hrl.reward.pool import RewardPool, RewardRow
 from hrl.reward.spec import RewardSpec
@@ -179,7 +180,7 @@ def test_a_sample_without_a_score_is_left_out_or_an_error(reply, message):
         begun = time.monotonic()
         (said,) = judged(Judge("m", endpoint.base_url, **settings), sample())
         assert said["score"] is None and time.monotonic() - begun < 3.0
-        with pytest.raises(JudgeError, match=message):
+        with pytest.raises(EndpointError, match=message):
             judged(Judge("m", endpoint.base_url, on_failure="error", **settings), sample())
 
 
@@ -188,7 +189,7 @@ def test_failures_that_do_not_end_are_no_longer_skipped():
         judge = Judge("m", endpoint.base_url, max_concurrency=1)
         said = judged(judge, *(sample(f"answer {n}") for n in range(53)))
         assert sum(one["score"] is None for one in said) == 52, "20 failures, a score, 32 failures"
-        with pytest.raises(JudgeError, match="no score from 0 to 10"):
+        with pytest.raises(EndpointError, match="no score from 0 to 10"):
             judged(judge, sample("one more"))
 
 
@@ -202,7 +203,7 @@ def test_an_endpoint_that_is_not_there_is_named():
 @pytest.mark.parametrize("status", [401, 403, 404, 302])
 def test_what_will_never_work_is_an_error_whatever_was_asked_for(status):
     with serving(always(Reply("", status=status, headers={"Location": "http://127.0.0.1:1/"}))) as endpoint:
-        with pytest.raises(JudgeRefusedError, match=f"answered {status}; check base_url, model and api_key"):
+        with pytest.raises(EndpointRefusedError, match=f"answered {status}; check base_url, model and api_key"):
             judged(Judge("m", endpoint.base_url, on_failure="skip"), sample())
         assert len(endpoint.requests) == 1
 
