@@ -149,6 +149,12 @@ class RewardModelConfig(Section):
     it gets each chat rendered as its own, see docs/reward-models.md."""
     weight: float = 1.0
     """Weight of the model's score in the sum."""
+    step_token: str | None = None
+    """Token that a process reward model reads behind each step of an answer, and at which it gives the step's score,
+    e.g. `<extra_0>` of Qwen2.5-Math-PRM. Each score then stands on the last token of its step. Null: one score for the
+    whole answer."""
+    step_separator: str = Field("\n\n", min_length=1)
+    """What stands between two steps of an answer."""
     max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         f"{ACTOR}.ppo_max_token_len_per_gpu"
     )

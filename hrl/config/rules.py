@@ -342,6 +342,12 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
     if reward.reward_model.enable and not reward.reward_model.model_path:
         what = "needs a folder or hub id, because the reward model is enabled."
         yield Problem("reward.reward_model.model_path", what, involves=("reward.reward_model.enable",))
+    if reward.reward_model.enable and reward.reward_model.step_token is not None:
+        apart = "scores steps, whose scores stand beside the sum of the others"
+        for key, used in (("environment.path", config.environment.is_used), ("reward.shaping", bool(reward.shaping))):
+            if used:
+                what = f"can't be used beside a reward model that {apart}."
+                yield Problem(key, what, "Leave one of the two out.", ("reward.reward_model.step_token",))
     if config.reward_entries or not config.environment.pays:
         yield from _functions_can_be_summed(reward)
     buffer, longest = reward.overlong_buffer, config.data.max_response_length

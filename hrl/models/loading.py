@@ -34,7 +34,7 @@ from hrl.models.ops.residual import widen_residual
 from hrl.models.ops.rms_norm import use_fused_rms_norms
 from hrl.models.ops.rope import fix_rope_frequencies
 from hrl.models.pictures import sees
-from hrl.models.scalar_head import find_head, require_one_label
+from hrl.models.scalar_head import STEP_LABELS, find_head, require_one_label
 from hrl.models.source import ModelSourceError
 
 logger = logging.getLogger(__name__)
@@ -170,9 +170,10 @@ def load_scalar_model(
     """
     exported = _config(source)
     head = find_head(Path(source.path))
-    if head is not None:
+    is_of_steps = head is not None and head_required and head.num_labels == STEP_LABELS
+    if head is not None and not is_of_steps:
         require_one_label(source.path, head)
-    elif head_required and not meta:
+    if head is None and head_required and not meta:
         raise ModelSourceError(
             f"{source.path} has no scalar head (score.weight): a reward model must be a sequence classifier that was "
             "trained to score"
@@ -183,7 +184,7 @@ def load_scalar_model(
             "it scores as it is, and a model that learns has one linear layer without"
         )
     used = deepcopy(exported)
-    used.num_labels = 1
+    used.num_labels = 1 if head is None else head.num_labels
     model, info = _load(AutoModelForSequenceClassification, source, used, dtype, meta=meta)
     _require_weights(source.path, model, replace(info, missing=info.missing - {"score.weight", "score.bias"}))
     if head is None:

@@ -43,6 +43,7 @@ from hrl.models.ops.layout import AttentionLayout, PaddedLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
 from hrl.models.ops.tensor_parallel import WeightGroup, shared
 from hrl.models.pictures import PackedPictures, Sight, places_of
+from hrl.models.scalar_head import STEP_LABELS
 from hrl.models.tensor_parallel import cut, own, share_out_experts
 from hrl.pictures import MULTI_MODAL_DATA, Picture
 from hrl.routing import ROUTED_EXPERTS, is_missing, missing
@@ -673,6 +674,11 @@ class PackedScalarModel(PackedModel):
         values = hidden.to(wide)
         for layer in inner:
             values = relu(linear(values, layer.weight.to(wide), None if layer.bias is None else layer.bias.to(wide)))
-        values = torch.mv(values, head.weight[0].to(wide))
-        values = values if head.bias is None else values + head.bias.to(wide)
+        outputs = head.weight.to(wide)
+        bias = None if head.bias is None else head.bias.to(wide)
+        if len(outputs) == STEP_LABELS:  # the probability of the second of two labels
+            outputs, bias = outputs[1:] - outputs[:1], None if bias is None else bias[1:] - bias[:1]
+        values = torch.mv(values, outputs[0])
+        values = values if bias is None else values + bias
+        values = values.sigmoid() if len(head.weight) == STEP_LABELS else values
         return values if self.group is None else shared(values, self.group)

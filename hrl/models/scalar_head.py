@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: Names of a head, transformers' own first.
 HEADS = ("score", "v_head.summary", "v_head", "value_head", "regression_head", "reward_head", "rm_head")
 #: Architectures whose head is several linear layers with a ReLU between two of them; of others it is not known.
+STEP_LABELS = 2
+"""Outputs of a process reward model: a step is wrong, or right."""
 _WITH_RELU = frozenset({"Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"})
 _PART = re.compile(r"(?:(\d+)\.)?(weight|bias)")
 #: What a language model has beside its head, by the first part of the names.
@@ -104,8 +106,12 @@ def find_head(folder: Path) -> StoredHead | None:
     return None
 
 
-def check_scores(folder: Path) -> None:
+def check_scores(folder: Path, *, of_steps: bool = False) -> None:
     """Refuse a folder whose weights hold no head with one number for a response.
+
+    Args:
+        folder: Of the model.
+        of_steps: The model scores steps, also with two outputs.
 
     Raises:
         ModelSourceError: There is none, or it has several outputs, or a form that can't be followed.
@@ -119,7 +125,8 @@ def check_scores(folder: Path) -> None:
             "sequence classifier with one label that was trained to score, such as main_rm writes"
             + (f". Beside its backbone it has {', '.join(others[:_MOST_LISTED])}, {_OWN_FORM}" if others else "")
         )
-    require_one_label(folder, head)
+    if not (of_steps and head.num_labels == STEP_LABELS):
+        require_one_label(folder, head)
     others = _beside(folder, head)
     if others:
         raise ModelSourceError(
@@ -143,6 +150,7 @@ def require_one_label(folder: str | Path, head: StoredHead) -> None:
     if head.num_labels != 1:
         raise ModelSourceError(
             f"{folder} has {head.num_labels} labels ({head.layers[-1].weight}); a value or reward model has exactly one"
+            + (". Of a process reward model, name its reward.reward_model.step_token" if head.num_labels == 2 else "")
         )
 
 

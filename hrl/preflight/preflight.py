@@ -130,7 +130,8 @@ def inspect_run(
     with stage("looking at the model and its tokenizer"):
         folders, tokenizer = look_at_models(findings, outline, download=download)
         ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
-        reader = look_at_reward_model(findings, outline, folders, tokenizer)
+        token = config.reward.reward_model.step_token if isinstance(config, PPOTrainerConfig) else None
+        reader = look_at_reward_model(findings, outline, folders, tokenizer, token)
     if isinstance(config, PPOTrainerConfig):
         look_at_tokens_of_teacher(findings, config, folders)
         look_at_servers(findings, config, folders.get(next(iter(outline.models))), ids)

@@ -21,7 +21,11 @@ _ROLE = "rm"
 
 
 def look_at_reward_model(
-    findings: Findings, outline: Outline, folders: Mapping[str, Path], tokenizer: PreTrainedTokenizerBase | None
+    findings: Findings,
+    outline: Outline,
+    folders: Mapping[str, Path],
+    tokenizer: PreTrainedTokenizerBase | None,
+    step_token: str | None = None,
 ) -> OtherReader | None:
     """Check the head of the reward model that scores a policy, and find out how it reads the policy's answers.
 
@@ -30,6 +34,7 @@ def look_at_reward_model(
         outline: Outline of the run.
         folders: Role → folder of its model.
         tokenizer: The policy's.
+        step_token: Marks the steps of an answer for a model that scores these; None of any other.
 
     Returns:
         The reader of a model that does not read the policy's tokens; None of one that does, and without one.
@@ -39,16 +44,22 @@ def look_at_reward_model(
         return None
     reader, trust = None, outline.model.trust_remote_code
     with findings.about(model.key):
-        check_scores(folder)
+        check_scores(folder, of_steps=step_token is not None)
         own = load_tokenizer(folder, trust_remote_code=trust)
-        if tokenizer is None or reads_the_same(tokenizer, own):
+        if step_token is not None and step_token not in own.get_vocab():
+            what = f"is {step_token!r}, which is no token of {folder.name}."
+            findings.problem("reward.reward_model.step_token", what, "Name the token that the model was trained with.")
+        if tokenizer is None or (step_token is None and reads_the_same(tokenizer, own)):
             return None
         config = load_config(folder, {}, trust_remote_code=trust).get_text_config()
         reader = OtherReader(
             own, getattr(config, "pad_token_id", None), getattr(config, "max_position_embeddings", None)
         )
         differs = "vocabulary" if own.get_vocab() != tokenizer.get_vocab() else "chat template"
-        findings.facts.append(Fact("reward model", f"has another {differs}: it gets each chat rendered as its own"))
+        said = f"has another {differs}: it gets each chat rendered as its own"
+        if step_token is not None:
+            said = f"scores each step of an answer, at the token {step_token} behind it"
+        findings.facts.append(Fact("reward model", said))
         if own.chat_template is None:
             findings.notes.append(
                 f"{model.key} names {folder.name}, whose tokenizer has no chat template: it reads prompt and answer "

@@ -127,7 +127,8 @@ def combine_scores(
             f"the score of the reward model {reward.reward_model.model_path}",
             "Check the model on its own, or in float32 (reward.reward_model.model.fsdp_config.dtype)",
         )
-        scores = scores + reward.reward_model.weight * plain
+        if reward.reward_model.step_token is None:  # else the scores of its steps stand on these
+            scores = scores + reward.reward_model.weight * plain
     if function_scores is not None:
         _check_rows("reward function", len(function_scores), rows)
         kept = kept & torch.tensor([score is not None for score in function_scores], dtype=torch.bool)

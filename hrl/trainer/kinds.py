@@ -12,6 +12,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
 from hrl.config.section import WholeConfig
 from hrl.data.dataset import columns_of_rows
+from hrl.data.other_reader import OtherReader
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
@@ -28,7 +29,7 @@ from hrl.trainer.ppo.episodes import EpisodeDriver
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob
 from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
-from hrl.trainer.ppo.reward_model_rows import RewardModelRows
+from hrl.trainer.ppo.reward_model_rows import RewardModelRows, StepMarks
 from hrl.trainer.ppo.rewards import RewardService
 
 Services = AbstractContextManager[Mapping[str, Any]]
@@ -122,6 +123,13 @@ def _ppo_notes(config: PPOTrainerConfig, ready: Preflight) -> list[str]:
     return [f"{trainer}engine in {roles.rollout.dtype}"]
 
 
+def _step_marks(config: PPOTrainerConfig, reader: OtherReader) -> StepMarks | None:
+    model = config.reward.reward_model
+    if model.step_token is None:
+        return None
+    return StepMarks(model.step_token, reader.tokenizer.get_vocab()[model.step_token], model.step_separator)
+
+
 @contextmanager
 def _services(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Iterator[Mapping[str, Any]]:
     datasets = [rows for rows in (ready.train_dataset, ready.val_dataset) if rows is not None]
@@ -134,7 +142,7 @@ def _services(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Itera
             tokenizer = resolve_tokenizer(model.tokenizer_path or str(ready.folders["actor"]))
             episodes = services.enter_context(EpisodeDriver(config, given.environment, tokenizer, ready.ids))
         reader = ready.reward_reader
-        rows = None if reader is None else RewardModelRows(ready.tokenizer, reader)
+        rows = None if reader is None else RewardModelRows(ready.tokenizer, reader, _step_marks(config, reader))
         yield {"rewards": rewards, "episodes": episodes, "reward_model_rows": rows}
 
 

@@ -28,6 +28,11 @@ class RewardModelWorker(ScalarModelWorker):
         return self.value_model.compute_scores(batch, request)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def compute_step_scores(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
+        """Compute `rm_step_scores (B, R)` of a process reward model; see `ValueModel.compute_step_scores`."""
+        return self.value_model.compute_step_scores(batch, request)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def update_reward_model(self, batch: DataProto, request: RewardModelUpdate[RankPlan]) -> dict[str, Metric]:
         """Take every optimizer step of the plan on pairs; returns its metrics."""
         return self.value_model.update(batch, request)

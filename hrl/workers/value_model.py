@@ -78,6 +78,11 @@ class ValueModel:
         (scores,) = self.engine.forward(TokenRows.of(batch), request.plan, self.run, num_outputs=1, wanted="last")
         return DataProto.from_dict(tensors={"rm_scores": scores})
 
+    def compute_step_scores(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
+        """Compute `rm_step_scores (B, R)` float32: the head's number at the token *before* each that the mask marks."""
+        (scores,) = self.engine.forward(TokenRows.of(batch), request.plan, self.run, num_outputs=1)
+        return DataProto.from_dict(tensors={"rm_step_scores": scores})
+
     def run(self, packed: PackedMicroBatch) -> tuple[Tensor]:
         """Return the head's numbers `(N,)`."""
         return (self.engine.module(packed),)

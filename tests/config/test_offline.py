@@ -112,6 +112,24 @@ def test_keys_of_verls_sft_trainer_are_understood():
         ),
         (
             DPO,
+            {"algorithm__desirable_weight": 2.0},
+            "algorithm.desirable_weight is 2.0, which the loss sigmoid does not read. Set it to 1, or take kto or "
+            "apo_zero_unpaired, whose rows are single answers with a label.",
+        ),
+        (
+            DPO,
+            {"algorithm__loss_type": "kto", "algorithm__reference_free": True},
+            "algorithm.reference_free is true, and the loss kto compares every answer with the reference. "
+            "Set it to false.",
+        ),
+        (
+            DPO,
+            {"algorithm__loss_type": "kto", "data__train_batch_size": 1},
+            "data.train_batch_size is 1, and the loss kto reads each prompt with the answer to another one of its "
+            "batch. Set it to at least 2.",
+        ),
+        (
+            DPO,
             {"algorithm__target_margin": 1.0},
             "algorithm.target_margin is 1.0, which the loss sigmoid does not read. Set it to 0, or take simpo.",
         ),

@@ -348,6 +348,15 @@ CASES = [
         {f"{ACTOR}.optim.name": "adamw8bit", f"{ACTOR}.fsdp_config.optimizer_offload": True},
         f"{ACTOR}.fsdp_config.optimizer_offload moves AdamW's moments, and {ACTOR}.optim.name=adamw8bit",
     ),
+    (
+        {
+            "reward.reward_model.enable": True,
+            "reward.reward_model.model_path": "prm",
+            "reward.reward_model.step_token": "<s>",
+            "reward.shaping": {"clip": 1.0},
+        },
+        "reward.shaping can't be used beside a reward model that scores steps",
+    ),
     ({f"{ACTOR}.optim.name": "sgd"}, f"{ACTOR}.optim.name"),
     ({f"{MODEL}.target_modules": "*_proj"}, f"{MODEL}.target_modules is '*_proj', which is no regular expression"),
     ({"critic.model.exclude_modules": []}, "critic.model.exclude_modules is an empty list."),

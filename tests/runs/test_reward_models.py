@@ -44,3 +44,29 @@ def test_a_policy_is_scored_by_what_transformers_says_of_its_chats(runner: Runne
             scores.append(float(model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits))
         assert sample["reward_parts"]["reward_model"] == pytest.approx(scores[-1], rel=1e-4, abs=1e-5)
     assert len({*scores}) > 1 and run.metrics[0]["actor/grad_norm"] > 0
+
+
+def test_steps_of_answers_are_paid_where_they_end(runner: Runner, tmp_path: Path) -> None:
+    words = tokenizer_of("Say a number and a sum", TEMPLATE)
+    folder = classifier_of(tmp_path / "prm", words, positions=512)
+    run_in_process(
+        *runner.arguments(tmp_path / "run", *TWO_ROWS)[1:],
+        "reward.custom_reward_function.path=null",
+        "reward.reward_model.enable=true",
+        f"reward.reward_model.model_path={folder}",
+        "reward.reward_model.step_token='<s>'",
+        "reward.reward_model.step_separator=' '",
+        "reward.reward_model.weight=2",
+        "algorithm.adv_estimator=grpo",
+        "trainer.total_training_steps=1",
+    )
+    run = FinishedRun(tmp_path / "run", 0, "")
+    several = 0
+    for sample in run.samples(1):
+        text = sample["response"].replace("<|im_end|>", "")
+        steps = len([piece for piece in text.split(" ") if piece.strip()])
+        several += steps > 1
+        mean = sample["reward_parts"]["reward_model"]
+        assert sample["score"] == pytest.approx(mean, rel=1e-4)
+        assert sample.get("shaped_score", sample["score"]) == pytest.approx(2 * steps * mean, rel=1e-3, abs=1e-4)
+    assert several and run.metrics[0]["actor/grad_norm"] > 0

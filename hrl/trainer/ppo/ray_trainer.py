@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -553,6 +554,11 @@ class RayPPOTrainer(TrainingLoop):
             batch.batch["token_level_scores"] = scored.tokens
         else:
             batch.batch["token_level_scores"] = place_scores(scored.scores, batch.batch["response_mask"])
+            if "rm_step_scores" in batch.batch:
+                of_steps = self.config.reward.reward_model.weight * batch.batch["rm_step_scores"]
+                of_steps = of_steps * batch.batch["response_mask"]
+                batch.batch["token_level_scores"] += of_steps
+                scored = replace(scored, scores=scored.scores + of_steps.sum(-1))
         batch.batch["plain_scores"] = scored.plain
         if self.estimator.needs_baseline:
             batch, counts = take_baselines(batch, scored.scores, scored.kept)
@@ -565,12 +571,23 @@ class RayPPOTrainer(TrainingLoop):
             return batch
         rm, limits = self.workers.rm, self.limits["rm"]
         rows, places = batch, slice(None)
+        if self.config.reward.reward_model.step_token is not None:
+            return self._with_step_scores(batch)
         if self.reward_model_rows is not None:
             rows, places = self.reward_model_rows.of(batch, limits)
         request = ScalarRequest(plan=self.planner.forward(rows, rm.world_size, limits))
         scores = torch.zeros(len(batch))
         scores[places] = rm.compute_rm_score(rows, request).batch["rm_scores"].float()
         return batch.union(DataProto.from_dict(tensors={"rm_scores": scores}))
+
+    def _with_step_scores(self, batch: DataProto) -> DataProto:
+        assert self.reward_model_rows is not None, "a process reward model is shown marked steps"
+        rm, limits = self.workers.rm, self.limits["rm"]
+        steps = self.reward_model_rows.of_steps(batch, limits)
+        request = ScalarRequest(plan=self.planner.forward(steps.rows, rm.world_size, limits))
+        scores = rm.compute_step_scores(steps.rows, request).batch["rm_step_scores"]
+        placed, means = steps.place(scores, batch.batch["responses"].shape[1])
+        return batch.union(DataProto.from_dict(tensors={"rm_step_scores": placed, "rm_scores": means}))
 
     @property
     def _router_replay(self) -> str:

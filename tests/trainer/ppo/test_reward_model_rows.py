@@ -11,9 +11,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     PreTrainedTokenizerFast,
 )
 
@@ -21,7 +23,8 @@ from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.data.chat import ChatTemplateError
 from hrl.data.other_reader import OtherReader, reads_the_same
 from hrl.protocol import DataProto
-from hrl.trainer.ppo.reward_model_rows import RewardModelRowError, RewardModelRows, packed_rows
+from hrl.trainer.ppo.reward_model_rows import RewardModelRowError, RewardModelRows, StepMarks, packed_rows
+from hrl.workers.requests import ScalarRequest
 from tests.models.tiny import fsdp_config, model_config
 from tests.workers.asked import Critic
 from tests.workers.engine.ranks import CPU
@@ -80,10 +83,10 @@ def chat_of(prompt: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def classifier_of(folder: Path, tokenizer: PreTrainedTokenizerFast, *, positions: int = 64) -> Path:
+def classifier_of(folder: Path, tokenizer: PreTrainedTokenizerFast, *, positions: int = 64, width: int = 32) -> Path:
     """A random reward model with its tokenizer, as they are published."""
     torch.manual_seed(3)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {"hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         **shape,
@@ -168,6 +171,74 @@ def test_what_a_reward_model_can_not_read_is_told_by_sample() -> None:
     assert plain.tokenizer.decode(plain.token_ids([chat_of("a", "b")])[0]) == "ab"
     with pytest.raises(ChatTemplateError, match="more than a text and its answer"):
         plain.token_ids([[*chat_of("a", "b"), *chat_of("a", "b")]])
+
+
+STEPS = ["7 + 5\n\nis 12", "twelve", "", "It is\n\n7 and 5\n\nso <s> 12 \n\n"]
+
+
+def answers(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> DataProto:
+    """One prompt's answers, each ended by the end token."""
+    tokens = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+    width = max(map(len, tokens))
+    mask = (torch.arange(width) < torch.tensor([len(ids) for ids in tokens])[:, None]).long()
+    chats = [[{"role": "user", "content": "7 + 5?"}] for _ in texts]
+    return DataProto.from_dict(
+        tensors={
+            "responses": torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in tokens]),
+            "attention_mask": torch.cat([torch.ones(len(texts), 1, dtype=torch.int64), mask], 1),
+            "response_mask": mask,
+        },
+        non_tensors={
+            "uid": np.array(["u"] * len(texts), dtype=object),
+            "sample_index": np.arange(len(texts)).astype(object),
+            "raw_prompt": np.fromiter(chats, dtype=object, count=len(texts)),
+        },
+    )
+
+
+def test_each_step_has_the_probability_that_transformers_gives_it_at_its_token(tmp_path: Path) -> None:
+    """A token classifier of two labels; the token that marks steps is `<s>`, which the template has in it too."""
+    tokenizer = tokenizer_of("7 and 5 are twelve\n\n", TEMPLATE)
+    torch.manual_seed(5)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(tokenizer), **shape, initializer_range=0.15, num_labels=2)
+    LlamaForTokenClassification(config).save_pretrained(tmp_path)
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64)
+    mark = StepMarks("<pad>", tokenizer.convert_tokens_to_ids("<pad>"), "\n\n")
+    batch = answers(POLICY, STEPS)
+    steps = RewardModelRows(POLICY, OtherReader(tokenizer, None), mark).of_steps(batch, LIMITS)
+    frozen = Critic(model_config(tmp_path), None, fsdp_config(), device=CPU, total_steps=None)
+    plan = Planner(share_prefix=True).forward(steps.rows, 1, LIMITS)
+    order = list(plan.rows[0])
+    request = ScalarRequest(plan=plan.ranks[0])
+    found = frozen.compute_step_scores(steps.rows.select_idxs(order), request).batch["rm_step_scores"]
+    scores = torch.zeros_like(found).index_copy(0, torch.tensor(order), found)
+    placed, means = steps.place(scores, batch.batch["responses"].shape[1])
+
+    shown = ["7 + 5<pad>\n\nis 12<pad>", "twelve<pad>", "", "It is<pad>\n\n7 and 5<pad>\n\nso  12<pad> \n\n"]
+    written = [["7 + 5", "7 + 5\n\nis 12"], ["twelve"], [], ["It is", "It is\n\n7 and 5", "It is\n\n7 and 5\n\nso  12"]]
+    for row, (text, ends) in enumerate(zip(shown, written, strict=True)):
+        ids = tokenizer(
+            tokenizer.apply_chat_template(chat_of("7 + 5?", text), tokenize=False), add_special_tokens=False
+        )
+        ids = torch.tensor([ids.input_ids])
+        with torch.no_grad():
+            right = model(ids).logits.softmax(-1)[0, ids[0] == mark.token_id, 1]
+        tokens = batch.batch["responses"][row].tolist()
+        columns = placed[row].nonzero().flatten().tolist()
+        assert len(columns) == len(ends) == len(right)
+        torch.testing.assert_close(placed[row, columns], right.float(), rtol=1e-5, atol=1e-6)
+        for column, end in zip(columns, ends, strict=True):
+            until, before = (POLICY.decode(tokens[:stop], skip_special_tokens=True) for stop in (column + 1, column))
+            assert len(until) >= len(end) > len(before)
+        assert float(means[row]) == pytest.approx(float(right.mean()) if len(right) else 0.0, rel=1e-5)
+
+
+def test_a_template_that_takes_the_marks_away_is_told() -> None:
+    tokenizer = tokenizer_of("7", "{% for m in messages %}{{ m.content | replace('<pad>', '') }}{% endfor %}")
+    marks = StepMarks("<pad>", tokenizer.convert_tokens_to_ids("<pad>"), "\n\n")
+    with pytest.raises(RewardModelRowError, match="uid u, sample 0: .* template leaves 0 of the 2 tokens <pad>"):
+        RewardModelRows(POLICY, OtherReader(tokenizer, None), marks).of_steps(answers(POLICY, STEPS), LIMITS)
 
 
 def test_tokenizers_read_the_same_with_one_vocabulary_and_no_second_template() -> None:
