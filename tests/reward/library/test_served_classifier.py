@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hrl.reward.library.remote import Remote
 from tests.trainer.ppo.test_reward_model_rows import TEMPLATE, chat_of, classifier_of, tokenizer_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 START_S = 180.0
 
