@@ -98,6 +98,7 @@ __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "
 
 SAMPLER = "sampler"
 """What a checkpoint calls the state of the sampler of prompts."""
+RM_SCORES = frozenset({"rm_scores", "rm_step_scores"})
 SCORES = frozenset({"token_level_scores", "plain_scores"})
 OLD_LOG_PROBS = frozenset({"old_log_probs", "sum_pi_squared", "rollout_is_weights", ROUTED_EXPERTS})
 REF_LOG_PROBS = frozenset({"ref_log_prob", TEACHER_LOG_PROBS, TEACHER_IDS})
@@ -195,11 +196,10 @@ class RayPPOTrainer(TrainingLoop):
         actor, rm = pool(self.placement.actor), pool("rm")
         yield StepPhase("gen", self._generate_and_sleep, on=pool(self.placement.rollout))
         if self.scores_apart:  # others need to know which rows a function leaves out, and no scores
-            scored = frozenset({"rm_scores"})
-            yield StepPhase("rm", self._score_by_model, rm, ROW_COLUMNS, scored, self._devices_of(rm))
+            yield StepPhase("rm", self._score_by_model, rm, ROW_COLUMNS, RM_SCORES, self._devices_of(rm))
             if self.rewards.sink is not None:
                 yield StepPhase("reward", self._wait_for_functions, None, left_out, left_out)
-            yield StepPhase("reward", self._combine_scores, None, scored | left_out, SCORES | {"reward_parts"})
+            yield StepPhase("reward", self._combine_scores, None, RM_SCORES | left_out, SCORES | {"reward_parts"})
         else:
             yield self._phase("reward", "compute_reward", rm, ROW_COLUMNS, None)
         if self._shapes_batch:
@@ -569,10 +569,10 @@ class RayPPOTrainer(TrainingLoop):
     def _with_model_scores(self, batch: DataProto) -> DataProto:
         if not self.use_rm:
             return batch
-        rm, limits = self.workers.rm, self.limits["rm"]
-        rows, places = batch, slice(None)
         if self.config.reward.reward_model.step_token is not None:
             return self._with_step_scores(batch)
+        rm, limits = self.workers.rm, self.limits["rm"]
+        rows, places = batch, slice(None)
         if self.reward_model_rows is not None:
             rows, places = self.reward_model_rows.of(batch, limits)
         request = ScalarRequest(plan=self.planner.forward(rows, rm.world_size, limits))
