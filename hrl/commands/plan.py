@@ -16,7 +16,11 @@ from hrl.processes.imports import quick_imports
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the hardware and what is known of the rows."""
     parser.add_argument("--gpus", type=at_least_one, metavar="N", help="number of devices; otherwise the line's own")
-    parser.add_argument("--gpu", metavar="NAME", help="a100, a800, h100, h800, h20, h200, b200, or cpu: this machine")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="a card such as h100, a100-40gb, l4 or rtx4090, or cpu: this machine; a wrong name shows all",
+    )
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="mean length of a prompt; half the longest")
     parser.add_argument("--response-tokens", type=positive, metavar="N", help="the same of a response")
     parser.add_argument("--teaching", type=share, default=1.0, metavar="SHARE", help="groups whose rewards differ; 1")

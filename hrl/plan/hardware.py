@@ -66,7 +66,9 @@ class Hardware:
 # PCIe 4 (A100, A800) or 5, and the network of the vendor's own machine with eight of them (DGX: 8 × 200 Gbit/s for
 # A100, else 8 × 400). `product_share` of A100 and H100 is the hardware FLOP utilisation of FSDP training at 2,048 to
 # 8,192 tokens in llm-foundry's benchmarks (scripts/train/benchmarking/README.md: A100 65 to 74 %, H100 47 to 59 %).
-# A800, H800 and H200 have the chips of A100 and H100; those of B200 and H20 are guesses.
+# A800, H800 and H200 have the chips of A100 and H100; those of B200, H20 and of all below are guesses. Cards without
+# NVLink exchange over PCIe, in machines of at most eight with one network card of 100 Gbit/s. Memory of an RTX 4090 is
+# what torch says in reports of users (23.6 GiB), and of an L40 (44.4); cards that correct errors have less of 24 GB.
 GPUS: Mapping[str, Hardware] = {
     "a100": Hardware("a100", PEAK_FLOPS["A100"], 79.1 * GIB, 2.039e12, 300e9, 200e9, 25e9, 8, 0.70),
     "a800": Hardware("a800", PEAK_FLOPS["A800"], 79.1 * GIB, 2.039e12, 200e9, 200e9, 25e9, 8, 0.70),
@@ -75,6 +77,13 @@ GPUS: Mapping[str, Hardware] = {
     "h20": Hardware("h20", PEAK_FLOPS["H20"], 95.0 * GIB, 4.0e12, 450e9, 400e9, 50e9, 8, 0.75),
     "h200": Hardware("h200", PEAK_FLOPS["H200"], 139.5 * GIB, 4.8e12, 450e9, 400e9, 50e9, 8, 0.55),
     "b200": Hardware("b200", PEAK_FLOPS["B200"], 178.0 * GIB, 8.0e12, 900e9, 400e9, 50e9, 8, 0.50),
+    "a100-40gb": Hardware("a100-40gb", PEAK_FLOPS["A100"], 39.4 * GIB, 1.555e12, 300e9, 200e9, 25e9, 8, 0.70),
+    "l40s": Hardware("l40s", PEAK_FLOPS["L40S"], 44.4 * GIB, 0.864e12, 25e9, 12.5e9, 25e9, 8, 0.60),
+    "l4": Hardware("l4", PEAK_FLOPS["L4"], 22.0 * GIB, 0.300e12, 25e9, 12.5e9, 25e9, 8, 0.60),
+    "a10": Hardware("a10", PEAK_FLOPS["A10"], 22.0 * GIB, 0.600e12, 25e9, 12.5e9, 25e9, 8, 0.60),
+    "rtx3090": Hardware("rtx3090", PEAK_FLOPS["RTX 3090"], 23.6 * GIB, 0.936e12, 25e9, 12.5e9, 25e9, 8, 0.60),
+    "rtx4090": Hardware("rtx4090", PEAK_FLOPS["RTX 4090"], 23.6 * GIB, 1.008e12, 25e9, 12.5e9, 25e9, 8, 0.60),
+    "rtx5090": Hardware("rtx5090", PEAK_FLOPS["RTX 5090"], 31.4 * GIB, 1.792e12, 50e9, 12.5e9, 50e9, 8, 0.60),
 }
 #: The same of a CPU: the update of 104 of 16 × 8 samples took 8.43 s at 445 GFLOP/s (tests/plan/recorded.py).
 CPU_PRODUCT_SHARE = 0.65

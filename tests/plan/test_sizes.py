@@ -1,8 +1,10 @@
 """The sizes of `configs/size`: each composes with every recipe, fits its cards, and its page says what it takes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from hrl.config.compose import compose_kind
@@ -85,6 +87,24 @@ def test_a_key_that_would_lower_a_peak_is_offered_where_the_run_would_start(monk
     memory_look.look_at_memory(findings, config, outline_of(config), {"actor": folder_of_model(model)})
     offered = {saving["key"].rpartition(".")[2] for table in findings.memory for saving in table["savings"]}
     assert (key in offered) == is_offered, offered
+
+
+@pytest.mark.parametrize(("used", "fits"), [(3e9, True), (4e9, False)])
+def test_a_card_of_which_others_hold_a_part_is_told(monkeypatch, used, fits):
+    """Of two cards with 24 GB, one shows a desktop: the size takes 0.85 of each for its engine."""
+    size, model = "7b_adapter_1x24gb", "Qwen/Qwen2.5-7B-Instruct"
+    monkeypatch.setattr(memory_look, "device_and_capacity", lambda trainer: ("cuda", 24e9))
+    monkeypatch.setattr(memory_look, "gpus_here", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=24e9))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: index * used)
+    monkeypatch.setattr(memory_look, "footprint", lambda source: size_of(model, 16))
+    findings, config = Findings(), compose_kind(PPO, [f"size={size}", ROWS])
+    memory_look.look_at_memory(findings, config, outline_of(config), {"actor": folder_of_model(model)})
+    told = [problem for problem in findings.problems if "vLLM would not start" in problem.what]
+    assert (not told) == fits
+    if told:
+        assert "of card 1, of which 18.6 of 22.4 are free" in told[0].what
+        assert told[0].hint.startswith("Lower it below 0.83,") and told[0].key.endswith("gpu_memory_utilization")
 
 
 def test_a_smaller_card_does_not_fit(monkeypatch):
