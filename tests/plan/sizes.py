@@ -76,8 +76,8 @@ _LEDGERS = """## Ledgers
 
 What is on the fullest card at the worst moment of each phase, in GiB, with `recipe=grpo`: the sums of `hrl check`,
 estimates ([what it counts](gpus-and-memory.md#see-what-a-run-would-take)) within a tenth of what was measured, either
-way ([how right it is](gpus-and-memory.md#how-right-it-is)). A card of 24 GB is counted as 22.4 GiB and one of 80 GB as 74.5. Host memory
-is that of one machine, most of it while a checkpoint is written.
+way ([how right it is](gpus-and-memory.md#how-right-it-is)). A card of 24 GB is counted as 22.4 GiB and one of 80 GB as
+74.5. Host memory is that of one machine, most of it while a checkpoint is written.
 """
 
 
