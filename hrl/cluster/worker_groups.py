@@ -448,14 +448,25 @@ def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:
         raise cause from consequence
 
 
-_COUNTED = ("rollout/split_waves", "rollout/failovers")
+_COUNTED = (
+    "rollout/split_waves",
+    "rollout/failovers",
+    "rollout/drafts",
+    "rollout/draft_tokens",
+    "rollout/accepted_tokens",
+)
 """What engines count (`RolloutEngine.take_counts`)."""
 
 
 def _over_engines(engines: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the least that an engine read back, and what was counted in all."""
+    """Return the least that an engine read back, what was counted in all, and the shares that follow from it."""
     least = "weight_sync/read_back_tensors"
     read_back = [engine[least] for engine in engines if least in engine]
     counts = {name: sum(engine.get(name, 0.0) for engine in engines) for name in _COUNTED}
     metrics = {least: min(read_back)} if read_back else {}
-    return metrics | {name: count for name, count in counts.items() if count}
+    metrics |= {name: count for name, count in counts.items() if count}
+    if drafts := counts["rollout/drafts"]:
+        accepted = metrics["rollout/accepted_tokens"] = counts["rollout/accepted_tokens"]
+        metrics["rollout/acceptance_rate"] = accepted / counts["rollout/draft_tokens"]
+        metrics["rollout/accepted_per_draft"] = accepted / drafts
+    return metrics

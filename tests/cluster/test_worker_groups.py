@@ -167,6 +167,20 @@ def test_of_several_engines_in_the_trainers_processes_the_slowest_and_the_least_
     assert groups.sync_weights(3, 1.0)["rollout/split_waves"] == 4.0
 
 
+def test_the_share_of_accepted_drafts_is_that_of_all_engines_drafts_and_not_the_slowest_ones() -> None:
+    counts = [(10.0, 40.0, 4.0), (30.0, 60.0, 36.0)]
+    names = ("rollout/drafts", "rollout/draft_tokens", "rollout/accepted_tokens")
+    engines = [
+        {"weight_sync/seconds": at, "weight_sync/read_back_tensors": 7.0} | dict(zip(names, count, strict=True))
+        for at, count in enumerate(counts)
+    ]
+    groups = build({Role.ActorRollout: "all"})
+    groups.actor.sync_weights = lambda version: engines
+    metrics = groups.sync_weights(3, 1.0)
+    assert [metrics[name] for name in names] == [40.0, 100.0, 40.0]
+    assert (metrics["rollout/acceptance_rate"], metrics["rollout/accepted_per_draft"]) == (0.4, 1.0)
+
+
 @pytest.mark.parametrize("cause", [REFUSED, DIED])
 @pytest.mark.parametrize("sent", [None, BROKEN], ids=["sender waits", "sender failed too"])
 def test_a_receivers_failure_is_the_one_that_is_told(cause: WorkerError, sent: WorkerError | None) -> None:

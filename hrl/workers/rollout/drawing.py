@@ -7,7 +7,9 @@ probabilities pass it. The exponentials whose sums give the probabilities also g
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import blake2b
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +19,44 @@ from torch.nn import functional
 BLOCK = 256
 #: Rows whose exponentials are held at once on a CPU, few enough for its cache.
 CPU_ROWS = 8
+#: How far one number takes the offset of a GPU's generator.
+PHILOX_STEP = 4
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A place behind the next one of a generator's answer, for which a token is drawn that may not be kept."""
+
+    generator: torch.Generator
+    by: int
+
+
+class Positions:
+    """For which token of its answer each generator is asked next. They are vLLM's, one for a request."""
+
+    def __init__(self) -> None:
+        self._drawn: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
+
+    def number(self, generator: torch.Generator | Ahead) -> float:
+        """Return the random number of a generator's next token, and count it; or one of a place ahead, uncounted."""
+        if isinstance(generator, Ahead):
+            seed, by = generator.generator.initial_seed(), generator.by
+            return seeded_number(seed, self._next(generator.generator) + by)
+        number = seeded_number(generator.initial_seed(), self._next(generator))
+        self.count(generator, 1)
+        return number
+
+    def count(self, generator: torch.Generator, tokens: int) -> None:
+        """Note that this many more tokens of its answer are drawn."""
+        if generator.device.type == "cpu":  # has no offset; prompts are not cut there, so no token is dropped
+            self._drawn[generator] = self._drawn.get(generator, 0) + tokens
+        else:  # for a token that it drops, after a piece of a prompt, vLLM takes the offset back by a step
+            generator.set_offset(generator.get_offset() + PHILOX_STEP * tokens)
+
+    def _next(self, generator: torch.Generator) -> int:
+        if generator.device.type == "cpu":
+            return self._drawn.get(generator, 0)
+        return int(generator.get_offset()) // PHILOX_STEP
 
 
 def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

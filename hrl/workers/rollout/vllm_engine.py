@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from hrl.workers.rollout.vllm_speculation import DraftCounts
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -155,6 +157,7 @@ class VllmEngine(RolloutEngine):
         self._why_ended: str | None = None
         self._adapter: LoRARequest | None = None  # that a sync has brought
         self._processor: PictureProcessor | None = None
+        self._drafts: DraftCounts | None = None  # with speculative decoding
 
     async def prepare(self) -> None:
         """Import vLLM, and start the engine's process, which does so at the same time. On a GPU vLLM starts it alone.
@@ -198,7 +201,9 @@ class VllmEngine(RolloutEngine):
             try:
                 # Blocks this loop on purpose: the child's life is bound to that of the thread that starts it.
                 with taken_by_vllm(self._early), changed_environment({"VLLM_RPC_BASE_PATH": sockets}):
-                    self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.setup)))
+                    args = engine_args(self.setup)
+                    loggers = self._count_drafts() if args.get("speculative_config") else None
+                    self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=loggers)
             except Exception as error:  # reading a model runs vLLM's and transformers' code, which raise anything
                 raise RolloutError(
                     f"the vLLM engine for {self.setup.model.path} did not start: {error}; {printed_last()}. "
@@ -213,6 +218,20 @@ class VllmEngine(RolloutEngine):
         self._lives = [ProcessLife(process["pid"]) for process in self.processes]
         self._watch(process["pid"] for process in self.processes)
         self._asking = asyncio.create_task(self._keep_asking())
+
+    def _count_drafts(self) -> list[Any]:
+        """Return what tells vLLM to count drafts."""
+        from hrl.workers.rollout.vllm_speculation import DraftCounts
+
+        def made(vllm_config: Any, engine_index: int = 0) -> DraftCounts:
+            self._drafts = DraftCounts()
+            return self._drafts
+
+        return [made]
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what was drafted and accepted, with speculative decoding; see `RolloutEngine.take_counts`."""
+        return {} if self._drafts is None else self._drafts.take()
 
     async def shutdown(self) -> None:
         """End the engine's processes, by force where they take too long."""

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from hrl.models.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
 from hrl.processes.lifetime import die_with_parent
 from hrl.profiling.recorder import start_profile, stop_profile
 from hrl.profiling.spans import phase_span
-from hrl.workers.rollout.drawing import draw, seeded_number
+from hrl.workers.rollout.drawing import Positions, draw
 from hrl.workers.rollout.vllm_adapter import VllmAdapterWriter, leave_ends_alone, multiply_plainly
 from hrl.workers.rollout.vllm_routing import NoRoutingError, RoutingRecorder, routed_layers
 from hrl.workers.weight_sync.receiver import ModelWriter, WeightReceiver
@@ -50,8 +49,6 @@ MODEL_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_
 #: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
 #: shapes, and a token's logits, and so what its seed draws, must not depend on how many other requests run.
 HEAD_ROWS = 32
-#: How far one number takes the offset of a GPU's generator.
-PHILOX_STEP = 4
 #: Entries of the vocabulary whose weights are float32 at once.
 HEAD_ENTRIES = 8192
 
@@ -314,7 +311,7 @@ class RolloutWorkerExtension:
         use_float32_head(model)
         top_k_top_p = getattr(self.model_runner.sampler, "topk_topp_sampler", None)  # type: ignore[attr-defined]
         if top_k_top_p is not None:
-            _draw_by_one_number(top_k_top_p)
+            _draw_by_one_number(top_k_top_p, getattr(self.model_runner, "rejection_sampler", None))  # type: ignore[attr-defined]
         if not torch.cuda.is_available():
             _count_no_ranks()
             match_trainer(model, self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
@@ -458,7 +455,7 @@ def _count_no_ranks() -> None:
     sampler.batched_count_greater_than = no_ranks
 
 
-def _draw_by_one_number(top_k_top_p: Any) -> None:
+def _draw_by_one_number(top_k_top_p: Any, rejection_sampler: Any = None) -> None:
     """Let vLLM's first model runner draw a token by one random number.
 
     Its own sampler makes one for each entry of the vocabulary, on a GPU with a kernel for each request that has a seed,
@@ -468,17 +465,7 @@ def _draw_by_one_number(top_k_top_p: Any) -> None:
 
     if top_k_top_p.logprobs_mode != "processed_logprobs":
         return
-    drawn: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
-
-    def position_of(generator: torch.Generator) -> int:
-        """Return for which token of its answer a number is wanted, and count it."""
-        if generator.device.type == "cpu":  # has no offset; prompts are not cut there, so no token is dropped
-            drawn[generator] = position = drawn.get(generator, -1) + 1
-            return position
-        # For a token that it drops, after a piece of a prompt, vLLM takes the generator's offset back by this much.
-        offset = generator.get_offset()
-        generator.set_offset(offset + PHILOX_STEP)
-        return offset // PHILOX_STEP
+    positions = Positions()
 
     def forward(
         logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -486,10 +473,14 @@ def _draw_by_one_number(top_k_top_p: Any) -> None:
         uniform = torch.rand(len(logits), dtype=torch.float64)
         numbers = uniform.numpy()  # the same memory, which a tensor takes longer to write one by one
         for row, generator in generators.items():
-            numbers[row] = seeded_number(generator.initial_seed(), position_of(generator))
+            numbers[row] = positions.number(generator)
         return draw(apply_top_k_top_p(logits, k, p), uniform.to(logits.device, non_blocking=True))
 
     top_k_top_p.forward = forward
+    if rejection_sampler is not None:
+        from hrl.workers.rollout.vllm_speculation import draw_every_place
+
+        draw_every_place(rejection_sampler, positions)
 
 
 def _unlink_collective_memory() -> None:
