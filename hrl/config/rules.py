@@ -762,6 +762,60 @@ def servers_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem(f"{MODEL}.lora.merge", what, "Set it to true.", (key,))
 
 
+#: What vLLM's `quantization` may be beside a trainer: it rounds weights of 16 or 32 bits as they are loaded.
+_ROUNDS_WHAT_IS_LOADED = (
+    "fp8",
+    "fp8_per_channel",
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4_per_token",
+    "int8_per_channel_weight_only",
+    "experts_int8",
+    "online",
+)
+
+
+def an_engine_rounds_what_a_trainer_sends(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """A trainer sends weights in full: an engine that reads stored codes and scales would find none in a sync."""
+    arguments = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm")
+    method = arguments.get("quantization") if isinstance(arguments, dict) else None
+    if method is not None and method not in _ROUNDS_WHAT_IS_LOADED:
+        what = f"is {method}, whose codes and scales lie in a folder; a sync brings weights in full precision."
+        hint = f"Take one that rounds what is loaded: {', '.join(_ROUNDS_WHAT_IS_LOADED)}."
+        yield Problem(f"{_ENGINE_KWARGS}.vllm.quantization", what, hint)
+
+
+#: Methods of speculative decoding that have no weights.
+_DRAFTS_FROM_THE_CONTEXT = ("ngram", "ngram_gpu", "suffix")
+
+
+def _speculation(rollout: RolloutConfig) -> Any:
+    """Return vLLM's `speculative_config` as it is given; None without it, or with another engine."""
+    arguments = rollout.engine_kwargs.get("vllm")
+    return arguments.get("speculative_config") if rollout.name == "vllm" and isinstance(arguments, dict) else None
+
+
+def drafts_change_no_distribution(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Speculative decoding says what it drafts with, and keeps the policy's distribution."""
+    rollout = config.actor_rollout_ref.rollout
+    given, key = _speculation(rollout), f"{_ENGINE_KWARGS}.vllm.speculative_config"
+    if given is None:
+        return
+    if not isinstance(given, dict) or not (given.get("method") or given.get("model")):
+        what = f"is {given!r}, which does not say what drafts."
+        yield Problem(key, what, "Write {method: ngram, num_speculative_tokens: 4}, or name a model.")
+        return
+    if given.get("rejection_sample_method") == "synthetic":
+        what = "accepts drafts at a given rate without asking the policy, so its samples would be of another one."
+        yield Problem(f"{key}.rejection_sample_method", what, "Remove it.")
+    if rollout.enable_rollout_routing_replay:
+        what = "is set, and R3 would replay the experts of drafts that were not kept."
+        mode = f"{ACTOR}.router_replay.mode"
+        yield Problem(key, what, f"Remove it, or set {mode} to R2 or disabled.", (mode,))
+
+
 def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Problem]:
     """The token budget of a micro-batch is large enough for the longest row, or both answers of the longest pair."""
     data = config.data
@@ -992,6 +1046,8 @@ PPO_RULES: tuple[Rule, ...] = (
     weights_in_4_bits_are_frozen,
     weights_in_4_bits_are_not_cut,
     an_engine_rounds_what_it_loads,
+    an_engine_rounds_what_a_trainer_sends,
+    drafts_change_no_distribution,
     an_adapter_is_of_a_policy_that_learns,
     the_engine_has_kernels_for_the_rank,
     replayed_experts_come_from_somewhere,
@@ -1121,6 +1177,13 @@ def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
     for name, given in arguments.items():
         if name != engine and given:
             yield f"{ROLLOUT}.engine_kwargs.{name} has no effect while {ROLLOUT}.name is {engine}."
+    drafts = _speculation(config.actor_rollout_ref.rollout)
+    if isinstance(drafts, dict) and drafts.get("method") not in _DRAFTS_FROM_THE_CONTEXT:
+        yield (
+            f"{_ENGINE_KWARGS}.vllm.speculative_config: what drafts keeps the weights of its folder, since a sync "
+            "brings the policy's alone. Samples stay the policy's; the further it moves, the fewer drafts are accepted "
+            "(rollout/acceptance_rate)."
+        )
     if config.environment.is_used and config.environment.max_turns > 1 and (rowwise := _taken_by_rows(config)):
         yield (
             f"{', '.join(rowwise)}: the update takes each row for a sequence, so an episode that a chat template gives "

@@ -69,6 +69,34 @@ def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
             findings.problem(key, "is not an argument of the installed vLLM's engine.", hint)
 
 
+#: Of what vLLM can round weights to and draft with, what its CPU backend has kernels for, tried with vLLM 0.32.
+_QUANTISES_ON_CPU = ("fp8_per_channel",)
+_DRAFTS_ON_CPU = ("ngram", "draft_model")
+
+
+def look_at_cpu_engine(findings: Findings, rollout: RolloutConfig, device: str) -> None:
+    """Check that vLLM's CPU backend can quantise and draft as it is told to, where it will run on one.
+
+    Args:
+        findings: Collects problems.
+        rollout: Its section.
+        device: That the run will choose, `cpu` or `cuda`.
+    """
+    given = rollout.engine_kwargs.get("vllm") or {}
+    if rollout.name != "vllm" or device != "cpu":
+        return
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    method = given.get("quantization")
+    if method is not None and method not in _QUANTISES_ON_CPU:
+        what = f"is {method}, for whose linear layers vLLM's CPU backend has no kernel on every machine."
+        findings.problem(f"{key}.quantization", what, f"On a CPU, set it to {_QUANTISES_ON_CPU[0]} or remove it.")
+    drafts = given.get("speculative_config") or {}
+    if drafts.get("method") not in (None, *_DRAFTS_ON_CPU):
+        what = f"is {drafts['method']}, which is for GPUs."
+        hint = f"On a CPU, set it to {' or '.join(_DRAFTS_ON_CPU)}."
+        findings.problem(f"{key}.speculative_config.method", what, hint)
+
+
 def _vllm_arguments(package: Path) -> set[str]:
     """Return the argument names of vLLM's engine from its source, because importing takes seconds; empty without it."""
     source = package / "engine" / "arg_utils.py"

@@ -26,13 +26,14 @@ from hrl.preflight.given import Given
 from hrl.preflight.layout_look import has_layouts, look_at_layouts
 from hrl.preflight.machine_look import (
     look_at_4_bits,
+    look_at_cpu_engine,
     look_at_devices,
     look_at_engine,
     look_at_optimizers,
     look_at_shared_memory,
     look_at_trackers,
 )
-from hrl.preflight.memory_look import look_at_memory
+from hrl.preflight.memory_look import device_and_capacity, look_at_memory
 from hrl.preflight.model_look import (
     look_at_families,
     look_at_ids,
@@ -127,6 +128,7 @@ def inspect_run(
     look_at_4_bits(findings, outline)
     if isinstance(config, PPOTrainerConfig):
         look_at_engine(findings, config.actor_rollout_ref.rollout)
+        look_at_cpu_engine(findings, config.actor_rollout_ref.rollout, device_and_capacity(config.trainer)[0])
     with stage("looking at the model and its tokenizer"):
         folders, tokenizer = look_at_models(findings, outline, download=download)
         ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)

@@ -192,6 +192,29 @@ CASES = [
         {f"{ROLLOUT}.engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
         "sets vLLM's logprobs_mode, which is fixed: log-probs are those of the distribution that was sampled from.",
     ),
+    (
+        {f"{ROLLOUT}.engine_kwargs": {"vllm": {"quantization": "awq"}}},
+        "vllm.quantization is awq, whose codes and scales lie in a folder; a sync brings weights in full precision.",
+    ),
+    (
+        {f"{ROLLOUT}.engine_kwargs": {"vllm": {"speculative_config": {"num_speculative_tokens": 4}}}},
+        "vllm.speculative_config is {'num_speculative_tokens': 4}, which does not say what drafts. Write {",
+    ),
+    (
+        {
+            f"{ROLLOUT}.engine_kwargs": {
+                "vllm": {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}}
+            }
+        },
+        "rejection_sample_method accepts drafts at a given rate without asking the policy",
+    ),
+    (
+        {
+            f"{ROLLOUT}.engine_kwargs": {"vllm": {"speculative_config": {"method": "ngram"}}},
+            f"{ACTOR}.router_replay.mode": "R3",
+        },
+        f"R3 would replay the experts of drafts that were not kept. Remove it, or set {ACTOR}.router_replay.mode to R2",
+    ),
     ({f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.tensor_model_parallel_size": 2}, "which the hf engine can't do"),
     (
         {f"{ACTOR}.fsdp_config.dtype": "float16"},
@@ -478,6 +501,16 @@ def test_a_rate_of_whole_models_is_a_warning_beside_an_adapter(given, named):
 def test_a_key_of_memory_that_nothing_reads_and_a_rate_of_another_optimizer_are_warnings(given, sentence):
     assert [warning for warning in warnings(validate_kind(PPO, given)) if warning.startswith(sentence)]
     assert not [warning for warning in warnings(validate_kind(PPO, {})) if warning.startswith(sentence)]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "is_told"),
+    [({"method": "ngram"}, False), ({"model": "a/folder"}, True), ({"method": "mtp"}, True), (None, False)],
+)
+def test_drafts_whose_weights_no_sync_brings_are_a_warning(drafts, is_told):
+    given = {f"{ROLLOUT}.engine_kwargs": {"vllm": {"speculative_config": drafts}}}
+    told = [warning for warning in warnings(validate(given)) if "keeps the weights of its folder" in warning]
+    assert bool(told) == is_told
 
 
 def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():

@@ -22,6 +22,7 @@ from hrl.config.run_kind import PPO
 from hrl.data.streamed import FIRST_ROWS
 from hrl.preflight.findings import Findings, PreflightError
 from hrl.preflight.folder_plan import FolderPlan, look_at_store
+from hrl.preflight.machine_look import look_at_cpu_engine
 from hrl.preflight.preflight import inspect_run, preflight
 from tests.preflight.small_run import PROMPT, ROW, SCORE, save_model, small_run, write_rows
 
@@ -540,6 +541,26 @@ def test_an_argument_that_the_installed_vllm_does_not_take_is_found_before_it_st
         "Did you mean disable_custom_all_reduce?",
     ]
     run(**given(disable_custom_all_reduce=True, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}))
+
+
+def test_what_the_cpu_backend_of_vllm_has_no_kernels_for_is_refused_on_a_cpu_alone(run, monkeypatch):
+    def given(**arguments):
+        return {
+            "actor_rollout_ref.rollout.name": "vllm",
+            "actor_rollout_ref.rollout.engine_kwargs": {"vllm": arguments},
+        }
+
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    eagle = {"method": "eagle3", "model": "a/head", "num_speculative_tokens": 3}
+    assert refused(run, **given(quantization="mxfp4", speculative_config=eagle), **{"trainer.device": "cpu"}) == [
+        f"{key}.quantization is mxfp4, for whose linear layers vLLM's CPU backend has no kernel on every machine. "
+        "On a CPU, set it to fp8_per_channel or remove it.",
+        f"{key}.speculative_config.method is eagle3, which is for GPUs. On a CPU, set it to ngram or draft_model.",
+    ]
+    run(**given(quantization="fp8_per_channel", speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
+    findings, rollout = Findings(), validate(given(quantization="mxfp4", speculative_config=eagle))
+    look_at_cpu_engine(findings, rollout.actor_rollout_ref.rollout, "cuda")
+    assert not findings.problems
 
 
 def test_a_vllm_of_another_version_is_found_before_anything_starts(run, monkeypatch):

@@ -273,6 +273,19 @@ def _as_loaded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{path}.{name}" if path else name), parameter.detach()
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Return whether any layer of a loaded model multiplies by something else than the weights of its folder."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    plain = "Unquantized"  # in the names of vLLM's classes for layers, embeddings and experts
+    return any(
+        not isinstance(method, BaseKVCacheMethod) and not type(method).__name__.startswith(plain)
+        for method in methods
+        if method is not None
+    )
+
+
 class RolloutWorkerExtension:
     """Methods that vLLM mixes into its worker. Their names must not be vLLM's own."""
 
@@ -290,6 +303,13 @@ class RolloutWorkerExtension:
         self._hrl_unlink_rendezvous()
         self._hrl_prepare(adapter)
         rank, model = self._hrl_rank(), self.model_runner.get_model()  # type: ignore[attr-defined]
+        method = self.vllm_config.model_config.quantization  # type: ignore[attr-defined]
+        if method is not None and not is_quantised(model):
+            return {
+                "error": f"quantization={method} quantises no layer of this model: what vLLM has under this name is "
+                "for experts alone, or all layers are left out. Remove it from rollout.engine_kwargs.vllm, or take "
+                "one for linear layers, such as fp8_per_channel"
+            }
         joined: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "threads": torch.get_num_threads()}
         self._hrl_routing: RoutingRecorder | None = None
         if routing:

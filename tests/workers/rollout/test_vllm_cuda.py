@@ -115,3 +115,22 @@ def test_an_engine_that_quantises_to_fp8_samples_from_the_weights_it_was_sent(fo
             quantised.wake(("kv_cache",))
             assert score_error(quantised, model, tokens) < max(3 * noise, 0.3)
         assert score_error(quantised, changed, tokens) > 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_log_probs_under_drafts_are_those_of_the_policy_also_after_a_sync(folder, original, temperature):
+    """By whichever of vLLM's runners this version has for the card."""
+    changed = models.perturb(models.load(folder, torch.bfloat16), 0.1).to(CUDA)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    changes = {"gpu_memory_utilization": 0.3, "engine_kwargs": {"vllm": {"speculative_config": drafts}}}
+    with RolloutHost(engine_setup("vllm", folder, TOKENS, P + R, device=CUDA, **changes)) as drafting:
+        for version, model in ((1, changed), (2, original)):
+            push(drafting, version, model)
+            out = sample(drafting, prompt_batch([[1, 5, 6, 7] * 4], n=8, width=P), temperature=temperature)
+            logits = models.response_logits(model, out.to(CUDA)).cpu()
+            exact = models.log_probs_at(logits, out.to("cpu"), temperature or 1.0)
+            mask = out.batch["response_mask"].bool()
+            assert (out.batch["rollout_log_probs"] - exact)[mask].abs().mean() < 0.1
+            counts = drafting.take_counts()
+            assert 0 <= counts["rollout/accepted_tokens"] <= counts["rollout/draft_tokens"]

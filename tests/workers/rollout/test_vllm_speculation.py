@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from hrl.workers.rollout.base import sample_seed
 from hrl.workers.rollout.drawing import Ahead, Positions, draw, seeded_number
 from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows, score
 
 pytest.importorskip("vllm")
-from hrl.workers.rollout.vllm_speculation import DraftCounts, accepted
+from vllm.v1.outputs import LogprobsTensors
+
+from hrl.workers.rollout.vllm_speculation import DraftCounts, accepted, draw_every_place
+from tests.workers.rollout.test_vllm_worker import OfGpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -59,6 +63,59 @@ def test_numbers_ahead_are_those_that_come_next_and_count_only_when_they_are_kep
     assert ahead == [seeded_number(7, position) for position in range(3)]
     positions.count(generator, 2)  # a draft of two, the second of which was wrong
     assert positions.number(generator) == ahead[2] and positions.number(generator) == seeded_number(7, 3)
+
+
+def test_a_generator_of_a_gpu_is_set_behind_what_was_kept_by_its_own_offset():
+    """vLLM's rejection sampler of the first runner, as on a GPU: rows with drafts, without, without a seed."""
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    seeded, drawn = OfGpu(), []
+
+    class Sampler:
+        def __call__(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> Any:
+            drawn.append(sampling_metadata)
+            ids = torch.tensor([7, 8, 9, 1, 2, 3], dtype=torch.int32)[:, None]
+            logprobs = LogprobsTensors(ids, ids / 10, torch.zeros(6, dtype=torch.int32))
+            return SimpleNamespace(sampled_token_ids=ids, logprobs_tensors=logprobs)
+
+    rejection = SimpleNamespace(sampler=Sampler())
+    draw_every_place(rejection, Positions())
+    sampling = sampling_metadata(3, {0: seeded}, temperature=torch.tensor([0.5, 1.0, 2.0]))
+    metadata = SimpleNamespace(num_draft_tokens=[2, 0, 1], draft_token_ids=torch.tensor([7, 4, 2]))
+    out = rejection.forward(metadata, None, torch.zeros(6, 16), sampling)
+
+    assert out.sampled_token_ids.tolist() == [[7, 8, -1], [1, -1, -1], [2, 3, -1]]
+    kept = out.logprobs_tensors.logprobs.flatten()[out.sampled_token_ids.flatten() >= 0]
+    torch.testing.assert_close(kept, torch.tensor([0.7, 0.8, 0.1, 0.2, 0.3]))
+    assert drawn[0].temperature.tolist() == [0.5, 0.5, 0.5, 1.0, 2.0, 2.0] and drawn[0].top_k is None
+    assert drawn[0].generators == {place: Ahead(seeded, place) for place in range(3)}
+    assert seeded.offset == 2 * 4  # two tokens were kept
+
+
+def sampling_metadata(rows: int, generators: dict[int, Any], temperature: torch.Tensor) -> Any:
+    """vLLM's, of requests without penalties."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    none = torch.zeros(0)
+    return SamplingMetadata(
+        temperature=temperature,
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators=generators,
+        max_num_logprobs=0,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[[] for _ in range(rows)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +171,23 @@ def test_greedy_answers_are_the_most_likely_tokens(host, folder):
     )
     assert host.take_counts()["rollout/accepted_tokens"] > 0
     assert DraftCounts().take() == {}
+
+
+def test_an_engine_in_8_bits_has_after_a_sync_what_it_read_from_a_folder_of_those_weights(folder, tmp_path):
+    """Bit for bit, by the log-probs of every place of a text: of the fresh engine, and after a way there and back."""
+    other = models.perturb(models.load(folder), 0.5)
+    models.load(folder).save_pretrained(tmp_path)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    arguments = {"quantization": "fp8_per_channel", "speculative_config": drafts}
+    changes: dict[str, Any] = {"dtype": "bfloat16", "engine_kwargs": {"vllm": arguments}}
+    text = [*PROMPTS[0], *PROMPTS[3]]
+    with RolloutHost(engine_setup("vllm", tmp_path, TokenIds(1, (1,), models.VOCAB), 64, **changes)) as quantised:
+        quantised.start()
+        fresh = score(quantised, text)
+        original = models.load(folder)
+        for version, (model, replaced) in enumerate(((other, original), (original, other)), 1):
+            quantised.push_weights(version, models.specs(model, torch.bfloat16), models.parameters(model))
+            synced = torch.tensor(score(quantised, text))
+            of_new, of_old = ((synced - models.token_log_probs(each, text)).abs().mean() for each in (model, replaced))
+            assert 0 < of_new < 0.3 * of_old
+            assert (synced.tolist() == fresh) == (version == 2)

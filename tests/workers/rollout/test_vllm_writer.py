@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hrl.workers.rollout.vllm_worker import VllmModelWriter
+from hrl.workers.rollout.vllm_worker import VllmModelWriter, is_quantised
 from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.workers.rollout import models
@@ -130,6 +130,16 @@ def test_a_tensor_that_was_not_sent_is_still_found_missing(quantization, folders
         send(VllmModelWriter(model, config), folders[1], 1, lacking="model.layers.1.self_attn.k_proj.weight")
 
 
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [(None, False), ("fp8_per_channel", True), ("int8_per_channel_weight_only", False), ("nvfp4_per_token", False)],
+)
+def test_a_quantisation_for_experts_alone_is_seen_to_leave_a_dense_model_as_it_is(
+    quantization, expected, folders, world
+):
+    assert is_quantised(load_engine_model(folders[0], quantization)[0]) == expected
+
+
 def test_scales_of_a_quantised_cache_need_not_be_sent(folders, world):
     """`kv_cache_dtype=fp8` gives attention layers scales that a checkpoint may have, and a trainer does not."""
     from vllm.model_executor.layers.attention import Attention
@@ -146,6 +156,7 @@ def test_scales_of_a_quantised_cache_need_not_be_sent(folders, world):
 
     assert any(name.endswith("attn.k_scale") for name, _ in model.named_parameters())
     assert _required_parameters(model, []) == unscaled and unscaled
+    assert not is_quantised(model)
 
 
 def test_the_scales_of_a_folder_that_is_quantised_already_are_asked_for_with_the_way_out(folders, world, monkeypatch):
