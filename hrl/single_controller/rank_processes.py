@@ -71,7 +71,7 @@ class PendingCalls:
         Raises:
             WorkerError: The first failure of a rank.
             WorkerTimeoutError: A rank has not answered in time.
-            GivenUpError: This is one of several calls at once, and another one has failed.
+            AbandonedError: This is one of several calls at once, and another one has failed.
         """
         deadline, waiting_s = self._deadline, self._timeout_s
         if timeout_s is not None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _GIVE_UP_S = 10.0
 
 
-class GivenUpError(BaseException):
+class AbandonedError(BaseException):
     """Ends a thread whose result nobody waits for any more.
 
     No `Exception`, so that nothing on the way takes it for a failure.
@@ -166,9 +166,9 @@ class _Seat:
         self.require_wanted()
 
     def require_wanted(self) -> None:
-        """Raise `GivenUpError` if nobody waits for its result any more."""
+        """Raise `AbandonedError` if nobody waits for its result any more."""
         if self._turns.is_given_up:
-            raise GivenUpError
+            raise AbandonedError
 
 
 _SEAT: ContextVar[_Seat | None] = ContextVar("hrl_seat", default=None)

@@ -218,7 +218,7 @@ def test_the_phase_bar_keeps_to_one_line(width):
     bar.begin_step("step 12/30")
     bar.begin("gen")
     (line,) = render(Group(bar), width).splitlines()  # as Live draws it
-    assert line.startswith("step 12/30  ▸ gen 0.0s  · reward") and len(line) <= width
+    assert line.startswith("step 12/30  ▸ gen 0.0s  · rm  · reward") and len(line) <= width
 
 
 @pytest.mark.parametrize("no_color", [None, "1"])
