@@ -103,6 +103,20 @@ OTHERS = {
     ("shards", Layout()): "tensor pairs",
     ("pairs", PAIRS): "replicated tensor pairs",
 }
+#: Of a mixture's checkpoints; what one rank saved is "alone".
+OTHERS_OF_EXPERTS = {
+    ("experts on all", OF_EXPERTS["experts on all"]): "tensor pairs",
+    ("tensor pairs", CUT): "experts in pairs of slices",
+    ("shards", Layout()): "experts on all",
+    ("replicated experts", OF_EXPERTS["replicated experts"]): "alone",
+}
+#: Of an adapter's.
+OTHERS_OF_ADAPTERS = {
+    ("all", ALL): "tensor pairs",
+    ("tensor pairs", CUT): "pairs",
+    ("shards", Layout()): "all",
+    ("pairs", PAIRS): "alone",
+}
 
 
 def mine_of(plan: BatchPlan, batch: DataProto) -> tuple[DataProto, Any]:
@@ -168,14 +182,24 @@ def trained(path: Path, layout: Layout, folder: Path) -> dict[str, Any]:
     }
 
 
-def adapted(path: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """Log-probs of a policy, and of its reference without its adapter, after two steps; and what is sent then."""
+def adapter_learns(path: Path, layout: Layout, folder: Path | None = None) -> Actor:
+    """A policy whose adapter took two steps, from a checkpoint on if there is one."""
     batch, ranks = make_batch(), dist.get_world_size()
     batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
     model = model_config(path, adapter=ADAPTER)
     config = actor_config(optim=optim_config(lr=3e-2))
     policy = Actor(model, config, layout.fsdp("float64"), device=CPU, total_steps=10)
+    if folder is not None:
+        policy.engine.load(folder)
     policy.learn(*mine_of(layout.plan(batch, ranks, update=True), batch))
+    return policy
+
+
+def adapted(path: Path, layout: Layout, folder: Path) -> dict[str, torch.Tensor]:
+    """Log-probs of a policy, and of its reference without its adapter, after two steps; what is sent, and saved."""
+    batch, ranks = make_batch(), dist.get_world_size()
+    policy = adapter_learns(path, layout)
+    policy.engine.save(folder)
     plan = layout.plan(batch, ranks, update=False)
     with_it = columns(plan, batch, policy.log_probs)
     without = columns(plan, batch, partial(policy.log_probs, without_adapter=True))
@@ -207,11 +231,15 @@ def on_rank(rank: int, llama: Path, qwen2: Path, mixture: Path, single: Path, ro
         folder = root / name
         found[name] = {"llama": results(llama, layout, "float64"), "qwen2": results(qwen2, layout, "float32")}
         found[name] |= {"trained": trained(llama, layout, folder / "state"), "resumed": resumed(llama, layout, single)}
-    found["adapted"] = {name: adapted(llama, layout) for name, layout in LAYOUTS.items()}
+    found["adapted"] = {name: adapted(llama, layout, root / "adapter" / name) for name, layout in LAYOUTS.items()}
+    for (name, layout), folder in OTHERS_OF_ADAPTERS.items():
+        found[f"{name} resumed with an adapter"] = parameters(adapter_learns(llama, layout, root / "adapter" / folder))
     for name, layout in STEPS_ALONE.items():
         found[name] = {"trained": trained(llama, layout, root / name / "state")}
     for name, layout in OF_EXPERTS.items():
-        found[f"{name} of a mixture"] = trained(mixture, layout, root / f"{name} of a mixture" / "state")
+        found[f"{name} of a mixture"] = trained(mixture, layout, root / "mixtures" / name)
+    for (name, layout), folder in OTHERS_OF_EXPERTS.items():
+        found[f"{name} resumed of a mixture"] = resumed(mixture, layout, root / "mixtures" / folder)
     skipped(llama, PAIRS, root / "skipped" / "llama")
     for name, layout in {"tensor pairs": CUT, "replicated experts": OF_EXPERTS["replicated experts"]}.items():
         skipped(mixture, layout, root / "skipped" / name, router_aux_loss_coef=0.5)
@@ -251,8 +279,8 @@ def one(folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
             "llama": results(folders["llama"], Layout(), "float64"),
             "qwen2": results(folders["qwen2"], Layout(), "float32"),
             "trained": trained(folders["llama"], Layout(), folders["single"]),
-            "adapted": adapted(folders["llama"], Layout()),
-            "mixture": trained(folders["mixture"], Layout(), folders["root"] / "mixture alone"),
+            "adapted": adapted(folders["llama"], Layout(), folders["root"] / "adapter" / "alone"),
+            "mixture": trained(folders["mixture"], Layout(), folders["root"] / "mixtures" / "alone"),
         }
 
 
@@ -334,6 +362,41 @@ def test_what_groups_saved_is_continued_by_one_rank(folders, one, four, saved):
 def test_what_groups_saved_is_continued_in_another_layout(one, four, other):
     for rank in four:
         assert distance(rank[f"{other} resumed"], one["trained"]["parameters"]) <= 1e-9
+
+
+@pytest.mark.parametrize("other", [name for name, _ in OTHERS_OF_EXPERTS])
+def test_a_mixtures_experts_are_continued_in_another_layout(one, four, other):
+    for rank in four:
+        assert distance(rank[f"{other} resumed of a mixture"], one["mixture"]["parameters"]) <= 1e-7
+
+
+@pytest.fixture(scope="module")
+def adapter_went_on(folders: dict[str, Path], one: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What one rank has learnt after four steps without a checkpoint between them."""
+    batch = make_batch()
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
+    policy = adapter_learns(folders["llama"], Layout())
+    policy.learn(*mine_of(Layout().plan(batch, 1, update=True), batch))
+    return parameters(policy)
+
+
+@pytest.mark.parametrize("other", [name for name, _ in OTHERS_OF_ADAPTERS])
+def test_an_adapter_is_continued_in_another_layout(one, four, adapter_went_on, other):
+    before = {name: one["adapted"][name] for name in adapter_went_on}
+    assert distance(before, adapter_went_on) > 1e-3, "the second update has to move it"
+    for rank in four:
+        assert distance(rank[f"{other} resumed with an adapter"], adapter_went_on) <= 1e-9
+
+
+@pytest.mark.parametrize("saved", ["tensor pairs", "experts in pairs of slices"])
+def test_what_expert_groups_saved_is_continued_by_one_rank(folders, one, four, saved):
+    alone = resumed(folders["mixture"], Layout(), folders["root"] / "mixtures" / saved)
+    assert distance(alone, one["mixture"]["parameters"]) <= 1e-7
+
+
+def test_what_groups_saved_of_an_adapter_is_continued_by_one_rank(folders, four, adapter_went_on):
+    alone = adapter_learns(folders["llama"], Layout(), folders["root"] / "adapter" / "tensor pairs")
+    assert distance(parameters(alone), adapter_went_on) <= 1e-9
 
 
 @pytest.mark.parametrize(
