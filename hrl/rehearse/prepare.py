@@ -28,6 +28,7 @@ from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
 from hrl.preflight.memory_ledger import Ledger, gib, ledgers_of
 from hrl.preflight.model_look import look_at_heads, look_at_positions
+from hrl.rehearse.adapters import SmallAdapter, small_adapter
 from hrl.rehearse.parts import Rehearsal, RehearsalError
 from hrl.rehearse.smaller import MOST_PROCESSES, TRAIN_ROWS, lost, shapes_of, smaller, with_twins
 
@@ -78,7 +79,9 @@ def small_run(
             if crowded and most > 1 and processes is None:  # else the run says so itself
                 continue
             twins = _twins(config, small.config, sources, folder / f"models-{most}")
-            run = with_twins(kind, small.config, {role: twin.folder for role, twin in twins.items()})
+            adapters = _adapters(small.config, sources, twins)
+            values = {key: value for each in adapters for key, value in each.values.items()}
+            run = with_twins(kind, small.config, {role: twin.folder for role, twin in twins.items()}, values)
             needed = _ledger(run).peak.num_bytes
             if needed <= free:
                 break
@@ -88,7 +91,7 @@ def small_run(
                 f"{count(most, 'process', 'processes')}"
             )
         said += [f"{role}: {twin.in_words()}" for role, twin in twins.items()]
-    found.changes += small.changes
+    found.changes += [*small.changes, *(change for each in adapters for change in each.changes)]
     found.lost += lost(config, small.config)
     return run
 
@@ -151,6 +154,30 @@ def _twins(
             )
         twins[role] = made[key]
     return twins
+
+
+def _adapters(small: RunConfiguration, sources: Mapping[str, Path], twins: Mapping[str, Twin]) -> list[SmallAdapter]:
+    """Return the adapter of every learner's twin.
+
+    Raises:
+        PreflightError: One can't be trained beside the model itself.
+    """
+    findings, outline = Findings(), outline_of(small)
+    made = []
+    for role, model in outline.models.items():
+        by_folder = model.learner is not None and model.learner.lora_adapter_path is not None
+        with findings.about(f"{model.key.rpartition('.')[0]}.{'lora_adapter_path' if by_folder else 'target_modules'}"):
+            made.append(
+                small_adapter(
+                    model,
+                    sources[role],
+                    twins[role].folder,
+                    trust_remote_code=outline.model.trust_remote_code,
+                    seed=small.trainer.seed,
+                )
+            )
+    findings.raise_problems()
+    return made
 
 
 def _ledger(run: RunConfiguration) -> Ledger:

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from hrl.algos.registry import estimator_traits
 from hrl.config.load import load_kind
-from hrl.config.model import LORA_RANKS
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.placement import resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import RunKind
-from hrl.config.section import ACTOR, MODEL, REF, RM, ROLLOUT, flatten, unflatten
+from hrl.config.section import ACTOR, REF, RM, ROLLOUT, flatten, unflatten
 
 MOST_PROCESSES = 4
 """Processes of a pool: two that share a copy, a sequence or an engine, and as many beside them."""
@@ -198,9 +197,6 @@ _TOLD = (
     "environment.max_turns",
     f"{ROLLOUT}.name",
     "algorithm.filter_groups.enable",
-    f"{MODEL}.lora_adapter_path",
-    "critic.model.lora_adapter_path",
-    "model.lora_adapter_path",
     "trainer.default_remote_dir",
     "trainer.resume_mode",
     "trainer.logger",
@@ -351,13 +347,16 @@ def _sections_of_passes(config: RunConfiguration) -> dict[str, str]:
     }
 
 
-def with_twins(kind: RunKind[Any], config: RunConfiguration, twins: Mapping[str, Path]) -> RunConfiguration:
-    """Return a small run on the twins of its models; an adapter of the model's own sizes becomes a new one.
+def with_twins(
+    kind: RunKind[Any], config: RunConfiguration, twins: Mapping[str, Path], adapters: Mapping[str, Any]
+) -> RunConfiguration:
+    """Return a small run on the twins of its models.
 
     Args:
         kind: The kind of run.
         config: The small run.
         twins: Role → folder of its twin.
+        adapters: Keys of the adapters beside them → values.
     """
     values = dict(flatten(config.model_dump(), kind.schema))
     for role, model in outline_of(config).models.items():
@@ -365,6 +364,4 @@ def with_twins(kind: RunKind[Any], config: RunConfiguration, twins: Mapping[str,
         values[model.key] = str(twins[role])
         if role not in ("rm", "ref") or not isinstance(config, PPOTrainerConfig):
             values[f"{section}.override_config"] = {}
-        if model.learner is not None and model.learner.lora_adapter_path is not None:
-            values |= {f"{section}.lora_adapter_path": None, f"{section}.lora_rank": LORA_RANKS[0]}
-    return load_kind(kind, unflatten(values))
+    return load_kind(kind, unflatten(values | dict(adapters)))

@@ -3,10 +3,22 @@
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
+from transformers import LlamaConfig
 
 from hrl.config.compose import compose_kind
+from hrl.config.outline import outline_of
 from hrl.config.run_kind import DPO, PPO, SFT, config_folder
+from hrl.config.section import MODEL
+from hrl.models.adapter import AdapterError, adapter_of
+from hrl.models.footprint import footprint
+from hrl.models.loading import ModelSource
+from hrl.models.twin import Sharing, write_twin
+from hrl.rehearse.adapters import small_adapter
+from hrl.rehearse.parts import Rehearsal
+from hrl.rehearse.prepare import small_run
 from hrl.rehearse.smaller import MOST_PROCESSES, Shape, lost, shapes_of, smaller, with_twins
+from tests.models.tiny import SHAPE
 
 ROWS = "data.train_files=rows.jsonl"
 ACTOR = "actor_rollout_ref.actor"
@@ -139,14 +151,111 @@ def test_runs_on_data_sets_too(kind):
     assert small.config.data.train_batch_size == 4
 
 
-def test_twins_take_the_place_of_models_and_an_adapter_of_their_size_begins_anew():
-    _, small = made("recipe=ppo", "actor_rollout_ref.model.lora_adapter_path=/mine/adapter",
-                    "critic.model.path=/mine/critic",
+def test_twins_take_the_place_of_models():
+    _, small = made("recipe=ppo", "critic.model.path=/mine/critic",
                     "actor_rollout_ref.model.override_config={rope_theta: 1e6}")  # fmt: skip
-    run = with_twins(PPO, small.config, {"actor": Path("/t/actor"), "critic": Path("/t/critic")})
+    twins = {"actor": Path("/t/actor"), "critic": Path("/t/critic")}
+    run = with_twins(PPO, small.config, twins, {"critic.model.lora_rank": 8})
     model = run.actor_rollout_ref.model
     assert (model.path, run.critic.model.path) == ("/t/actor", "/t/critic")
-    assert (model.lora_adapter_path, model.lora_rank, model.override_config) == (None, 8, {})
+    assert (model.override_config, model.lora_rank, run.critic.model.lora_rank) == ({}, 0, 8)
+
+
+# ---------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.fixture(scope="module")
+def thirty(tmp_path_factory):
+    """The folder of a model of 30 layers, of which there is the config alone, and that of its twin, which has 2."""
+    root = tmp_path_factory.mktemp("thirty")
+    LlamaConfig(**SHAPE | {"num_hidden_layers": 30}, architectures=["LlamaForCausalLM"]).save_pretrained(root / "whole")
+    options = {"override_config": {}, "trust_remote_code": False, "seed": 1}
+    twin = write_twin(root / "whole", root / "twin", Sharing(), **options)
+    assert twin.layers == (2, 30)
+    return root / "whole", twin.folder
+
+
+def quoted(each):
+    """An assignment whose value, if it is a regular expression, is quoted as on a command line."""
+    key, _, value = each.partition("=")
+    return f'{key}="{value}"' if "\\" in value else each
+
+
+def beside_twin(thirty, *line):
+    """The adapter's section of the small run beside the twin, and what of it was reduced."""
+    whole, twin = thirty
+    _, small = made(f"{MODEL}.path={whole}", *(f"{MODEL}.{each}" for each in map(quoted, line)))
+    (model,) = outline_of(small.config).models.values()
+    adapter = small_adapter(model, whole, twin, trust_remote_code=False, seed=1)
+    run = with_twins(PPO, small.config, {"actor": twin}, adapter.values).actor_rollout_ref.model
+    source = ModelSource.to_look_at(twin, {}, trust_remote_code=False, max_model_len=32, adapter=adapter_of(run, 1))
+    assert footprint(source).adapter > 0
+    return run, {change.what.removeprefix(f"{MODEL}."): (change.was, change.now) for change in adapter.changes}
+
+
+def test_an_adapter_that_the_tiny_model_can_have_stays(thirty):
+    run, told = beside_twin(thirty, "lora_rank=16", r"target_modules=model\.layers\.\d+\.self_attn\.[qv]_proj",
+                            "exclude_modules=[v_proj]", "use_rslora=true", "lora_alpha=5")  # fmt: skip
+    assert told == {}
+    assert (run.lora_rank, run.lora_alpha, run.use_rslora) == (16, 5, True)
+    assert (run.target_modules, run.exclude_modules) == (r"model\.layers\.\d+\.self_attn\.[qv]_proj", ["v_proj"])
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "reduced"),
+    [
+        ([r"target_modules=model\.layers\.2[0-9]\..*q_proj"], ("all-linear", None), ["target_modules"]),
+        (["target_modules=[layers.20.self_attn.q_proj]", "exclude_modules=[down_proj]"],
+         ("all-linear", ["down_proj"]), ["target_modules"]),
+        (["target_modules=[q_proj]", r"exclude_modules=model\.layers\.[01]\..*"],
+         (["q_proj"], None), ["exclude_modules"]),
+        ([r"target_modules=model\.layers\.2[0-9]\..*_proj", "exclude_modules=[layers.20.self_attn.q_proj]"],
+         ("all-linear", None), ["target_modules", "exclude_modules"]),
+    ],
+    ids=["expression", "list", "excluded", "both"],
+)  # fmt: skip
+def test_layers_that_the_tiny_model_lacks_are_replaced_and_told(thirty, line, found, reduced):
+    run, told = beside_twin(thirty, "lora_rank=16", *line)
+    assert (run.target_modules, run.exclude_modules) == found
+    assert list(told) == reduced
+    assert all(now.endswith("the tiny model lacks such layers") for _, now in told.values())
+
+
+def test_layers_that_the_model_itself_lacks_are_refused_as_in_the_run(thirty):
+    with pytest.raises(AdapterError, match=r"target_modules=.* leaves no linear layer of LlamaForCausalLM"):
+        beside_twin(thirty, "lora_rank=16", r"target_modules=model\.layers\.3[0-9]\..*")
+
+
+def test_a_folders_adapter_begins_anew_with_the_folders_own_fields(thirty, tmp_path):
+    LoraConfig(r=4, lora_alpha=12, use_rslora=True, target_modules=["v_proj", "q_proj"]).save_pretrained(tmp_path)
+    run, told = beside_twin(thirty, f"lora_adapter_path={tmp_path}", "lora_alpha=0", "target_modules=[up_proj]")
+    assert (run.lora_adapter_path, run.lora_rank, run.lora_alpha, run.use_rslora) == (None, 4, 12, True)
+    assert (run.target_modules, run.exclude_modules) == (["q_proj", "v_proj"], None)
+    assert told == {"lora_adapter_path": (str(tmp_path), "null: a new one, rank 4")}
+
+
+def test_a_folder_that_is_elsewhere_has_a_new_adapter_in_its_place(thirty):
+    run, told = beside_twin(thirty, "lora_adapter_path=/mine/adapter", "lora_alpha=0", "target_modules=[layers.20.x]")
+    assert (run.lora_adapter_path, run.lora_rank, run.lora_alpha, run.target_modules) == (None, 8, 16, "all-linear")
+    assert told == {"lora_adapter_path": ("/mine/adapter, which is not here", "null: a new one, rank 8")}
+    assert beside_twin(thirty, "lora_adapter_path=/mine/adapter", "lora_rank=32")[0].lora_rank == 32
+
+
+def test_a_line_that_goes_on_from_an_adapter_elsewhere_is_made_small_and_told(thirty, tmp_path):
+    model = [f"{MODEL}.path={thirty[0]}", f"{MODEL}.lora_adapter_path=/mine/adapter", f"{MODEL}.lora_alpha=0"]
+    lengths, found = ["data.max_prompt_length=64", "data.max_response_length=32"], Rehearsal(show=lambda _: None)
+    run = small_run(PPO, compose_kind(PPO, [ROWS, *model, *lengths]), tmp_path, 1, found)
+    assert (run.actor_rollout_ref.model.lora_rank, run.actor_rollout_ref.model.lora_alpha) == (8, 16)
+    assert (
+        f"{MODEL}.lora_adapter_path",
+        "/mine/adapter, which is not here",
+        "null: a new one, rank 8",
+    ) in found.changes
+
+
+def test_a_folder_that_holds_no_adapter_is_refused_as_in_the_run(thirty, tmp_path):
+    with pytest.raises(AdapterError, match=r"is no folder of an adapter: it has no adapter_config\.json"):
+        beside_twin(thirty, f"lora_adapter_path={tmp_path}")
 
 
 def test_an_engine_that_can_not_run_here_is_replaced_and_told():
