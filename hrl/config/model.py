@@ -236,8 +236,8 @@ class FsdpConfig(ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
     model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"
-    """Dtype of the master weights, or of an adapter's. With bf16, optimizers round stochastically, so even an update of
-    1e-6 of a weight takes effect on average; moments stay in fp32, and gradients of micro-batches are summed in
+    """Dtype of the master weights; an adapter is in fp32. With bf16, optimizers round stochastically, so even an update
+    of 1e-6 of a weight takes effect on average; moments stay in fp32, and gradients of micro-batches are summed in
     bf16."""
     reshard_after_forward: bool = True
     """Free the gathered parameters between forward and backward pass; on a single GPU these are the copies in the

@@ -878,6 +878,18 @@ def weights_in_4_bits_are_not_cut(config: RunConfiguration) -> Iterator[Problem]
             yield Problem(f"{key}.tensor_parallel_size", what, hint, (f"{section}.load_in_4bit",))
 
 
+def an_adapter_is_in_float32(config: RunConfiguration) -> Iterator[Problem]:
+    """What is trained beside frozen weights is small, and bfloat16 would spare next to nothing for its noise."""
+    for (_, key, sharding), (section, model) in zip(
+        trained_parts(config).values(), _learners(config).items(), strict=False
+    ):
+        if model.trains_adapter and sharding.model_dtype == "bf16":
+            rank = f"{section}.{'lora_rank' if model.lora_rank > 0 else 'lora_adapter_path'}"
+            what = f"is bf16, and with {rank} an adapter is trained, which is in float32."
+            hint = f"Set {key}.model_dtype=fp32: frozen weights are in {key}.dtype, whatever it is."
+            yield Problem(f"{key}.model_dtype", what, hint, (rank,))
+
+
 #: Arguments of vLLM by which its loader rounds weights.
 _OF_LOADING = ("load_format", "additional_config", "model_loader_extra_config")
 
@@ -1045,6 +1057,7 @@ PPO_RULES: tuple[Rule, ...] = (
     an_adapter_adds_something,
     weights_in_4_bits_are_frozen,
     weights_in_4_bits_are_not_cut,
+    an_adapter_is_in_float32,
     an_engine_rounds_what_it_loads,
     an_engine_rounds_what_a_trainer_sends,
     drafts_change_no_distribution,
@@ -1070,6 +1083,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     an_adapter_adds_something,
     weights_in_4_bits_are_frozen,
     weights_in_4_bits_are_not_cut,
+    an_adapter_is_in_float32,
 )
 DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 

@@ -77,6 +77,19 @@ CASES = [
         f"{MODEL}.load_in_4bit is true, and weights of 4 bits can't be trained themselves. Set {MODEL}.lora_rank",
     ),
     (
+        {f"{MODEL}.lora_rank": 8, f"{ACTOR}.fsdp_config.model_dtype": "bf16"},
+        f"{ACTOR}.fsdp_config.model_dtype is bf16, and with {MODEL}.lora_rank an adapter is trained, which is in "
+        f"float32. Set {ACTOR}.fsdp_config.model_dtype=fp32",
+    ),
+    (
+        {
+            "critic.model.lora_adapter_path": "/an/adapter",
+            "critic.model.fsdp_config.model_dtype": "bf16",
+            "algorithm.adv_estimator": "gae",
+        },
+        "critic.model.fsdp_config.model_dtype is bf16, and with critic.model.lora_adapter_path an adapter is trained",
+    ),
+    (
         {
             f"{MODEL}.load_in_4bit": True,
             f"{MODEL}.lora_rank": 8,

@@ -397,6 +397,18 @@ def test_the_keys_that_lower_a_peak_are_named_with_what_they_save():
     assert keys == {"actor_rollout_ref.rollout.gpu_memory_utilization"}, "nothing else is there while it samples"
 
 
+@pytest.mark.parametrize("rank", [0, 16])
+def test_no_key_is_tried_that_the_rules_refuse_beside_an_adapter(rank):
+    given, tried = config(*ONE_CARD, f"actor_rollout_ref.model.lora_rank={rank}"), []
+
+    def ledgers_with(changed):
+        tried.append(changed.actor_rollout_ref.actor.fsdp_config.model_dtype)
+        return cards(changed, SEVEN)
+
+    savings(given, cards(given, SEVEN)[0], ledgers_with, "cuda")
+    assert len(tried) > 3 and ("bf16" in tried) == (rank == 0)
+
+
 def test_a_tensor_group_divides_what_is_gathered_and_not_what_is_stored():
     keys = ("trainer.n_gpus_per_node=8", "data.train_batch_size=8", "actor_rollout_ref.rollout.n=8")
     by_degree = {}
