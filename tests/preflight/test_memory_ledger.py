@@ -290,6 +290,11 @@ def test_weights_in_4_bits_are_counted_as_such_and_are_read_in_full():
     assert phase_of(card, "actor backward")["actor weights"] == pytest.approx(held)
     read = phase_of(host, "model loads")["actor as rank 0 loads it"]
     assert read == 2 * ADAPTED.parameters + 4 * ADAPTED.adapter
+    for way in ("param_offload", "offload_policy"):
+        keys = (*WITH_ADAPTER, f"actor_rollout_ref.actor.fsdp_config.{way}=true")
+        card, host = ledgers_of(config(*keys), {"actor": in_4_bits}, "cuda", CARD)
+        assert phase_of(host, "training")["actor weights"] == pytest.approx(held)
+        assert "actor weights" not in phase_of(card, "weight sync")
 
 
 def test_an_engine_keeps_two_copies_of_an_adapter_that_is_sent_alone_also_while_it_sleeps():

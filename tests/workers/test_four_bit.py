@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hrl.models.adapter import AdapterSource, decoder_linears
+from hrl.models.adapter import AdapterSource, decoder_linears, is_part
 from hrl.models.four_bit import BYTES_PER_WEIGHT, FourBitError, dequantised, quantised, rounded
 from hrl.models.hf_config import load_config
 from hrl.workers.engine.checksum import WeightsDifferError
+from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.requests import LogProbRequest
 from tests.models.tiny import (
     actor_config,
@@ -31,7 +32,8 @@ from tests.models.tiny import (
     save_qwen2,
 )
 from tests.workers.asked import Actor, Critic, all_at_once
-from tests.workers.engine.ranks import CPU, flip, full, gradients
+from tests.workers.engine.fake_device import DEVICE, FakeDevice
+from tests.workers.engine.ranks import CPU, flip, full, gradients, offloading_changes_nothing
 
 pytestmark = [pytest.mark.usefixtures("bitsandbytes", "world"), pytest.mark.cluster]
 
@@ -225,8 +227,30 @@ def test_without_the_package_it_is_refused_with_the_way_out(qwen, monkeypatch):
         actor_of(qwen, IN_4_BITS)
 
 
-def two_ranks(rank: int, path: str, folder: str) -> dict[str, torch.Tensor]:
-    """What two ranks have learnt, and have after a resume from one rank's checkpoint."""
+def test_weights_in_4_bits_leave_the_device_once_and_come_back_as_their_bytes(qwen):
+    """`param_offload`: a frozen weight's home on the host stays what it is, and only what is trained returns to it."""
+    module = learnt(actor_of(qwen, IN_4_BITS)).engine.module
+    before = {name: full(parameter.detach()) for name, parameter in module.named_parameters()}
+    copies = HostCopies(module, DEVICE)
+    copies.offload(changed=False)
+    held = {name: local(parameter.detach()) for name, parameter in module.named_parameters()}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
+    packed = [tensor.nbytes for tensor in held.values() if tensor.dtype == torch.uint8]
+    with FakeDevice() as recorded:
+        copies.onload()
+        assert {p.device for p in module.parameters()} == {DEVICE}
+        assert recorded.held_bytes == sum(tensor.nbytes for tensor in held.values())
+        moved = [each for each in recorded.copies if each[0] == "in"]
+        assert len(packed) == 2 * 7 and all(("in", num_bytes) in moved for num_bytes in packed)
+        copies.offload(changed=True)
+    back = sum(num_bytes for way, num_bytes in recorded.copies if way == "out")
+    assert back == sum(tensor.nbytes for name, tensor in held.items() if is_part(name))
+    assert {p.dtype for p in module.parameters()} == {torch.uint8, torch.float32}
+
+
+def two_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
+    """What two ranks have learnt, and have after a resume from one rank's checkpoint; whether offloading matters."""
+    is_same = offloading_changes_nothing(rank, Path(path), Path(folder).with_name("moved"), IN_4_BITS)
     actor = actor_of(Path(path), IN_4_BITS)
     batch = make_batch(seed=0)
     plan = plan_rows(batch, 2, 2)
@@ -234,14 +258,15 @@ def two_ranks(rank: int, path: str, folder: str) -> dict[str, torch.Tensor]:
     found = {f"sent {name}": tensor.clone() for name, tensor in actor.engine.iter_full_params(torch.float32)}
     assert sum(p.dtype == torch.uint8 for p in actor.engine.module.parameters()) == 2 * 7
     actor.engine.load(Path(folder))
-    return found | {f"loaded {name}": tensor for name, tensor in trained(actor).items()}
+    return found | {f"loaded {name}": tensor for name, tensor in trained(actor).items()} | {"offloads": is_same}
 
 
-def test_two_ranks_learn_what_one_does_and_load_what_it_saved(qwen, tmp_path):
+def test_two_ranks_learn_what_one_does_and_load_what_it_saved_wherever_weights_lie(qwen, tmp_path):
     one = learnt(actor_of(qwen, IN_4_BITS))
     one.engine.save(tmp_path / "saved")
     first, second = run_ranks(2, tmp_path / "ranks", two_ranks, str(qwen), str(tmp_path / "saved"))
 
+    assert first["offloads"] and second["offloads"], "param_offload, optimizer_offload and offload_policy move bytes"
     for name, tensor in one.engine.iter_full_params(torch.float32):
         assert torch.allclose(first[f"sent {name}"], tensor, rtol=0, atol=1e-6), name
         assert torch.equal(first[f"sent {name}"], second[f"sent {name}"])

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hrl.batching.plan import MiniBatchPlan, RankPlan
+from hrl.models.adapter import AdapterSource
 from hrl.protocol import DataProto
 from hrl.workers.engine import engine
 from hrl.workers.engine.adamw import AdamW
@@ -68,10 +69,16 @@ def parameters(model: Actor | Critic) -> dict[str, torch.Tensor]:
 
 
 def policy_of(
-    path: Path, dtype: str = "float64", *, share_prefix: bool = True, checkpointing: bool = False, **actor: Any
+    path: Path,
+    dtype: str = "float64",
+    *,
+    share_prefix: bool = True,
+    checkpointing: bool = False,
+    adapter: AdapterSource | None = None,
+    **actor: Any,
 ):
     """A trained policy."""
-    model = model_config(path, share_prefix=share_prefix, enable_gradient_checkpointing=checkpointing)
+    model = model_config(path, share_prefix=share_prefix, enable_gradient_checkpointing=checkpointing, adapter=adapter)
     return Actor(model, actor_config(**actor), fsdp_config(dtype), device=CPU, total_steps=10)
 
 
@@ -131,7 +138,7 @@ def _continue(policy: Actor, batch: DataProto, plan: RankPlan) -> dict[str, Any]
     return {"after": parameters(policy), "rates": rates, "random": random}
 
 
-def offloading_changes_nothing(rank: int, path: Path, folder: Path) -> bool:
+def offloading_changes_nothing(rank: int, path: Path, folder: Path, adapter: AdapterSource | None = None) -> bool:
     """Whether two steps, a checkpoint loaded where it lies, and a third give the weights of a policy that stays."""
     batch = make_batch()
     plan = plan_rows(batch, 2, 2)
@@ -141,7 +148,7 @@ def offloading_changes_nothing(rank: int, path: Path, folder: Path) -> bool:
             if way == "steps on the host":
                 # FSDP2's own way, which a GPU takes with pinned memory.
                 patch.setattr(engine, "offload_policy", lambda *_: CPUOffloadPolicy(pin_memory=False))
-            policy = policy_of(path, "float32", checkpointing=True)
+            policy = policy_of(path, "float32", checkpointing=True, adapter=adapter)
         if way == "moves":
             policy.engine.host_copies = HostCopies(policy.engine.module, CPU)
             policy.engine.optimizer.rule = AdamW(

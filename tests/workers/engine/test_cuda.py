@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl.batching.plan import RankPlan
+from hrl.models.adapter import AdapterSource
 from hrl.protocol import DataProto
 from hrl.workers.engine.adamw import AdamW
 from hrl.workers.engine.rounding import round_stochastically
@@ -44,8 +45,11 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def policy_on(device: torch.device, folder: Path, dtype: str = "float32", **fsdp) -> Policy:
-    return Actor(model_config(folder), actor_config(), fsdp_config(dtype, **fsdp), device=device, total_steps=10)
+def policy_on(
+    device: torch.device, folder: Path, dtype: str = "float32", adapter: AdapterSource | None = None, **fsdp
+) -> Policy:
+    model = model_config(folder, adapter=adapter)
+    return Actor(model, actor_config(), fsdp_config(dtype, **fsdp), device=device, total_steps=10)
 
 
 def batch_and_plan() -> tuple[DataProto, RankPlan]:
@@ -164,6 +168,30 @@ def test_a_policy_whose_steps_are_on_the_host_lies_there_and_moves_as_one_on_the
     assert_equal(state_of(resumed), there)
     scores = [p.log_probs(batch, plan).batch["old_log_probs"] for p in (policies[1], resumed)]
     assert torch.equal(*scores)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("fsdp", [OFFLOAD, {"offload_policy": True}], ids=["moves", "steps on the host"])
+def test_a_base_in_4_bits_lies_on_the_host_with_its_adapter_and_changes_no_number(llama, fsdp):
+    batch, plan = batch_and_plan()
+    in_4_bits = AdapterSource(4, 8, "all-linear", None, False, None, seed=3, merge=True, load_in_4bit=True)
+    stayed, moved = policy_on(CUDA, llama, adapter=in_4_bits), policy_on(CUDA, llama, adapter=in_4_bits, **fsdp)
+    assert homes(moved) == ON_HOST
+    before = {name: tensor.cpu() for name, tensor in weights_of(moved).items() if tensor.dtype == torch.uint8}
+    assert before
+    assert_equal(before, {name: weights_of(stayed)[name].cpu() for name in before})
+    for _ in range(2):
+        for policy in (stayed, moved):
+            policy.learn(batch, plan)
+    assert homes(moved) == ON_HOST
+    after = weights_of(moved)
+    for name, weight in weights_of(stayed).items():
+        if name in before:
+            assert torch.equal(after[name], before[name])
+        else:  # the last bits of a step on the CPU are its own
+            torch.testing.assert_close(after[name], weight.cpu(), rtol=1e-4, atol=1e-6, msg=name)
+    got, want = (policy.log_probs(batch, plan).batch["old_log_probs"] for policy in (moved, stayed))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_policy_whose_steps_are_on_the_host_holds_the_layers_at_work(tmp_path):
