@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from hrl.cluster.checkpoints import CheckpointStore, state_text
-from hrl.cluster.remote_store import AbandonedError, RemoteStore, RemoteStoreError
+from hrl.cluster.remote_store import GivenUpError, RemoteStore, RemoteStoreError
 from hrl.config import compose_cli
 from hrl.processes.signals import RunStoppedError, StopRequest
 from hrl.report.console import RunConsole
@@ -95,7 +95,7 @@ def test_a_signal_shortens_the_wait_for_the_last_checkpoint_and_the_next_start_s
 ) -> None:
     def hangs(store: RemoteStore, *_: object) -> None:
         assert store.give_up.wait(60)
-        raise AbandonedError
+        raise GivenUpError
 
     run = Going(tmp_path)
     save(run.here, 3)
