@@ -668,7 +668,7 @@ _FIXED = {
     "distributed_executor_backend": "engine processes end with their rank",
     "worker_extension_cls": "weight sync uses it",
     **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype"),
+        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
         f"an adapter is that of {MODEL}.lora_rank",
     ),
     "data_parallel_size": "every group of processes has an engine of its own",

@@ -21,32 +21,44 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
     from hrl.models.adapter import AdapterSource
+    from hrl.models.loading import ModelSource
 
 #: The adapter's number and name, the same in every sync.
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
 
 
-def engine_options(adapter: AdapterSource | None) -> dict[str, Any]:
+def engine_options(model: ModelSource) -> dict[str, Any]:
     """Return the arguments of vLLM's engine by which it takes an adapter; none where it gets a whole model.
 
+    vLLM makes matrices for every layer that it could adapt, and for all experts of a mixture. It is told the last parts
+    of the names of the layers that have an adapter, and leaves the others alone, heads and embeddings too.
+
     Raises:
+        AdapterError: See `hrl.models.adapter.target_names`.
         RolloutError: vLLM has no kernels for the rank.
     """
+    adapter = model.adapter
     if adapter is None or adapter.merge:
         return {}
+    from hrl.models.adapter import target_names
+    from hrl.models.loading import load_causal_lm
     from hrl.workers.rollout.base import RolloutError
 
-    rank = adapter.config().r
+    config = adapter.config()
+    rank = config.r
     if rank > LORA_RANKS[-1]:
         raise RolloutError(
             f"the adapter has rank {rank}, and vLLM takes {LORA_RANKS[-1]} at most: set "
             "actor_rollout_ref.model.lora.merge=true, or a smaller lora_rank"
         )
+    names = target_names(load_causal_lm(model, torch.bfloat16, meta=True).model, config)
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
         "max_lora_rank": next(known for known in LORA_RANKS if known >= rank),
+        # vLLM compares whole names with its own, where a layer may be fused with others; of ends it knows the parts.
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in names}),
     }
 
 
@@ -59,7 +71,6 @@ def plain_fields(adapter: AdapterSource | None) -> dict[str, Any] | None:
         "r": config.r,
         "lora_alpha": config.lora_alpha,
         "use_rslora": config.use_rslora,
-        "target_modules": sorted(config.target_modules or ()),
     }
 
 
@@ -92,8 +103,9 @@ class VllmAdapterWriter:
         from vllm.lora.peft_helper import PEFTHelper
 
         self._manager = manager
-        self._helper = PEFTHelper.from_dict(dict(fields))
-        self._dtype = vllm_config.lora_config.lora_dtype  # type: ignore[union-attr]
+        lora: Any = vllm_config.lora_config
+        self._helper = PEFTHelper.from_dict({**fields, "target_modules": lora.target_modules})
+        self._dtype = lora.lora_dtype
         self._sent: dict[str, Tensor] = {}
         self._places: dict[str, _Place] = {}
 
@@ -178,23 +190,6 @@ class VllmAdapterWriter:
             stack = "lora_a_stacked" if is_a else "lora_b_stacked"
             places[name] = _Place(layer, stack, index, loras[module].scaling)
         return places
-
-
-def leave_ends_alone(model: nn.Module, manager: Any) -> None:
-    """Take vLLM's LoRA layers off the head, which gets no adapter, and on a CPU off the embedding.
-
-    Around a head they would compute logits in the model's dtype. On a GPU the embedding is compiled with its layer.
-    """
-    from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
-
-    kinds: tuple[Any, ...] = (LogitsProcessorWithLoRA,)
-    if not torch.cuda.is_available():
-        kinds += (VocabParallelEmbeddingWithLoRA,)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, kinds):
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, module.base_layer)
-    manager.modules = {name: module for name, module in manager.modules.items() if not isinstance(module, kinds)}
 
 
 def multiply_plainly(manager: Any) -> None:

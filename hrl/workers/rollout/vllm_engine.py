@@ -126,13 +126,18 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": setup.sleeps}
         if config.enable_rollout_routing_replay:  # on a CPU vLLM refuses it, and `vllm_routing` does the same
             args["enable_return_routed_experts"] = True
-    if model.adapter is not None and model.adapter.load_in_4bit and not model.adapter.merge:
-        from hrl.workers.rollout.vllm_four_bit import loading_options
+    if model.adapter is not None and not model.adapter.merge:
+        if model.adapter.load_in_4bit:
+            from hrl.workers.rollout import vllm_four_bit
 
-        args |= loading_options(model)
+            args |= vllm_four_bit.loading_options(model)
+        elif on_cpu:
+            from hrl.workers.rollout import vllm_loading
+
+            args |= vllm_loading.loading_options()
     if model.shows_pictures or has_tower(Path(model.path)):
         args |= picture_options(model.shows_pictures)
-    return args | engine_options(model.adapter) | setup.arguments
+    return args | engine_options(model) | setup.arguments
 
 
 class VllmEngine(RolloutEngine):

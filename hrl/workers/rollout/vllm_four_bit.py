@@ -9,7 +9,6 @@ vLLM imports this module in the processes that load the model, by the name of th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from hrl.models.checkpoint_form import CheckpointForm
 from hrl.models.four_bit import FourBitError, names_to_hold, rounded
 from hrl.models.loading import ModelSource, load_causal_lm
+from hrl.workers.rollout.vllm_loading import AdapterLoader
 from hrl.workers.rollout.vllm_worker import RolloutWorkerExtension
 
 #: Name of the loader in vLLM, and of what it finds in vLLM's `additional_config`.
@@ -42,13 +41,8 @@ def loading_options(source: ModelSource) -> dict[str, Any]:
 
 
 @register_model_loader(LOAD_FORMAT)
-class FourBitLoader(DefaultModelLoader):
+class FourBitLoader(AdapterLoader):
     """Reads a folder of weights as vLLM does by default, and rounds those that are named in the configuration."""
-
-    def __init__(self, load_config: Any) -> None:
-        usual = copy.copy(load_config)
-        usual.load_format = "auto"
-        super().__init__(usual)
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield name and weight of everything in the folder.

@@ -30,7 +30,7 @@ from hrl.processes.lifetime import die_with_parent
 from hrl.profiling.recorder import start_profile, stop_profile
 from hrl.profiling.spans import phase_span
 from hrl.workers.rollout.drawing import Positions, draw
-from hrl.workers.rollout.vllm_adapter import VllmAdapterWriter, leave_ends_alone, multiply_plainly
+from hrl.workers.rollout.vllm_adapter import VllmAdapterWriter, multiply_plainly
 from hrl.workers.rollout.vllm_routing import NoRoutingError, RoutingRecorder, routed_layers
 from hrl.workers.weight_sync.receiver import ModelWriter, WeightReceiver
 from hrl.workers.weight_sync.wire import WeightSyncError
@@ -327,7 +327,6 @@ class RolloutWorkerExtension:
         model, manager = self.model_runner.get_model(), None  # type: ignore[attr-defined]
         if adapter is not None:
             manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
-            leave_ends_alone(model, manager)
         use_float32_head(model)
         top_k_top_p = getattr(self.model_runner.sampler, "topk_topp_sampler", None)  # type: ignore[attr-defined]
         if top_k_top_p is not None:

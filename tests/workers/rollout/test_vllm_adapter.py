@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from hrl.config.model import LORA_RANKS
 from hrl.models.adapter import AdapterSource
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
-from hrl.workers.rollout.base import RolloutError
+from hrl.workers.rollout.base import EngineSetup, RolloutError
 from hrl.workers.rollout.host import RolloutHost
 from hrl.workers.rollout.vllm_adapter import VllmAdapterWriter, _Place, engine_options
 from hrl.workers.weight_sync.wire import WeightSyncError
 from tests.models import tiny
 from tests.workers.asked import Actor
-from tests.workers.rollout.models import VOCAB, save_tiny_llama
+from tests.workers.rollout.models import VOCAB, save_tiny_llama, save_tiny_mixture
 from tests.workers.rollout.settings import CPU, engine_setup, prompt_batch, sample_rows
 
 STOP, P, R = 1, 8, 12
@@ -36,14 +37,32 @@ ADAPTER = AdapterSource(
 )
 
 
+#: Of a layer that vLLM fuses, another part in each of the two.
+OF_SOME = replace(
+    ADAPTER,
+    target_modules=r"model\.layers\.\d\.self_attn\.(q|o)_proj|model\.layers\.1\.self_attn\.v_proj",
+    exclude_modules=None,
+)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
-def make_host(name: str, folder: Path, adapter: AdapterSource, device: torch.device = CPU) -> RolloutHost:
-    setup = engine_setup(name, folder, TokenIds(STOP, (STOP,), VOCAB), P + R, dtype="float32", device=device)
-    return RolloutHost(replace(setup, model=replace(setup.model, adapter=adapter)))
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    return save_tiny_mixture(tmp_path_factory.mktemp("mixture"))
+
+
+def make_setup(name: str, folder: Path, adapter: AdapterSource, device: torch.device = CPU, **changes) -> EngineSetup:
+    tokens = TokenIds(STOP, (STOP,), VOCAB)
+    setup = engine_setup(name, folder, tokens, P + R, dtype="float32", device=device, **changes)
+    return replace(setup, model=replace(setup.model, adapter=adapter))
+
+
+def make_host(name: str, folder: Path, adapter: AdapterSource, device: torch.device = CPU, **changes) -> RolloutHost:
+    return RolloutHost(make_setup(name, folder, adapter, device, **changes))
 
 
 def make_actor(folder: Path, adapter: AdapterSource, device: torch.device = CPU) -> Actor:
@@ -143,6 +162,25 @@ def test_vllm_samples_from_the_adapter_alone(folder):
         assert difference(actor, sampled(host)) < 1e-4, "a sync that fails leaves the version before"
 
 
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_two_processes_of_vllm_sample_a_mixture_with_an_adapter_that_a_regular_expression_places(mixture, tmp_path):
+    pytest.importorskip("vllm")
+    actor = make_actor(mixture, OF_SOME)
+    with make_host("vllm", mixture, OF_SOME, tensor_model_parallel_size=2, kv_cache_gib=0.1) as host:
+        name = "base_model.model.model.layers.7.self_attn.q_proj"
+        shapes = {f"{name}.lora_A.weight": (6, 64), f"{name}.lora_B.weight": (128, 6)}
+        specs = [(key, torch.float32, shape) for key, shape in shapes.items()]
+        with pytest.raises(WeightSyncError, match=r"vLLM has no LoRA layer for model\.layers\.7\.self_attn\.q_proj"):
+            host.push_weights(1, specs, ((key, torch.zeros(shape)) for key, shape in shapes.items()), ("x",))
+        forget(host)
+        push(host, actor, 1)
+
+        samples_follow_every_sync(host, actor)
+        report = push(host, actor, 3)
+        assert report.nbytes == bytes_of(actor) and report.tensors == 2 * 5
+
+
 @pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("merge", [False, True])
 def test_transformers_samples_beside_weights_in_4_bits(folder, merge):
@@ -183,18 +221,6 @@ def test_vllm_on_a_gpu_samples_from_the_adapter(folder, bitsandbytes, merge, loa
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_vllm_refuses_an_adapter_for_layers_that_it_does_not_have(folder):
-    pytest.importorskip("vllm")
-    with make_host("vllm", folder, ADAPTER) as host:
-        name = "base_model.model.model.layers.7.self_attn.q_proj"
-        shapes = {f"{name}.lora_A.weight": (6, 64), f"{name}.lora_B.weight": (128, 6)}
-        specs = [(key, torch.float32, shape) for key, shape in shapes.items()]
-        with pytest.raises(WeightSyncError, match=r"vLLM has no LoRA layer for model\.layers\.7\.self_attn\.q_proj"):
-            host.push_weights(1, specs, ((key, torch.zeros(shape)) for key, shape in shapes.items()), ("x",))
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(600)
 def test_vllm_samples_from_the_model_with_the_adapter_added(folder):
     pytest.importorskip("vllm")
     adapter = replace(ADAPTER, merge=True)
@@ -222,13 +248,35 @@ def test_what_reads_back_is_what_the_engine_has():
     assert not torch.equal(writer.read_back("a"), sent["a"]) and not torch.equal(writer.read_back("b"), sent["b"])
 
 
+def options_of(folder: Path, adapter: AdapterSource) -> dict[str, Any]:
+    return engine_options(make_setup("vllm", folder, adapter).model)
+
+
 @pytest.mark.parametrize(("rank", "known"), [(1, 8), (8, 8), (9, 16), (512, 512)])
-def test_vllm_gets_the_next_rank_that_it_has_kernels_for(rank, known):
-    assert engine_options(replace(ADAPTER, rank=rank))["max_lora_rank"] == known
+def test_vllm_gets_the_next_rank_that_it_has_kernels_for(folder, rank, known):
+    assert options_of(folder, replace(ADAPTER, rank=rank))["max_lora_rank"] == known
     assert known in LORA_RANKS
 
 
-def test_a_rank_without_kernels_is_refused_and_a_merged_one_needs_none():
+def test_a_rank_without_kernels_is_refused_and_a_merged_one_needs_none(folder):
     with pytest.raises(RolloutError, match=r"rank 600, and vLLM takes 512 at most: set .*lora\.merge=true"):
-        engine_options(replace(ADAPTER, rank=600))
-    assert engine_options(replace(ADAPTER, rank=600, merge=True)) == engine_options(None) == {}
+        options_of(folder, replace(ADAPTER, rank=600))
+    assert options_of(folder, replace(ADAPTER, rank=600, merge=True)) == {}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        (OF_SOME, ["o_proj", "q_proj", "v_proj"]),
+        (replace(ADAPTER, target_modules=("self_attn.v_proj",)), ["v_proj"]),
+        (ADAPTER, ["o_proj", "q_proj", "v_proj"]),  # of a mixture nothing but attention is linear
+    ],
+)
+def test_vllm_makes_room_in_the_layers_that_have_an_adapter_and_in_no_experts(mixture, adapter, expected):
+    matches = pytest.importorskip("vllm.lora.utils").is_in_target_modules
+    names = options_of(mixture, adapter)["lora_target_modules"]
+    assert names == expected
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "experts": ["experts.0.w1", "experts.0.w2", "experts.0.w3"]}
+    assert matches("model.layers.0.self_attn.qkv_proj", names, fused)
+    for left in ("model.layers.0.mlp.experts", "model.layers.0.mlp.gate", "model.embed_tokens", "lm_head"):
+        assert not matches(left, names, fused), left
