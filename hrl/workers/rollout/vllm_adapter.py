@@ -82,12 +82,31 @@ def lora_request() -> LoRARequest:
 
 
 class _Place(NamedTuple):
-    """Where vLLM keeps a matrix: which of the layer's stacks, and which of the matrices that the layer fuses."""
+    """Where vLLM keeps a matrix: in `A` or `B` of a layer, and which of the matrices that the layer fuses."""
 
     layer: Any
-    stack: str
+    is_a: bool
     member: int
     scaling: float
+
+    def own_part(self, sent: Tensor) -> Tensor:
+        """Return what this process holds of a matrix: of a tensor-parallel engine perhaps some rows or columns."""
+        if self.layer.tp_size == 1:
+            return sent
+        take = self.layer.slice_lora_a if self.is_a else self.layer.slice_lora_b
+        if self.layer.n_slices == 1:
+            part: Tensor = take(sent)
+            return part
+        members: list[Tensor | None] = [None] * self.layer.n_slices
+        members[self.member] = sent
+        part = take(members)[self.member]
+        return part
+
+    def held(self, shape: torch.Size) -> Tensor:
+        """Return what is in the layer, whose memory may be larger than the matrix."""
+        stacks = self.layer.lora_a_stacked if self.is_a else self.layer.lora_b_stacked
+        held: Tensor = stacks[self.member][0, 0, : shape[0], : shape[1]]
+        return held
 
 
 class VllmAdapterWriter:
@@ -107,7 +126,7 @@ class VllmAdapterWriter:
         self._helper = PEFTHelper.from_dict({**fields, "target_modules": lora.target_modules})
         self._dtype = lora.lora_dtype
         self._sent: dict[str, Tensor] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _Place | None] = {}
 
     def begin(self) -> None:
         """Expect a complete adapter."""
@@ -149,24 +168,25 @@ class VllmAdapterWriter:
         """Leave what was written: the receiver counts the model as broken until the next complete adapter."""
 
     def read_back(self, name: str) -> Tensor | None:
-        """Return a matrix as the engine has it; None where its process has only a part of it."""
+        """Return a matrix if this process's part of it is what was sent, else one without numbers.
+
+        None where a layer has other members than there are matrices, so that a matrix is cut into several.
+        """
         place, sent = self._places[name], self._sent[name]
-        held: Tensor = getattr(place.layer, place.stack)[place.member][0, 0]
-        if held.shape[0] < sent.shape[0] or held.shape[1] < sent.shape[1]:
+        if place is None:
             return None
-        held = held[: sent.shape[0], : sent.shape[1]]
+        part = place.own_part(sent)
         # vLLM keeps `scaling · B`: if that is what is there, it was made of what was sent.
-        if place.stack == "lora_b_stacked" and torch.equal(held, sent * place.scaling):
-            return sent
-        return held
+        expected = part if place.is_a else part * place.scaling
+        return sent if torch.equal(place.held(part.shape), expected) else torch.full_like(sent, torch.nan)
 
     def _mapper(self) -> Any:
         """Return how the model's names in a checkpoint become vLLM's; before 0.29 the mapping does nothing else."""
         mapper: Any = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
 
-    def _places_of(self, loras: Mapping[str, Any]) -> dict[str, _Place]:
-        """Return the place of every matrix that was sent."""
+    def _places_of(self, loras: Mapping[str, Any]) -> dict[str, _Place | None]:
+        """Return the place of every matrix that was sent; see `read_back` for None."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         fused = {
@@ -177,7 +197,8 @@ class VllmAdapterWriter:
         incomplete = [name for name, lora in loras.items() if lora.lora_a is None or lora.lora_b is None]
         if incomplete:
             raise WeightSyncError(f"the trainer sent only one of the two matrices of {incomplete[0]}")
-        places, mapper = {}, self._mapper()
+        places: dict[str, _Place | None] = {}
+        mapper = self._mapper()
         for name in self._sent:
             module, is_a = parse_fine_tuned_lora_name(name, mapper)
             whole, index = fused.get(module, (module, 0))
@@ -187,8 +208,9 @@ class VllmAdapterWriter:
                     f"vLLM has no LoRA layer for {module}: set actor_rollout_ref.model.lora.merge=true, or leave the "
                     "layer out (exclude_modules)"
                 )
-            stack = "lora_a_stacked" if is_a else "lora_b_stacked"
-            places[name] = _Place(layer, stack, index, loras[module].scaling)
+            members = len(self._manager.packed_modules[whole]) if module in fused else 1
+            is_known = layer.n_slices == members
+            places[name] = _Place(layer, is_a, index, loras[module].scaling) if is_known else None
         return places
 
 

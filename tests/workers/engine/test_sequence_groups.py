@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ pytestmark = pytest.mark.cluster
 BUDGET = 40
 
 
-ADAPTER = AdapterSource(4, 8, "all-linear", None, False, None, seed=3, merge=True)
+ADAPTER = AdapterSource(4, 8, "all-linear", None, False, None, seed=3, merge=False)
 
 
 class Layout(NamedTuple):
@@ -182,13 +183,14 @@ def trained(path: Path, layout: Layout, folder: Path) -> dict[str, Any]:
     }
 
 
-def adapter_learns(path: Path, layout: Layout, folder: Path | None = None) -> Actor:
+def adapter_learns(
+    path: Path, layout: Layout, folder: Path | None = None, *, adapter: AdapterSource = ADAPTER
+) -> Actor:
     """A policy whose adapter took two steps, from a checkpoint on if there is one."""
     batch, ranks = make_batch(), dist.get_world_size()
     batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
-    model = model_config(path, adapter=ADAPTER)
     config = actor_config(optim=optim_config(lr=3e-2))
-    policy = Actor(model, config, layout.fsdp("float64"), device=CPU, total_steps=10)
+    policy = Actor(model_config(path, adapter=adapter), config, layout.fsdp("float64"), device=CPU, total_steps=10)
     if folder is not None:
         policy.engine.load(folder)
     policy.learn(*mine_of(layout.plan(batch, ranks, update=True), batch))
@@ -198,12 +200,14 @@ def adapter_learns(path: Path, layout: Layout, folder: Path | None = None) -> Ac
 def adapted(path: Path, layout: Layout, folder: Path) -> dict[str, torch.Tensor]:
     """Log-probs of a policy, and of its reference without its adapter, after two steps; what is sent, and saved."""
     batch, ranks = make_batch(), dist.get_world_size()
-    policy = adapter_learns(path, layout)
+    sent: dict[str, torch.Tensor] = {}
+    for how, adapter in {"alone": ADAPTER, "merged": replace(ADAPTER, merge=True)}.items():
+        policy = adapter_learns(path, layout, adapter=adapter)
+        sent |= {f"{how} {name}": tensor for name, tensor in policy.engine.iter_full_params(torch.float64)}
     policy.engine.save(folder)
     plan = layout.plan(batch, ranks, update=False)
     with_it = columns(plan, batch, policy.log_probs)
     without = columns(plan, batch, partial(policy.log_probs, without_adapter=True))
-    sent = {f"sent {name}": tensor for name, tensor in policy.engine.iter_full_params(torch.float64)}
     return with_it | {f"{name} without": column for name, column in without.items()} | parameters(policy) | sent
 
 
@@ -308,6 +312,8 @@ def test_log_probs_entropies_values_and_scores_are_those_of_one_rank(one, four, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_adapter_learns_and_is_switched_off_as_on_one_rank(one, four, layout):
     with_it, without, *_ = one["adapted"].values()
+    alone = [name for name in one["adapted"] if name.startswith("alone ")]
+    assert len(alone) == 2 * 7 * 2 and all(".lora_" in name for name in alone), "two of each layer, and nothing else"
     assert (with_it - without).abs().max() > 1e-3, "the adapter has to have learnt something"
     for rank in four:
         assert distance(rank["adapted"][layout], one["adapted"]) <= 1e-9

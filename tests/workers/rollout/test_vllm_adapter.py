@@ -176,9 +176,13 @@ def test_two_processes_of_vllm_sample_a_mixture_with_an_adapter_that_a_regular_e
         forget(host)
         push(host, actor, 1)
 
-        samples_follow_every_sync(host, actor)
-        report = push(host, actor, 3)
+        first = sampled(host)
+        actor.learn(first, tiny.plan_rows(first, 1, 1).ranks[0])
+        assert difference(actor, first) > 1e-2, "the engine has the weights of before"
+        report = push(host, actor, 2)
+        assert difference(actor, sampled(host)) < 1e-4
         assert report.nbytes == bytes_of(actor) and report.tensors == 2 * 5
+        assert [receiver.read_back for receiver in report.receivers] == [report.tensors] * 2
 
 
 @pytest.mark.usefixtures("bitsandbytes")
@@ -230,22 +234,43 @@ def test_vllm_samples_from_the_model_with_the_adapter_added(folder):
 
 
 def test_what_reads_back_is_what_the_engine_has():
-    layer = SimpleNamespace(lora_a_stacked=[torch.zeros(1, 1, 8, 4)], lora_b_stacked=[torch.zeros(1, 1, 4, 8)])
-    sent = {"a": torch.randn(6, 4).bfloat16(), "b": torch.randn(4, 6).bfloat16(), "part": torch.randn(9, 6)}
-    writer = VllmAdapterWriter.__new__(VllmAdapterWriter)
-    writer._sent = sent
-    places = {"a": "lora_a_stacked", "b": "lora_b_stacked", "part": "lora_b_stacked"}
-    writer._places = {name: _Place(layer, stack, 0, 1.3) for name, stack in places.items()}
+    layer = SimpleNamespace(
+        tp_size=1, n_slices=1, lora_a_stacked=[torch.zeros(1, 1, 8, 4)], lora_b_stacked=[torch.zeros(1, 1, 4, 8)]
+    )
+    sent = {"a": torch.randn(6, 4).bfloat16(), "b": torch.randn(4, 6).bfloat16()}
+    writer = writer_of(sent, {"a": _Place(layer, True, 0, 1.3), "b": _Place(layer, False, 0, 1.3)})
     layer.lora_a_stacked[0] = layer.lora_a_stacked[0].bfloat16()
     layer.lora_b_stacked[0] = layer.lora_b_stacked[0].bfloat16()
     layer.lora_a_stacked[0][0, 0, :6, :4] = sent["a"]
     layer.lora_b_stacked[0][0, 0, :4, :6] = sent["b"] * 1.3
 
     assert torch.equal(writer.read_back("a"), sent["a"]) and torch.equal(writer.read_back("b"), sent["b"])
-    assert writer.read_back("part") is None, "a process of a tensor-parallel engine has a part alone"
     layer.lora_a_stacked[0][0, 0, 5, 3] += 1
     layer.lora_b_stacked[0][0, 0, 3, 5] += 1
     assert not torch.equal(writer.read_back("a"), sent["a"]) and not torch.equal(writer.read_back("b"), sent["b"])
+
+
+def writer_of(sent: dict[str, torch.Tensor], places: dict[str, _Place | None]) -> VllmAdapterWriter:
+    writer = VllmAdapterWriter.__new__(VllmAdapterWriter)
+    writer._sent, writer._places = sent, places
+    return writer
+
+
+def test_a_process_of_a_tensor_parallel_engine_reads_back_its_part():
+    """The second of two, of a layer that fuses two matrices: the lower half of the second matrix's B."""
+    sent = {"b": torch.randn(6, 2), "cut otherwise": torch.randn(6, 2)}
+    layer = SimpleNamespace(
+        tp_size=2,
+        n_slices=2,
+        slice_lora_b=lambda members: [None if member is None else member[3:] for member in members],
+        lora_b_stacked=[torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 3, 8)],
+    )
+    writer = writer_of(sent, {"b": _Place(layer, False, 1, 0.5), "cut otherwise": None})
+    layer.lora_b_stacked[1][0, 0, :, :2] = sent["b"][:3] * 0.5
+    assert not torch.equal(writer.read_back("b"), sent["b"]), "the first process's part"
+    layer.lora_b_stacked[1][0, 0, :, :2] = sent["b"][3:] * 0.5
+    assert torch.equal(writer.read_back("b"), sent["b"])
+    assert writer.read_back("cut otherwise") is None
 
 
 def options_of(folder: Path, adapter: AdapterSource) -> dict[str, Any]:
