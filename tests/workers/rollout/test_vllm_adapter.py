@@ -166,6 +166,8 @@ def test_vllm_samples_from_the_adapter_alone(folder):
 @pytest.mark.timeout(600)
 def test_two_processes_of_vllm_sample_a_mixture_with_an_adapter_that_a_regular_expression_places(mixture, tmp_path):
     pytest.importorskip("vllm")
+    from vllm.lora.request import LoRARequest
+
     actor = make_actor(mixture, OF_SOME)
     with make_host("vllm", mixture, OF_SOME, tensor_model_parallel_size=2, kv_cache_gib=0.1) as host:
         name = "base_model.model.model.layers.7.self_attn.q_proj"
@@ -183,6 +185,15 @@ def test_two_processes_of_vllm_sample_a_mixture_with_an_adapter_that_a_regular_e
         assert difference(actor, sampled(host)) < 1e-4
         assert report.nbytes == bytes_of(actor) and report.tensors == 2 * 5
         assert [receiver.read_back for receiver in report.receivers] == [report.tensors] * 2
+
+        # The folder that a checkpoint has of a later adapter, read by vLLM itself.
+        actor.learn(first, tiny.plan_rows(first, 1, 1).ranks[0])
+        assert difference(actor, sampled(host)) > 1e-2
+        actor.engine.export_hf(tmp_path / "hf")
+        host.engine._adapter = LoRARequest("exported", 2, str(tmp_path / "hf"))
+        assert difference(actor, sampled(host)) < 1e-4
+        push(host, actor, 3)
+        assert difference(actor, sampled(host)) < 1e-4, "what a sync brings takes its place again"
 
 
 @pytest.mark.usefixtures("bitsandbytes")
