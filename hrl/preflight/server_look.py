@@ -19,7 +19,7 @@ from hrl.preflight.findings import Findings
 from hrl.preflight.small_models import runs_on_gpus
 from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.host import ENGINES
-from hrl.workers.rollout.server_engine import RunMark, look_at_all
+from hrl.workers.rollout.server_engine import look_at_all
 from hrl.workers.rollout.server_http import ServerGoneError, key_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def look_at_servers(findings: Findings, config: PPOTrainerConfig, folder: Path |
     kind: type[Server] = getattr(importlib.import_module(module), name).kind
 
     async def look() -> None:
-        servers = [kind(url, setup, RunMark(None)) for url in rollout.server.urls]
+        servers = [kind(url, setup) for url in rollout.server.urls]
         looked = await look_at_all(servers, _LOOK_TIMEOUT_S)
         some_are_there = any(isinstance(found, dict) for _, found in looked)
         for number, (server, found) in enumerate(looked, 1):

@@ -218,6 +218,7 @@ class ActorRolloutRefWorker(ModelWorker):
             visible_devices=visible_devices,
             shares_device=self.role == "actor_rollout",
             rank=self.rank,
+            run_mark=runtime.run_mark,
         )
         name = f"rollout rank {self.rank}"
         return RolloutHost(setup, name=name, lead=self._lead)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -56,6 +57,7 @@ class Runtime:
         shows_pictures: Prompts of the run have pictures.
         freeze_vision_tower: The part of a model that reads them is not trained.
         packs_rows: Rows of a micro-batch are packed, by every model alike; else they are padded.
+        run_mark: Drawn for this start of the run; see `EngineSetup`.
     """
 
     device: str
@@ -74,6 +76,7 @@ class Runtime:
     shows_pictures: bool = False
     freeze_vision_tower: bool = False
     packs_rows: bool = True
+    run_mark: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def of(

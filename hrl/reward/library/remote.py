@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import os
 import random
 import time
@@ -34,6 +33,8 @@ _PROTOCOLS = ("openrlhf", "vllm", "sglang")
 _LARGEST = 3.4028234663852886e38
 """Of float32, in which rewards are computed."""
 _MOST_LOGS = 64
+_OWN_NAMES = frozenset({"score", "scores", "turn_scores", FAILURE})
+"""What a reward function returns, which a server's further numbers may not replace."""
 
 
 class Remote:
@@ -222,15 +223,18 @@ class Remote:
     def _of_openrlhf(self, url: str, reply: Any, shown: str) -> dict[str, Any]:
         if not isinstance(reply, Mapping) or "rewards" not in reply:
             raise EndpointError(f"{url} sent no object with 'rewards': {shown}")
-        found = {"score": _number(url, _only(url, reply["rewards"], "rewards", shown), "rewards", shown)}
-        if reply.get("scores") is not None:
-            found["scores"] = _number(url, _only(url, reply["scores"], "scores", shown), "scores", shown)
+        score = _number(url, _only(url, reply["rewards"], "rewards", shown), "rewards", shown)
         logs = reply.get("extra_logs") or {}
         if not isinstance(logs, Mapping) or len(logs) > _MOST_LOGS:
             raise EndpointError(f"{url} sent 'extra_logs' that are no object of at most {_MOST_LOGS} numbers: {shown}")
-        for name, value in logs.items():
-            found[str(name)] = _number(url, _only(url, value, str(name), shown), str(name), shown)
-        return found
+        found = {}
+        for name, value in logs.items():  # none of which takes the place of what a reward function says itself
+            found[f"log_{name}" if name in _OWN_NAMES else str(name)] = _number(
+                url, _only(url, value, str(name), shown), str(name), shown
+            )
+        if reply.get("scores") is not None:
+            found["scores"] = _number(url, _only(url, reply["scores"], "scores", shown), "scores", shown)
+        return found | {"score": score}
 
 
 def _only(url: str, value: Any, name: str, shown: str) -> Any:
@@ -245,7 +249,7 @@ def _only(url: str, value: Any, name: str, shown: str) -> Any:
 def _number(url: str, value: Any, name: str, shown: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise EndpointError(f"{url} sent {name!r} that is no number: {shown}")
-    if not (math.isfinite(value) and abs(value) <= _LARGEST):
+    if not abs(value) <= _LARGEST:  # an integer may be too large for any float, and NaN is larger than nothing
         raise EndpointError(f"{url} sent {name!r} {value}, which is not finite in float32: {shown}")
     return float(value)
 

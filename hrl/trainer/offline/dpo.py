@@ -24,6 +24,7 @@ from hrl.workers.requests import PreferenceUpdate, temperature_of
 
 if TYPE_CHECKING:
     from hrl.data.offline.pairs import PairDataset
+    from hrl.data.order import EpochOrder
 
 
 class DPOTrainer(OfflineTrainer):
@@ -63,12 +64,12 @@ class DPOTrainer(OfflineTrainer):
         return dataset
 
     def blocks_ahead(self) -> list[Sequence[int]]:
-        """Return the batches of the first epoch that hold a row which the rest of the run visits."""
+        """Return the batches of the first epoch and of what it leaves out, of those that the rest of the run visits."""
         # A log-prob's last bits depend on the other rows of its forward pass. These blocks depend on the order alone,
         # not on where the run begins or ends: a resumed run has the numbers of one that was never interrupted.
         order, size = self.train_dataset.order, self.config.data.train_batch_size
         ahead = order.ahead(self.data_position, size, self.total_training_steps - self.global_steps)
-        return [block for block in blocks_of(order.epoch(0).tolist(), size) if ahead[block].any()]
+        return [block for block in blocks_of(each_once(order), size) if ahead[block].any()]
 
     def ask_reference(self, dataset: PairDataset, blocks: Sequence[Sequence[int]]) -> None:
         """Store the log-probs of the present weights in a data set, block by block."""
@@ -105,6 +106,15 @@ class DPOTrainer(OfflineTrainer):
         )
         chosen, rejected = (options.beta * margin for margin in margins)
         return pair_scores(preference_loss(name, *margins, options)[0], chosen, rejected)
+
+
+def each_once(order: EpochOrder) -> list[int]:
+    """Return every row once: those of the first epoch as it has them, then those that only later ones draw.
+
+    Of sources with weights an epoch has some rows several times, and others not at all.
+    """
+    first = dict.fromkeys(order.epoch(0).tolist())
+    return [*first, *(row for row in range(order.num_rows) if row not in first)]
 
 
 def blocks_of(rows: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -18,7 +18,7 @@ from hrl.algos.registry import LABELLED_LOSS_TRAITS
 from hrl.metrics import Metric
 from hrl.pictures import has_pictures
 from hrl.protocol import DataProto
-from hrl.trainer.offline.dpo import DPOTrainer, blocks_of
+from hrl.trainer.offline.dpo import DPOTrainer, blocks_of, each_once
 from hrl.trainer.offline.trainer import FORWARD_ITEMS
 from hrl.workers.requests import LabelledUpdate, temperature_of
 
@@ -40,7 +40,7 @@ class KTOTrainer(DPOTrainer):
     def before_load(self) -> None:
         """Choose each prompt's other answer, and compute the reference's log-probs of all rows to come."""
         order, size = self.train_dataset.order, self.config.data.train_batch_size
-        self.train_dataset.mismatch(blocks_of(order.epoch(0).tolist(), size))
+        self.train_dataset.mismatch(blocks_of(each_once(order), size))
         if self.val_dataset is not None:
             self._mismatch_in_order(self.val_dataset)
         super().before_load()

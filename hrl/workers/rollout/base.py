@@ -64,6 +64,7 @@ class EngineSetup:
             only its own. `None` leaves them as they are.
         shares_device: A trainer needs the engine's memory between rollouts.
         rank: Of the process that opens it, among those that sample.
+        run_mark: Tells this run's weights from all others on a server that somebody else started.
     """
 
     config: RolloutConfig
@@ -74,6 +75,7 @@ class EngineSetup:
     visible_devices: str | None = None
     shares_device: bool = True
     rank: int = 0
+    run_mark: str = ""
 
     @property
     def sleeps(self) -> bool:

@@ -13,12 +13,11 @@ import asyncio
 import logging
 import math
 import resource
-import secrets
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hrl.pictures import Picture
@@ -52,30 +51,12 @@ _BYTES_OF_REPLY, _BYTES_OF_TOKEN = 1 << 20, 4096
 """Bounds of an answer: a token comes with its text, perhaps as escapes, and its log-prob."""
 
 
-@dataclass
-class RunMark:
-    """What tells this run's weights from all others on a server.
-
-    Attributes:
-        text: Drawn by the first rank; the others learn it from the servers. None until then.
-    """
-
-    text: str | None
-
-    def is_of_this_run(self, text: str) -> bool:
-        """Return whether a server that names this mark has its weights from this run."""
-        if self.text is None:
-            self.text = text
-        return self.text == text
-
-
 class Server(ABC):
     """One server, spoken to in its own protocol.
 
     Args:
         url: Its address.
         setup: What the engine is opened with.
-        mark: Of the run, shared by all servers.
 
     Attributes:
         address: How it is asked.
@@ -85,9 +66,8 @@ class Server(ABC):
         confirmed: Policy version that it said it holds, before it was first sampled from.
     """
 
-    def __init__(self, url: str, setup: EngineSetup, mark: RunMark) -> None:
+    def __init__(self, url: str, setup: EngineSetup) -> None:
         self.setup = setup
-        self.mark = mark
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = soft // (2 * len(setup.config.server.urls))  # half of this process's, for all servers
         self.address = Address(url, key_of(setup.config.server.api_key), max(1, min(setup.config.max_num_seqs, files)))
@@ -200,8 +180,7 @@ class ServedEngine(RolloutEngine, Generic[S]):
         Raises:
             ServerError: One can't be used, or none is there.
         """
-        mark = RunMark(secrets.token_hex(8) if self.takes_weights else None)
-        self.servers = [self.kind(url, self.setup, mark) for url in self.setup.config.server.urls]
+        self.servers = [self.kind(url, self.setup) for url in self.setup.config.server.urls]
         for server, failure in await self._each(self.servers, lambda server: server.look(LOOK_TIMEOUT_S)):
             if isinstance(failure, ServerGoneError):
                 server.fall(str(failure))
@@ -390,7 +369,8 @@ def read_tokens(
     numbers = isinstance(log_probs, list) and all(type(number) in (int, float) for number in log_probs)
     if not numbers or len(log_probs) != len(token_ids):
         raise ServerRefusesError(f"{said} without a log-prob of each token: is it the right server?")
-    if not all(math.isfinite(number) for number in log_probs):
+    # A comparison, because an integer of hundreds of digits is no float at all.
+    if not all(abs(number) <= sys.float_info.max for number in log_probs):
         raise ServerRefusesError(f"{said} with a log-prob that is not a finite number: are its weights sound?")
     if reason is None:
         raise ServerRefusesError(f"{said} without a reason for its end that is known")

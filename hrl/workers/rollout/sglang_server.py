@@ -17,7 +17,7 @@ from hrl.files import expanded
 from hrl.models.hf_config import load_config
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
-from hrl.workers.rollout.server_engine import HEALTH_TIMEOUT_S, RunMark, ServedEngine, Server, read_tokens
+from hrl.workers.rollout.server_engine import HEALTH_TIMEOUT_S, ServedEngine, Server, read_tokens
 from hrl.workers.rollout.server_http import Reply, ServerGoneError, ServerRefusesError
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.saved_folder import SavedFolderWriter
@@ -84,8 +84,8 @@ def update_request(folder: Path, weight_version: str) -> dict[str, Any]:
 class SglangServer(Server):
     """One server of SGLang."""
 
-    def __init__(self, url: str, setup: EngineSetup, mark: RunMark) -> None:
-        super().__init__(url, setup, mark)
+    def __init__(self, url: str, setup: EngineSetup) -> None:
+        super().__init__(url, setup)
         self.checksum: str | None = None
 
     async def look(self, timeout_s: float) -> dict[str, str]:
@@ -125,7 +125,7 @@ class SglangServer(Server):
         Raises:
             ServerError: It does not.
         """
-        body = update_request(folder, f"{_PREFIX}-{self.mark.text}-{version}")
+        body = update_request(folder, f"{_PREFIX}-{self.setup.run_mark}-{version}")
         answer = (await self.address.post(UPDATE, body, timeout_s=timeout_s)).json()
         if answer.get("success") is not True:
             raise ServerRefusesError(f"{self.url}{UPDATE} did not take the weights: {answer.get('message')!r}")
@@ -139,8 +139,8 @@ class SglangServer(Server):
 
     def _version_of(self, weights: Any) -> int:
         parts = str(weights).split("-")
-        is_ours = len(parts) == 3 and parts[0] == _PREFIX and parts[2].isdecimal()
-        if is_ours and self.mark.is_of_this_run(parts[1]):
+        is_ours = len(parts) == 3 and parts[0] == _PREFIX and parts[2].isdecimal() and len(parts[2]) < 20
+        if is_ours and parts[1] == self.setup.run_mark:
             return int(parts[2])
         raise ServerGoneError(
             f"{self.url} holds weights {weights!r}, which this run has not sent: was it started anew, or does another "

@@ -8,13 +8,16 @@ weight sync: it checks every tensor, reads back what it wrote, and knows which v
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from hrl.models.hf_config import load_config
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
-from hrl.workers.rollout.server_engine import HEALTH_TIMEOUT_S, RunMark, ServedEngine, Server, read_tokens
+from hrl.workers.rollout.server_engine import HEALTH_TIMEOUT_S, ServedEngine, Server, read_tokens
 from hrl.workers.rollout.server_http import Reply, ServerGoneError, ServerRefusesError
 from hrl.workers.weight_sync import shared_memory
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
@@ -26,20 +29,30 @@ _MOST_REPORT_BYTES = 1 << 24
 _RESET_PAUSE_S = 0.2
 
 
-def server_command(setup: EngineSetup) -> str:
-    """Return the command by which a server is started that a run can sample from."""
-    config, model = setup.config, setup.model
+def server_command(setup: EngineSetup, url: str, *, on_cpu: bool = False) -> str:
+    """Return the command by which a server is started that a run can sample from.
+
+    Args:
+        setup: What the engine is opened with.
+        url: Where the server is to be reached. Of a machine's own network it names one address, never all of them.
+        on_cpu: The server is known to run on a CPU.
+    """
+    config, model, place = setup.config, setup.model, urlsplit(url)
+    head = shlex.quote(json.dumps({"head_dtype": "float32"}))
     return (
-        f"VLLM_SERVER_DEV_MODE=1 vllm serve {model.path} --dtype {config.dtype} --max-model-len {model.max_model_len} "
-        f"--worker-extension-cls {EXTENSION} --logprobs-mode processed_logprobs --generation-config vllm"
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(model.path)} "
+        f"--host {place.hostname} --port {place.port or 80} "
+        f"--dtype {config.dtype} --max-model-len {model.max_model_len} --worker-extension-cls {EXTENSION} "
+        f"--logprobs-mode processed_logprobs --generation-config vllm --hf-overrides {head}"
+        f"{' --no-enable-chunked-prefill' * on_cpu}"
     )
 
 
 class VllmServer(Server):
     """One `vllm serve`."""
 
-    def __init__(self, url: str, setup: EngineSetup, mark: RunMark) -> None:
-        super().__init__(url, setup, mark)
+    def __init__(self, url: str, setup: EngineSetup) -> None:
+        super().__init__(url, setup)
         self._model: str | None = None
         self._asking = asyncio.Lock()
         self._next_answer: asyncio.Task[int] | None = None
@@ -82,7 +95,7 @@ class VllmServer(Server):
         marks = {state["mark"] for state in states}
         if len(marks) == 1 and len(versions) == 1:
             mark, version = marks.pop(), versions.pop()
-            if mark is not None and version is not None and self.mark.is_of_this_run(mark):
+            if mark == self.setup.run_mark and version is not None:
                 return int(version)
         raise ServerGoneError(
             f"{self.url} does not hold weights that this run has sent: was it started anew, or does another run use it?"
@@ -91,8 +104,8 @@ class VllmServer(Server):
     async def begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int, timeout_s: float) -> None:
         """Announce a sync to every process of the server."""
         states = await self._call("hrl_state", timeout_s=timeout_s)
-        if any(state["mark"] != self.mark.text for state in states):
-            await self._call("hrl_join_run", self.mark.text, timeout_s=timeout_s)
+        if any(state["mark"] != self.setup.run_mark for state in states):
+            await self._call("hrl_join_run", self.setup.run_mark, timeout_s=timeout_s)
         else:
             await self._call("hrl_weights_abort", timeout_s=timeout_s)  # what is left of a sync that failed
         try:
@@ -152,7 +165,7 @@ class VllmServer(Server):
         return answers
 
     async def _looked(self, timeout_s: float) -> dict[str, Any]:
-        how = f"start it with\n  {server_command(self.setup)}"
+        how = f"start it with\n  {server_command(self.setup, self.url)}"
         try:
             answers = await self._call("hrl_look", timeout_s=timeout_s)
         except ServerRefusesError as error:
@@ -188,11 +201,14 @@ class VllmServer(Server):
             wrong.append("it takes settings of sampling from the model's folder")
         if found.get("cuts_seeded_prompts"):
             wrong.append("it cuts prompts, which on a CPU fails for requests with a seed (--no-enable-chunked-prefill)")
+        if found.get("rounds_logits"):
+            wrong.append("it rounds logits, by which log-probs move (--hf-overrides)")
         if found.get("data_parallel_size", 1) > 1:
             wrong.append("it has several engines behind one address (--data-parallel-size): start one server for each")
         if wrong:
+            command = server_command(self.setup, self.url, on_cpu=bool(found.get("cuts_seeded_prompts")))
             raise ServerRefusesError(
-                f"{self.url} does not fit this run: {'; '.join(wrong)}. Start it with\n  {server_command(self.setup)}"
+                f"{self.url} does not fit this run: {'; '.join(wrong)}. Start it with\n  {command}"
             )
 
     async def _try(self, timeout_s: float) -> None:

@@ -358,6 +358,8 @@ class RolloutWorkerExtension:
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
             "generation_config": model.generation_config,
             "cuts_seeded_prompts": not torch.cuda.is_available() and config.scheduler_config.enable_chunked_prefill,
+            # On a CPU, and in a vLLM without this setting, a run brings a head of its own.
+            "rounds_logits": torch.cuda.is_available() and getattr(model, "head_dtype", torch.float32) != torch.float32,
             "data_parallel_size": config.parallel_config.data_parallel_size,
         } | self.hrl_state()
 

@@ -52,6 +52,14 @@ def test_a_server_of_openrlhf_is_asked_as_openrlhf_asks_it() -> None:
     assert endpoint.requests == [{"query": ["7 + 5?12"], "prompts": ["7 + 5?"], "labels": ["12"]}]
 
 
+def test_further_numbers_of_a_server_replace_no_reward() -> None:
+    logs = {"score": [9], "scores": [8], "turn_scores": [7], "failure": [6], "length": [3]}
+    with serving(lambda number, body: sends({"rewards": [1.5], "extra_logs": logs}), PATH) as endpoint:
+        (found,) = scored(Remote(address(endpoint)), "12")
+    assert found.pop("score") == 1.5
+    assert found == {"log_score": 9, "log_scores": 8, "log_turn_scores": 7, "log_failure": 6, "length": 3}
+
+
 def test_a_served_classifier_gets_the_chat_and_gives_its_plain_score() -> None:
     classified = {"data": [{"index": 0, "probs": [-3.25], "num_classes": 1}]}
     with serving(lambda number, _: sends(classified), "/classify") as it:
@@ -79,6 +87,7 @@ HOSTILE = {
     "infinite": (b'{"rewards": [1e39]}', "'rewards' 1e+39, which is not finite in float32"),
     "a count": (b'{"rewards": [1, 2]}', "sent 2 rewards for one sample"),
     "none": (b'{"rewards": []}', "sent 0 rewards for one sample"),
+    "digits": (b'{"rewards": 1' + b"0" * 400 + b"}", "which is not finite in float32"),
     "text": (b'{"rewards": ["1"]}', "'rewards' that is no number"),
     "a truth": (b'{"rewards": [true]}', "'rewards' that is no number"),
     "HTML": (b"<html>welcome</html>", "sent no JSON: <html>welcome</html>"),

@@ -14,9 +14,10 @@ from torch import Tensor
 from hrl.config.load import validate_kind
 from hrl.config.run_kind import DPO
 from hrl.data.offline.pairs import PairDataset
+from hrl.data.order import EpochOrder, MixedOrder
 from hrl.protocol import DataProto
 from hrl.report.live import in_silence
-from hrl.trainer.offline.dpo import DPOTrainer
+from hrl.trainer.offline.dpo import DPOTrainer, each_once
 from tests.data.conftest import make_tokenizer
 
 PAIRS, BATCH = 11, 3
@@ -130,3 +131,14 @@ def test_a_resumed_run_asks_only_for_what_is_left(tmp_path: Path) -> None:
     epoch = first.train_dataset.order.epoch(0).tolist()
     assert trainer(tmp_path, total=3).passes == [epoch[6:9]]
     assert trainer(tmp_path, total=2).passes == []
+
+
+@pytest.mark.parametrize("weights", [(), (5.0, 1.0), (1.0, 9.0)])
+def test_every_row_is_asked_for_once_whatever_the_first_epoch_draws(weights):
+    order = MixedOrder(11, 3, True, (4, 7), weights) if weights else EpochOrder(11, 3, True)
+    rows, first = each_once(order), order.epoch(0).tolist()
+    assert sorted(rows) == list(range(11))
+    assert rows[: len({*first})] == list(dict.fromkeys(first))
+    if weights:
+        assert len({*first}) < 11, "a small source is seen several times"
+        assert {*chain.from_iterable(order.epoch(n).tolist() for n in range(9))} > {*first}

@@ -58,7 +58,7 @@ def engine_setup(
     source = ModelSource.to_look_at(
         Path(folder), override_config or {}, trust_remote_code=False, max_model_len=max_model_len
     )
-    return EngineSetup(rollout_config(name, **changes), source, tokens, device, num_threads)
+    return EngineSetup(rollout_config(name, **changes), source, tokens, device, num_threads, run_mark="run")
 
 
 def prompt_batch(prompts: list[list[int]], n: int, width: int) -> DataProto:

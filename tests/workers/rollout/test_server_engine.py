@@ -403,6 +403,18 @@ def test_ranks_share_servers_and_the_first_one_gives_them_the_weights(make, mode
             sample(other)
 
 
+def test_a_server_of_another_run_is_told_from_the_own_ones_by_every_rank(make, model):
+    """It has the version that is asked for, and the rank that sends did not reach it."""
+    strange = Stub()
+    strange.state = {"mark": "another run", "version": 1}
+    with running(strange):
+        other = make(strange, rank=1)
+        other.start()
+        push(other, model, 1)
+        with pytest.raises(EngineDeadError, match="does not hold weights that this run has sent"):
+            sample(other)
+
+
 def test_the_prefix_cache_is_dropped_after_each_sync_or_the_sync_fails(make, model):
     async def busy(_: web.Request) -> web.Response:
         return web.json_response({"success": False})
