@@ -1,11 +1,13 @@
 """Stage adapter: a vLLM engine that samples from an adapter, of which every sync sends nothing else.
 
 Before the first sync it samples from the model alone. After each, the trainer's log-probs of what was sampled are the
-engine's, and the bytes on the way are those of the adapter.
+engine's, and the bytes on the way are those of the adapter. Where bitsandbytes is installed, the same again beside a
+model in 4 bits, which engine and trainer round each for itself.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from dataclasses import replace
@@ -46,7 +48,18 @@ def run(setup: Setup, findings: Findings) -> None:
     folder = Path(setup.folder, "random-model-of-adapter")
     with torch.device(device):
         AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16).save_pretrained(folder)
-    source = ModelSource(str(folder), {}, True, True, False, 256, adapter=ADAPTER)
+    _beside(folder, ADAPTER, device, SHAPES[size][5], findings, "")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        findings.add("beside a model in 4 bits", "not tried", "bitsandbytes is not installed")
+    else:
+        _beside(folder, replace(ADAPTER, load_in_4bit=True), device, SHAPES[size][5], findings, "4 bits: ")
+
+
+def _beside(
+    folder: Path, adapter: AdapterSource, device: torch.device, vocab_size: int, findings: Findings, label: str
+) -> None:
+    """Start an engine for the model and this adapter, and let both learn."""
+    source = ModelSource(str(folder), {}, True, True, False, 256, adapter=adapter)
     trainer = Engine(
         load_causal_lm,
         PackedCausalLM,
@@ -57,29 +70,32 @@ def run(setup: Setup, findings: Findings) -> None:
     )
     small = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_gib": 0.25, "max_num_seqs": 16}
     config = PPOTrainerConfig().actor_rollout_ref.rollout.model_copy(update={**small, "enforce_eager": True})
-    tokens = TokenIds(pad=0, stop=(2,), vocab_size=SHAPES[size][5])
+    tokens = TokenIds(pad=0, stop=(2,), vocab_size=vocab_size)
     host = RolloutHost(EngineSetup(config, source, tokens, device))
     started = time.perf_counter()
     host.start()
     try:
-        findings.add("start", f"{time.perf_counter() - started:.1f} s")
-        _follow(host, trainer, findings)
+        findings.add(f"{label}start", f"{time.perf_counter() - started:.1f} s")
+        _follow(host, trainer, findings, label)
     finally:
         host.shutdown()
 
 
-def _follow(host: RolloutHost, trainer: Engine, findings: Findings) -> None:
+def _follow(host: RolloutHost, trainer: Engine, findings: Findings, label: str) -> None:
     adapter_bytes = sum(2 * parameter.numel() for parameter in trainer.optimizer.parameters)  # type: ignore[union-attr]
     rows, log_probs = _sampled(host, "before")
-    findings.below("a new adapter: log-probs differ from the engine's, mean", _apart(trainer, rows, log_probs), NOISE)
+    apart = _apart(trainer, rows, log_probs)
+    findings.below(f"{label}a new adapter: log-probs differ from the engine's, mean", apart, NOISE)
     for version in (1, 2):
         count = len(rows.prompts)
         report = one_step(trainer, rows, (tuple(range(count)),))
         sound = report.applied and math.isfinite(report.grad_norm)
-        findings.add(f"step {version}: gradient norm of the adapter", f"{report.grad_norm:.3g}", "applied", sound)
+        findings.add(
+            f"{label}step {version}: gradient norm of the adapter", f"{report.grad_norm:.3g}", "applied", sound
+        )
         rows, log_probs = _sampled(host, f"stale {version}")
         findings.add(
-            f"step {version}: the engine's log-probs before the sync differ, mean",
+            f"{label}step {version}: the engine's log-probs before the sync differ, mean",
             f"{_apart(trainer, rows, log_probs):.3g}",
         )
         started = time.perf_counter()
@@ -91,21 +107,21 @@ def _follow(host: RolloutHost, trainer: Engine, findings: Findings) -> None:
         )
         seconds = time.perf_counter() - started
         findings.add(
-            f"sync {version}: sent in {seconds:.2f} s",
+            f"{label}sync {version}: sent in {seconds:.2f} s",
             f"{sync.nbytes / 2**20:.2f} MiB",
             f"{adapter_bytes / 2**20:.2f} MiB, the adapter's",
             sync.nbytes == adapter_bytes,
         )
         read_back = sync.receivers[0].read_back
         findings.add(
-            f"sync {version}: tensors read back bit for bit",
+            f"{label}sync {version}: tensors read back bit for bit",
             f"{read_back} of {sync.tensors}",
             "all",
             read_back == sync.tensors,
         )
         rows, log_probs = _sampled(host, f"fresh {version}")
         findings.below(
-            f"sync {version}: log-probs differ from the engine's, mean", _apart(trainer, rows, log_probs), NOISE
+            f"{label}sync {version}: log-probs differ from the engine's, mean", _apart(trainer, rows, log_probs), NOISE
         )
 
 

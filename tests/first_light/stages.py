@@ -30,9 +30,9 @@ STAGES = (
     Stage("groups", "groups", 60),
     Stage("experts", "experts", 60),
     Stage("optimizers", "optimizers", 60),
-    Stage("memory", "ladder", 540),
-    Stage("sleep", "sleep", 360, ("vllm",)),
-    Stage("adapter", "adapter", 240, ("vllm", "tensordict", "peft")),
+    Stage("memory", "ladder", 480),
+    Stage("sleep", "sleep", 300, ("vllm",)),
+    Stage("adapter", "adapter", 360, ("vllm", "tensordict", "peft")),
     Stage("quickstart", "quickstart", 600, ALL_OF_HRL),
     Stage("peer", "peer", 600, (*ALL_OF_HRL, "trl", "datasets")),
 )
