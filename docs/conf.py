@@ -67,8 +67,8 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"(hrl\..*\.)?(AdvantageSettings|ConfigView|EngineSetup|EpisodeDriver|Execute|GroupFilter|JsonConsole|Manifest|PolicyLossSettings|Position"
-        r"|RankEnv|ReceiverReport|ResourcePoolManager|RewardService|Role|RunConsole|RunReporter|SampleOutput"
-        r"|CheckpointError|ClusterLostError|LeftOutError|RunStoppedError|SamplingParams|Slot|StepMetrics|StopRequest|Uploads|WorkerGroups)",
+        r"|RankEnv|ReceiverReport|ResourcePoolManager|RewardModelRows|RewardService|Role|RunConsole|RunReporter|SampleOutput"
+        r"|CheckpointError|ClusterLostError|LeftOutError|RunStoppedError|SamplingParams|Slot|StepMetrics|StepPhase|StopRequest|Uploads|WorkerGroups)",
     ),
 ]
 napoleon_google_docstring = True

@@ -20,7 +20,7 @@ _OF_DATA = re.compile(
     "reward|row|sample|score|solution|source|target|text|truth|video|"
     # what a tokenizer calls its own
     "assistant|begin|bos|cls|decoder|end|eo[st]|first|last|mask|next|pad|padding|reasoning|sentinel|sep|special|start|"
-    "stop|think|thinking|unk|unknown|vision|"
+    "step|stop|think|thinking|unk|unknown|vision|"
     # dictionaries and files
     "cache|config|dict|foreign|hash|hashing|index|join|json|lookup|map|model|new|old|order|partition|primary|public|"
     "sort|weight|"

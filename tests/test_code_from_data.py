@@ -41,6 +41,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("hrl/models/companions.py", "import_module()"): (1, "installed packages that transformers imports anyway"),
     ("hrl/workers/actor_rollout_ref.py", "importlib.import_module()"): (1, "one module of hrl"),
     ("hrl/workers/rollout/host.py", "importlib.import_module()"): (1, "the engines of hrl's own table"),
+    ("hrl/preflight/server_look.py", "importlib.import_module()"): (1, "the engines of hrl's own table"),
     ("hrl/workers/rollout/early_process.py", "importlib.import_module()"): (1, "modules of a table in this file"),
     ("hrl/workers/rollout/vllm_engine.py", "importlib.import_module()"): (3, "modules of vLLM, named in this file"),
     ("hrl/workers/rollout/vllm_worker.py", "importlib.import_module()"): (1, "a module of vLLM, named in this file"),

@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help="a card such as h100, a100-40gb, l4 or rtx4090, or cpu: this machine; a wrong name shows all",
+        help="a card such as h100, b200, a100-40gb, l4 or rtx4090, or cpu: this machine; a wrong name shows all",
     )
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="mean length of a prompt; half the longest")
     parser.add_argument("--response-tokens", type=positive, metavar="N", help="the same of a response")

@@ -123,6 +123,8 @@ def _shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
     shown = {"prompt": row["prompt"][-1]["content"]}
     if "chosen" in row:
         return shown | {name: row[name][-1]["content"] for name in ("chosen", "rejected")}
+    if "completion" in row:
+        return shown | {"answer": row["completion"][-1]["content"], "label": "good" if row["label"] else "bad"}
     return shown | {"answer": row.get("answer", row["reward_model"]["ground_truth"])}
 
 

@@ -176,7 +176,7 @@ FAMILIES: dict[str, OutcomeOf] = {
 }
 """What each family makes of a batch; tokens of which the mask is 0 have rubbish in every column, or have not."""
 
-OF_SAMPLES = {"group filter", "reward shaping", "policy filtration", "reward model"}
+OF_SAMPLES = {"group filter", "reward shaping", "policy filtration", "reward model", "labelled"}
 """Families that see one number for each sample."""
 
 

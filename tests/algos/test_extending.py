@@ -44,6 +44,7 @@ MUST_EXIST = {
     "rejection": "token_k1 token_k2 token_k3 seq_mean_k1 seq_mean_k2 seq_mean_k3 seq_max_k2 seq_max_k3",
     "group filter": "spread",
     "preference": "sigmoid ipo simpo orpo",
+    "labelled": "kto apo_zero_unpaired",
     "reward model": "bradley_terry",
     "sft": "nll",
     "reward shaping": "clip standardise",

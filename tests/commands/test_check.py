@@ -55,7 +55,7 @@ def test_check_as_json(capsys):
     assert report["differs_from_default"]["trainer.seed"] == {"value": 3, "default": 1}
     assert set(report) == {
         "valid", "config", "origins", "differs_from_default", "found", "placement", "arithmetic", "units", "memory",
-        "changed", "warnings", "notes", "unchecked",
+        "changed", "warnings", "notes", "unchecked", "devices",
     }  # fmt: skip
 
 

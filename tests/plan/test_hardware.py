@@ -7,7 +7,8 @@ from hrl.plan.hardware import GPUS, HardwareError, cpu, hardware_named
 
 
 def test_peaks_are_those_of_the_table_of_cards():
-    assert {name: card.flops for name, card in GPUS.items()} == {name: PEAK_FLOPS[name.upper()] for name in GPUS}
+    of_torch = {name: name.upper().removesuffix("-40GB").replace("RTX", "RTX ") for name in GPUS}
+    assert {name: card.flops for name, card in GPUS.items()} == {name: PEAK_FLOPS[of_torch[name]] for name in GPUS}
 
 
 def test_an_unknown_card_is_refused_with_the_nearest():

@@ -418,6 +418,11 @@ READ_ELSEWHERE = {
         f"actor_rollout_ref.rollout.{name}": "these runs sample with hf, not with vLLM"
         for name in ("enable_prefix_caching", "enforce_eager", "max_num_batched_tokens")
     },
+    **{
+        f"actor_rollout_ref.rollout.server.{name}": "these runs have an engine of their own"
+        for name in ("api_key", "timeout_s", "urls", "weights_folder")
+    },
+    "reward.reward_model.step_separator": "read where a reward model scores steps",
     "actor_rollout_ref.actor.policy_loss.dro_beta": "a run has one loss, and none here has this one",
     "actor_rollout_ref.actor.checkpoint.load_contents": "read on resume",
     "distillation.distillation_loss.distillation_loss_coef": "the configuration makes the divergence's weight of it",

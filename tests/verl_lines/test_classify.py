@@ -88,7 +88,7 @@ def test_a_reason_without_a_way_out_is_senseless():
 LINES = {
     "accepted": "trainer.balance_batch=False data.dataloader_num_workers=0",
     "alternative": "trainer.del_local_ckpt_after_load=true",
-    "absent": "actor_rollout_ref.model.mtp.enable=true",
+    "absent": "trainer.device=npu",
     "unreadable": "trainer.nnodes=",
 }
 
