@@ -6,6 +6,7 @@ import json
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,12 @@ def serving(folder, tmp_path_factory) -> Iterator[Serving]:
 def make(folder, serving) -> Iterator[Callable[..., RolloutHost]]:
     opened: list[RolloutHost] = []
 
-    def make(model: Path = folder, *, longest: int = 96, **settings: Any) -> RolloutHost:
+    def make(model: Path = folder, *, longest: int = 96, run_mark: str = "run", **settings: Any) -> RolloutHost:
         server = ServerConfig(urls=[serving.url], timeout_s=60.0, **settings)
         setup = engine_setup(
             "server", model, TokenIds(0, (STOP,), models.VOCAB), longest, dtype="float32", server=server
         )
-        opened.append(RolloutHost(setup))
+        opened.append(RolloutHost(replace(setup, run_mark=run_mark)))
         return opened[-1]
 
     yield make
@@ -165,7 +166,7 @@ def test_a_sync_that_breaks_on_the_way_leaves_the_old_weights(host, folder):
 def test_another_runs_weights_are_not_taken_for_this_ones(host, make, folder, serving):
     model = models.load(folder)
     push(host, model, 1)
-    other = make()
+    other = make(run_mark="another run")
     other.start()
     push(other, models.perturb(models.load(folder), 0.1), 1)  # of the same number
     with pytest.raises(EngineDeadError, match=f"{serving.url} does not hold weights that this run has sent"):
