@@ -1,20 +1,23 @@
-"""One request to a server that scores: which answers may be asked for again, and which are hopeless."""
+"""Requests to a server that scores: which answers may be asked for again and when, and which are hopeless."""
 
 from __future__ import annotations
 
+import asyncio
+import random
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hrl.errors import HrlError
-from hrl.reward.library.base import require
+from hrl.reward.library.base import FAILURE, require
 
 if TYPE_CHECKING:
     import aiohttp
 
 LONGEST_SHOWN = 500
 """Characters of a reply in a message."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
-MOST_FAILURES_IN_A_ROW = 32
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+_MOST_FAILURES_IN_A_ROW = 32
 """So many samples in a row without a score are no accident: then `on_failure: skip` does not hide them."""
 
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -40,6 +43,62 @@ class NotNowError(EndpointError):
     def __init__(self, message: str, pause_s: float | None = None) -> None:
         super().__init__(message)
         self.pause_s = pause_s
+
+
+class Failures:
+    """What becomes of a sample without a score.
+
+    Args:
+        skips: It is left out of training; otherwise its error is raised.
+    """
+
+    def __init__(self, skips: bool) -> None:
+        self._skips, self._in_a_row = skips, 0
+
+    def over(self) -> None:
+        """Note a score."""
+        self._in_a_row = 0
+
+    def outcome(self, error: EndpointError) -> dict[str, Any]:
+        """Return what stands for the score, with the reason; raise the error itself where that hides too much."""
+        if isinstance(error, EndpointRefusedError):
+            raise error
+        self._in_a_row += 1
+        if not self._skips or self._in_a_row > _MOST_FAILURES_IN_A_ROW:
+            raise error
+        return {"score": None, FAILURE: str(error)}
+
+
+class Pauses:
+    """The time between the tries of one request: twice as long after each, or what the server asks for.
+
+    Args:
+        deadline_s: Seconds from now in which there has to be an answer.
+
+    Attributes:
+        end: Of them, by `time.monotonic`.
+        tries: Requests so far, counted by whoever makes them.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.end, self.tries = time.monotonic() + deadline_s, 0
+        self._deadline_s, self._next_s = deadline_s, _FIRST_PAUSE_S
+
+    def last(self, failure: object) -> EndpointError:
+        """Return the error after a failure that is the last one."""
+        return EndpointError(f"{failure} (the last of {self.tries} tries in {self._deadline_s:g} s)")
+
+    async def rest(self, error: NotNowError) -> None:
+        """Wait until the next try.
+
+        Raises:
+            EndpointError: No time is left for one.
+        """
+        rest_s = error.pause_s if error.pause_s is not None else self._next_s * random.uniform(0.5, 1.0)
+        if time.monotonic() + rest_s >= self.end:
+            raise self.last(error) from error
+        await asyncio.sleep(rest_s)
+        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
 
 
 def require_address(name: str, url: str) -> None:

@@ -6,21 +6,18 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import re
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from hrl.reward.library.base import FAILURE, ArgumentError, readable, require
+from hrl.reward.library.base import ArgumentError, readable, require
 from hrl.reward.library.endpoint import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
     LONGEST_SHOWN,
-    MOST_FAILURES_IN_A_ROW,
     EndpointError,
-    EndpointRefusedError,
+    Failures,
     NotNowError,
+    Pauses,
     post,
     require_address,
     shown_reply,
@@ -132,7 +129,7 @@ class Judge:
         self._template, self._system = prompt, system
         self._low, self._high = low, high
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._skips, self._failures = on_failure == "skip", 0
+        self._failures = Failures(skips=on_failure == "skip")
         self._apart_s = None if requests_per_minute is None else 60.0 / requests_per_minute
         self._most_at_once = max_concurrency
         self._processes = processes
@@ -164,14 +161,9 @@ class Judge:
         try:
             reply = await self._reply(question)
             score = self._score_in(reply)
-        except EndpointRefusedError:
-            raise
         except EndpointError as error:
-            self._failures += 1
-            if not self._skips or self._failures > MOST_FAILURES_IN_A_ROW:
-                raise
-            return {"score": None, FAILURE: str(error)}
-        self._failures = 0
+            return self._failures.outcome(error)
+        self._failures.over()
         return {"score": score, "verdict": reply[-LONGEST_SHOWN:]}
 
     def _question(self, values: Mapping[str, Any]) -> str:
@@ -238,26 +230,21 @@ class Judge:
 
     async def _ask(self, key: str, body: Mapping[str, Any]) -> str:
         """Ask until there is a reply or no time is left for another request."""
-        end, pause_s = time.monotonic() + self._deadline_s, FIRST_PAUSE_S
-        tries, failure = 0, ""
+        pauses, failure = Pauses(self._deadline_s), ""
         async with self._gate:
             while True:
                 wait_s = 0.0 if self._apart_s is None else self._store.take_turn(self._apart_s)
-                if time.monotonic() + wait_s >= end:
+                if time.monotonic() + wait_s >= pauses.end:
                     if failure:
-                        raise EndpointError(f"{failure} (the last of {tries} tries in {self._deadline_s:g} s)")
+                        raise pauses.last(failure)
                     raise EndpointError(f"no turn within {self._deadline_s:g} s at this many requests per minute")
                 await asyncio.sleep(wait_s)
-                tries += 1
+                pauses.tries += 1
                 try:
-                    reply = await self._request(body, min(self._request_s, end - time.monotonic()))
+                    reply = await self._request(body, min(self._request_s, pauses.end - time.monotonic()))
                 except NotNowError as error:
                     failure = str(error)
-                    rest_s = error.pause_s if error.pause_s is not None else pause_s * random.uniform(0.5, 1.0)
-                    if time.monotonic() + rest_s >= end:
-                        raise EndpointError(f"{error} (the last of {tries} tries in {self._deadline_s:g} s)") from error
-                    await asyncio.sleep(rest_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                    await pauses.rest(error)
                 else:
                     if self._number_in(reply) is not None:  # else the next try may get one
                         self._store.keep(key, reply)

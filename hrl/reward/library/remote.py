@@ -6,19 +6,16 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hrl.reward.library.base import FAILURE, readable, require
 from hrl.reward.library.endpoint import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    MOST_FAILURES_IN_A_ROW,
     EndpointError,
-    EndpointRefusedError,
+    Failures,
     NotNowError,
+    Pauses,
     post,
     require_address,
     shown_reply,
@@ -100,7 +97,7 @@ class Remote:
         self._urls = itertools.cycle([one if not end else f"{one.rstrip('/')}{end}" for one in urls])
         self._protocol, self._model = protocol, model
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._skips, self._failures = on_failure == "skip", 0
+        self._failures = Failures(skips=on_failure == "skip")
         self.max_concurrency = max_concurrency
         self._deadline_s = deadline_s
         self._request_s = 0.6 * deadline_s if request_s is None else request_s
@@ -121,14 +118,9 @@ class Remote:
         """
         try:
             found = await self._ask(self._body(response, conversation, ground_truth))
-        except EndpointRefusedError:
-            raise
         except EndpointError as error:
-            self._failures += 1
-            if not self._skips or self._failures > MOST_FAILURES_IN_A_ROW:
-                raise
-            return {"score": None, FAILURE: str(error)}
-        self._failures = 0
+            return self._failures.outcome(error)
+        self._failures.over()
         return found
 
     # ------------------------------------------------------------------ what is sent
@@ -162,10 +154,11 @@ class Remote:
     async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask until there is a score or no time is left for another request."""
         self._be_here()
-        end, pause_s, tries = time.monotonic() + self._deadline_s, FIRST_PAUSE_S, 0
+        pauses = Pauses(self._deadline_s)
         async with self._gate:
             while True:
-                tries, left_s = tries + 1, end - time.monotonic()
+                pauses.tries += 1
+                left_s = pauses.end - time.monotonic()
                 if left_s <= 0:
                     raise EndpointError(f"no turn within {self._deadline_s:g} s: raise max_concurrency, or add servers")
                 url = next(self._urls)
@@ -174,11 +167,7 @@ class Remote:
                     content = await post(self._session, url, body, min(self._request_s, left_s), check)
                     return self._read(url, content)
                 except NotNowError as error:
-                    rest_s = error.pause_s if error.pause_s is not None else pause_s * random.uniform(0.5, 1.0)
-                    if time.monotonic() + rest_s >= end:
-                        raise EndpointError(f"{error} (the last of {tries} tries in {self._deadline_s:g} s)") from error
-                    await asyncio.sleep(rest_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                    await pauses.rest(error)
 
     def _be_here(self) -> None:
         """Open a session on the running event loop."""
