@@ -174,6 +174,34 @@ def critic_config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(base | changes))
 
 
+def as_batch(
+    rng: np.random.Generator,
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    attention: np.ndarray,
+    trained: np.ndarray,
+    samples: int,
+    temperature: float,
+) -> DataProto:
+    """Rows of so many samples a prompt, with drawn columns of what an update reads."""
+    noise = [torch.from_numpy(rng.normal(size=responses.shape)) for _ in range(4)]
+    return DataProto.from_dict(
+        tensors={
+            "prompts": torch.from_numpy(prompts),
+            "responses": torch.from_numpy(responses),
+            "attention_mask": torch.from_numpy(attention),
+            "response_mask": torch.from_numpy(trained),
+            "advantages": noise[0],
+            "ref_log_prob": -4.0 + 0.3 * noise[1],
+            "old_log_probs": -4.0 + 0.3 * noise[2],
+            "values": noise[3],
+            "returns": noise[0] + 1.0,
+        },
+        non_tensors={"uid": np.array([f"g{row // samples}" for row in range(len(prompts))], dtype=object)},
+        meta_info={"temperature": temperature},
+    )
+
+
 def make_batch(num_groups: int = 3, samples: int = 4, *, temperature: float = 1.0, seed: int = 0) -> DataProto:
     """Ragged groups with everything that is awkward: an empty response, one of one token, masked tokens inside."""
     rng = np.random.default_rng(seed)
@@ -192,22 +220,7 @@ def make_batch(num_groups: int = 3, samples: int = 4, *, temperature: float = 1.
             trained[row, :size] = 1
             if row % 3 == 2:  # a tool's token: read by the model, not trained on
                 trained[row, size // 2] = 0
-    noise = [torch.from_numpy(rng.normal(size=(count, RESPONSE_WIDTH))) for _ in range(4)]
-    return DataProto.from_dict(
-        tensors={
-            "prompts": torch.from_numpy(prompts),
-            "responses": torch.from_numpy(responses),
-            "attention_mask": torch.from_numpy(attention),
-            "response_mask": torch.from_numpy(trained),
-            "advantages": noise[0],
-            "ref_log_prob": -4.0 + 0.3 * noise[1],
-            "old_log_probs": -4.0 + 0.3 * noise[2],
-            "values": noise[3],
-            "returns": noise[0] + 1.0,
-        },
-        non_tensors={"uid": np.array([f"g{row // samples}" for row in range(count)], dtype=object)},
-        meta_info={"temperature": temperature},
-    )
+    return as_batch(rng, prompts, responses, attention, trained, samples, temperature)
 
 
 def plan_rows(batch: DataProto, world_size: int, micro_batches: int, *, empty: bool = False) -> BatchPlan:

@@ -27,6 +27,7 @@ from tests.models.hybrids import HYBRIDS, save_hybrid
 from tests.models.tiny import (
     VOCAB,
     actor_config,
+    as_batch,
     critic_config,
     fsdp_config,
     model_config,
@@ -64,22 +65,7 @@ def ragged_batch() -> DataProto:
         trained[row, :answer] = 1
         if answer > 5:
             trained[row, 2] = 0
-    noise = [torch.from_numpy(rng.normal(size=(count, r))) for _ in range(4)]
-    return DataProto.from_dict(
-        tensors={
-            "prompts": torch.from_numpy(prompts),
-            "responses": torch.from_numpy(responses),
-            "attention_mask": torch.from_numpy(mask),
-            "response_mask": torch.from_numpy(trained),
-            "advantages": noise[0],
-            "ref_log_prob": -4.0 + 0.3 * noise[1],
-            "old_log_probs": -4.0 + 0.3 * noise[2],
-            "values": noise[3],
-            "returns": noise[0] + 1.0,
-        },
-        non_tensors={"uid": np.array([f"g{row // 2}" for row in range(count)], dtype=object)},
-        meta_info={"temperature": TEMPERATURE},
-    )
+    return as_batch(rng, prompts, responses, mask, trained, 2, TEMPERATURE)
 
 
 def plain(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
