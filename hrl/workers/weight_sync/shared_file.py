@@ -116,7 +116,8 @@ class SharedFileReader:
                 there = os.fstat(file.fileno()).st_size
                 if there != size:
                     raise WeightSyncError(f"{self._path} has {there} bytes instead of {size}: another run's file?")
-                # Pages of its own, which nobody changes under a tensor; a write would not reach the file.
+                # A write would not reach the file. The pages are still the file's: the sender writes no others into it
+                # before this sync has ended, unless it gave this reader up, whose version then is another.
                 return torch.frombuffer(mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE), dtype=torch.uint8)
         except OSError as error:
             raise WeightSyncError(
