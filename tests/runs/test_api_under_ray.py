@@ -51,7 +51,7 @@ thread.join()
 
 import ray
 
-ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, logging_level="ERROR")
+ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, logging_level="ERROR")
 
 
 async def in_a_loop():
