@@ -83,7 +83,9 @@ class RankProcess:
     def construct(self, role: str, spec: RayClassWithInitArgs) -> None:
         """Construct the worker of a role."""
         self._importing.close()
-        self._workers[role] = spec()
+        self._workers[role] = worker = spec()
+        if not hasattr(worker, "fused_worker_dict"):  # a FusedWorker has the roles within it there
+            worker.fused_worker_dict = self._workers
 
     def call(self, message: Message, *batches: PackedBatch) -> Any:
         """Call a method of a role's worker, as `transport.send` says; batches in the result are packed."""

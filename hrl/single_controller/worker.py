@@ -50,7 +50,8 @@ class Worker:
     """One rank of a worker group: subclass it and `register` the methods that the driver may call."""
 
     fused_worker_dict: dict[str, Worker]
-    """Role → worker, for the workers of one `create_colocated_worker_raw_cls`; not set otherwise."""
+    """Role → worker, for all roles of this worker's process that have been constructed, itself included. It is set once
+    the worker is constructed."""
 
     @cached_property
     def rank_env(self) -> RankEnv:
@@ -211,7 +212,8 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
 
     Args:
         class_dict: The class of each role. A group of the result has the roles' methods with the role in front
-            (`critic_update`); its `spawn` returns one group per role, all on the same processes.
+            (`critic_update`); its `spawn` returns one group per role, all on the same processes, and its `fuse` makes
+            them attributes of the group (`group.critic.update`).
 
     Raises:
         ValueError: There is no role, or a role's name can't prefix a method's name.
@@ -225,6 +227,10 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
         if not isinstance(spec, RayClassWithInitArgs) or isinstance(spec, ColocatedClasses):
             raise TypeError(f"role {role!r} must be a RayClassWithInitArgs of one class, got {type(spec).__name__}")
     return ColocatedClasses(class_dict)
+
+
+#: verl's function of this name: here roles of one process always see each other, in `Worker.fused_worker_dict`.
+create_colocated_worker_cls_fused = create_colocated_worker_cls
 
 
 def create_colocated_worker_raw_cls(class_dict: Mapping[str, RayClassWithInitArgs]) -> type[Worker]:

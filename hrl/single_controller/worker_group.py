@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -106,6 +107,7 @@ class WorkerGroup:
         self.world_size = world_size
         self.call_timeout_s = call_timeout_s
         self._mesh_places: dict[str, list[tuple[int, bool]]] = {}
+        self._fused: frozenset[str] = frozenset()
         self._classes = classes
         self._methods = classes.methods()
         taken = sorted(name for name in self._methods if hasattr(type(self), name))
@@ -139,6 +141,7 @@ class WorkerGroup:
         """Return the same group with another deadline per call: `group.with_timeout(60).method(...)`."""
         view = copy.copy(self)
         view.call_timeout_s = call_timeout_s
+        view._hold(self._fused)
         return view
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
@@ -159,8 +162,25 @@ class WorkerGroup:
         for role in prefix_set:
             groups[role] = copy.copy(self)
             groups[role]._classes, groups[role]._mesh_places = class_dict[role], {}
+            groups[role]._fused = frozenset()
             groups[role]._methods = class_dict[role].methods_as(role)
         return groups
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Make the groups of `spawn` attributes of this one, like verl's method: `group.critic.update(...)`.
+
+        Raises:
+            ValueError: As `spawn`, or a role has the name of something that the group has already.
+        """
+        roles = set(prefix_set)
+        taken = sorted(role for role in roles - self._fused if role in dir(self))
+        if taken:
+            raise ValueError(f"roles {taken} have names of what the group has itself: rename them, or use spawn()")
+        self._hold(roles)
+
+    def _hold(self, roles: AbstractSet[str]) -> None:
+        self.__dict__.update(self.spawn(roles) if roles else {})
+        self._fused = frozenset(self._fused | roles)
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ NAMES = {
     "hrl.single_controller.ray": """RayResourcePool SubRayResourcePool RayClassWithInitArgs RayWorkerGroup
         create_colocated_worker_cls""",
     "hrl.single_controller.ray.base": """RayResourcePool SubRayResourcePool RayClassWithInitArgs RayWorkerGroup
-        create_colocated_worker_cls create_colocated_worker_raw_cls split_resource_pool merge_resource_pool""",
+        create_colocated_worker_cls create_colocated_worker_cls_fused create_colocated_worker_raw_cls
+        split_resource_pool merge_resource_pool""",
     "hrl.data.dataset": "RLHFDataset",
     "hrl.report.tracking": "Tracking",
     "hrl.workers.actor_rollout_ref": "ActorRolloutRefWorker",

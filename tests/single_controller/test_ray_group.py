@@ -390,6 +390,20 @@ def test_colocated_roles_share_a_process_and_keep_their_own_objects(
     assert merged.worker_names == [f"step_actor+critic+points+reducer_{rank}" for rank in range(2)]
 
 
+def test_fused_roles_are_attributes_with_their_groups_deadline_and_know_each_other(
+    merged: RayWorkerGroup,
+) -> None:
+    group = merged.with_timeout(70)  # a view, so that the group of other tests stays as it is
+    group.fuse({"actor", "critic"})
+    assert group.actor.who() == merged.actor_who() and group.critic.who() == merged.critic_who()
+    assert group.actor.execute_all_sync(lambda actor: actor.fused_worker_dict["critic"].name) == ["c", "c"]
+    assert (group.actor.call_timeout_s, group.with_timeout(80).actor.call_timeout_s) == (70, 80)
+    with pytest.raises(ValueError, match=r"no role \['rm'\]"):
+        group.fuse(["rm"])
+    with pytest.raises(AttributeError):
+        merged.critic.who()
+
+
 def test_errors_of_a_colocated_role_carry_its_name(merged: RayWorkerGroup) -> None:
     critic = merged.spawn(["critic"])["critic"]
     with pytest.raises(WorkerError, match=r"rank \d: critic.fail raised RuntimeError: c is tired"):

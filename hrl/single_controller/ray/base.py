@@ -9,6 +9,7 @@ from hrl.single_controller.resource_pool import (
 from hrl.single_controller.worker import (
     RayClassWithInitArgs,
     create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
 )
 from hrl.single_controller.worker_group import RayWorkerGroup
@@ -19,6 +20,7 @@ __all__ = [
     "RayWorkerGroup",
     "SubRayResourcePool",
     "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
     "create_colocated_worker_raw_cls",
     "merge_resource_pool",
     "split_resource_pool",
