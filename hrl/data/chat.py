@@ -215,7 +215,7 @@ def _is_unicode(value: object) -> bool:
         return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
     if isinstance(value, Mapping):
         return all(_is_unicode(part) for item in value.items() for part in item)
-    return not isinstance(value, Sequence) or all(map(_is_unicode, value))
+    return not isinstance(value, list | tuple) or all(map(_is_unicode, value))
 
 
 def _is_shallow(value: object) -> bool:

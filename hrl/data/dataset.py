@@ -23,7 +23,6 @@ from hrl.data.pictures import take_pictures
 from hrl.data.sources import GROUND_TRUTH, DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.errors import DatasetError
-from hrl.pictures import MULTI_MODAL_DATA, Picture
 from hrl.processes.plain_data import to_plain
 from hrl.protocol import DataProto
 from hrl.user_file import UserFileError, load_user_file
@@ -249,19 +248,11 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     def batch(self, indices: Iterable[int]) -> DataProto:
         """Return a batch of prompts: `prompts`, `attention_mask`, `position_ids`, int64 (B, P); object columns (B,)."""
         chosen = list(indices)
-        columns = collate_fn([_belongings(self.rows[index], index) for index in chosen])
-        if self.has_pictures:
-            columns[MULTI_MODAL_DATA] = object_column([self._shown_by(index) for index in chosen])
-        elif odd := next((row for row in map(self.rows.__getitem__, chosen) if row.images), None):
-            raise DatasetError(
-                f"{odd.origin} shows a picture, and none of the rows that were looked at before the run does: put such "
-                "a row among the first of its source, so that the run is made for pictures"
-            )
+        columns = collate_fn([_belongings(self.rows[index], index) for index in chosen]) | self.shown_by(chosen)
         return DataProto.from_single_dict({**self._left_padded(chosen), **columns})
 
-    def _shown_by(self, index: int) -> tuple[Picture, ...]:
-        images = self.rows[index].images
-        return self._pictures.placed(self.tokens[index], images) if images else ()
+    def prompt_ids(self, index: int) -> np.ndarray:
+        return self.tokens[index]
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

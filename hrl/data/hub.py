@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -228,11 +229,23 @@ def _first_line(error: BaseException) -> str:
 
 
 def undecoded(rows: Any) -> Dataset:
-    """Return the rows with pictures and sounds as they are stored: decoding them needs further packages."""
-    from datasets import Audio, Image, Video
+    """Return the rows with pictures and sounds as they are stored, also those in lists and fields of a column.
+
+    Decoding them needs further packages, and a decoded picture would be written anew.
+    """
+    from datasets import Dataset
 
     rows = rows.with_format(None)
-    for column, feature in (rows.features or {}).items():
-        if isinstance(feature, Audio | Image | Video):
-            rows = rows.cast_column(column, type(feature)(decode=False))
+    if not isinstance(rows, Dataset):
+        return rows.decode(False) if rows.features else rows
+    rows = deepcopy(rows)  # the caller's keeps its features; tables are mapped, and not copied
+    pending: list[Any] = [dict(rows.info.features or {})]
+    while pending:
+        feature = pending.pop()
+        if isinstance(feature, dict):
+            pending += feature.values()
+        elif hasattr(feature, "feature"):  # of a list
+            pending.append(feature.feature)
+        elif getattr(feature, "decode", False):
+            feature.decode = False
     return rows

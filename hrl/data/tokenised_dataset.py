@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
 
+from hrl.columns import object_column
 from hrl.data.chat import RENDERING_ERRORS, ChatTemplateError
 from hrl.data.files import BadRow
 from hrl.data.order import EpochOrder, MixedOrder, Position, fingerprint, whole_shares
@@ -24,6 +25,7 @@ from hrl.data.sources import DataFiles, DataRow, checked_row, open_table, read_r
 from hrl.data.streamed import Column, StreamedRows
 from hrl.errors import DatasetError
 from hrl.models.tokenizer import token_ids
+from hrl.pictures import MULTI_MODAL_DATA, Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -371,6 +373,30 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     def has_pictures(self) -> bool:
         """Whether any prompt shows one; of a streamed data set, any of those that are known."""
         return any(self.rows[index].images for index in self.known)
+
+    def shown_by(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return the column of the rows' pictures `(B,)`, by its name; nothing where the run is made without.
+
+        Raises:
+            DatasetError: A row shows a picture, and none does of those that were looked at before the run.
+        """
+        if not self.has_pictures:
+            odd = next((row for row in map(self.rows.__getitem__, indices) if row.images), None)
+            if odd is None:
+                return {}
+            raise DatasetError(
+                f"{odd.origin} shows a picture, and none of the rows that were looked at before the run does: put such "
+                "a row among the first of its source, so that the run is made for pictures"
+            )
+        shown = dict[int, tuple[Picture, ...]]()
+        for index in dict.fromkeys(indices):  # a row that comes twice, as both answers of a pair, holds one object
+            images = self.rows[index].images
+            shown[index] = self._pictures.placed(self.prompt_ids(index), images) if images else ()
+        return {MULTI_MODAL_DATA: object_column([shown[index] for index in indices])}
+
+    @abstractmethod
+    def prompt_ids(self, index: int) -> np.ndarray:
+        """Return the tokens `(P,)` of a row's prompt, without padding."""
 
     def draw(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
         """Return the rows of the next batch, in the order of the data set, and the position after it.

@@ -27,7 +27,7 @@ from hrl.cluster.worker_groups import WorkerGroups
 from hrl.config.outline import outline_of
 from hrl.config.saved import saved_config
 from hrl.data.order import Position, differences
-from hrl.errors import HrlError
+from hrl.errors import DatasetError, HrlError
 from hrl.metrics import StepMetrics
 from hrl.models.whole_folder import whole_model
 from hrl.processes.signals import STEP_SHARE, RunStoppedError, StopRequest
@@ -405,8 +405,26 @@ class TrainingLoop(ABC):
             self.val_dataset, self.keeps_validation_samples = own
 
     def other_rows(self, rows: Any) -> Any:
-        """Return a data set of other rows than the run's own, ready to be validated on."""
-        return self.train_dataset.of_other_rows(rows)
+        """Return a data set of other rows than the run's own, ready to be validated on.
+
+        Raises:
+            DatasetError: They can't be used, or show pictures in a run whose own rows show none.
+        """
+        return self.seen(self.train_dataset.of_other_rows(rows))
+
+    def seen(self, dataset: Any) -> Any:
+        """Return a data set of other rows; refuse pictures that the models of this run were not made to look at.
+
+        Raises:
+            DatasetError: Its rows show pictures, and the run's own show none.
+        """
+        own = [rows for rows in (self.train_dataset, self.val_dataset) if rows is not None]
+        if dataset.has_pictures and not any(rows.has_pictures for rows in own):
+            raise DatasetError(
+                "these rows show pictures, and the rows of the run show none, so that its model would not look at "
+                "them: begin the run with rows that show pictures, for training or for validation"
+            )
+        return dataset
 
     def batches(self) -> Iterator[DataProto]:
         """Yield the remaining batches of training rows, from the current position in the data."""

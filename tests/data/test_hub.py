@@ -160,3 +160,19 @@ def test_pictures_stay_behind_undecoded(tmp_path, monkeypatch):
     rows.save_to_disk("pictures")
     (row,) = prompts("pictures")
     assert row.columns == {"question": "a"}
+
+
+def test_pictures_in_lists_and_fields_are_not_decoded_either_and_the_callers_rows_stay_as_they_are():
+    stored = {"bytes": b"no png", "path": None}
+    features = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "beside": {"picture": datasets.Image(), "n": datasets.Value("int64")},
+        }
+    )
+    rows = datasets.Dataset.from_dict({"images": [[stored, stored]], "beside": [{"picture": stored, "n": 1}]}, features)
+    (row,) = hrl.data.hub.undecoded(rows)
+    assert row == {"images": [stored, stored], "beside": {"picture": stored, "n": 1}}
+    assert rows.features == features
+    (row,) = hrl.data.hub.undecoded(rows.to_iterable_dataset())
+    assert row["images"] == [stored, stored]

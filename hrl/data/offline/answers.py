@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import numpy as np
 import torch
 
-from hrl.columns import object_column
 from hrl.data.chat import PROBE_ANSWER, ChatTemplateError, Message, encode_texts, render_chat, render_prompt
 from hrl.data.sources import DataFiles, DataRow
 from hrl.data.tokenised_dataset import TokenisedDataset
-from hrl.pictures import MULTI_MODAL_DATA, Picture
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -364,13 +362,11 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
             "index": list(indices),
         }
         objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
-        if self.has_pictures:
-            prompts = dict[int, tuple[Picture, ...]]()
-            for index in indices:
-                if index not in prompts:  # both answers of a pair hold one object
-                    prompts[index] = self._pictures.placed(self.tokens[index][0].prompt, self.rows[index].images)
-            objects[MULTI_MODAL_DATA] = object_column([prompts[index] for index in indices])
+        objects |= self.shown_by(indices)
         return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"temperature": 1.0})
+
+    def prompt_ids(self, index: int) -> np.ndarray:
+        return self.tokens[index][0].prompt
 
     def in_order(self, size: int) -> Iterator[DataProto]:
         """Yield the whole data set in batches of at most `size` rows."""

@@ -512,7 +512,7 @@ class RayPPOTrainer(TrainingLoop):
                 matched with prompts by their order.
         """
         self.prepare()
-        dataset = self.train_dataset.of_prompts(rows)
+        dataset = self.seen(self.train_dataset.of_prompts(rows))
         dataset.require_all()
         prompts, step = dataset.batch(range(len(dataset))), self.global_steps
         samples = prompt_batch(prompts, n, step=step, validate=True)
