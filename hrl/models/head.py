@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -110,7 +111,7 @@ def last_hidden_states(
     backbone = backbone_of(model)
     if isinstance(layout, PaddedLayout):
         # Given neither mask nor positions, a model takes every row for what it is: tokens from its first position on.
-        with _nothing_looked_for():
+        with _nothing_is_packed():
             return backbone(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[None]  # type: ignore[no-any-return]
     mask = layout.full_mask(ids.device)
     run = partial(backbone, input_ids=ids, attention_mask=mask, position_ids=positions, packing=layout, use_cache=False)
@@ -121,14 +122,26 @@ def last_hidden_states(
 
 
 @contextmanager
-def _nothing_looked_for() -> Iterator[None]:
+def _nothing_is_packed() -> Iterator[None]:
     """Keep transformers from looking for packed rows in the positions that it has made itself: the host would wait."""
-    look = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    token = _rows_are_padded.set(True)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = look
+        _rows_are_padded.reset(token)
+
+
+_rows_are_padded: ContextVar[bool] = ContextVar("rows are padded", default=False)
+_find_packed = masking_utils.find_packed_sequence_indices
+
+
+def _find_packed_unless_padded(position_ids: Tensor) -> Tensor | None:
+    return None if _rows_are_padded.get() else _find_packed(position_ids)
+
+
+# No argument of a forward says it: states are multiplied with a mask, and layers keep a cache. So this is set once, and
+# each thread says of its own forward what it runs.
+masking_utils.find_packed_sequence_indices = _find_packed_unless_padded
 
 
 def _fit(products: Tensor, logits: Tensor) -> LogitForm | None:

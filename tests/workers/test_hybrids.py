@@ -5,6 +5,7 @@ What is compared with is transformers' own forward of one unpadded row at a time
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, masking_utils
 
 from hrl.algos.preference import PairOptions
 from hrl.batching.plan import BatchPlan, RankPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.models.experts import use_grouped_products
+from hrl.models.head import _nothing_is_packed
 from hrl.models.packed_model import TokenRows, pack_micro_batch
 from hrl.protocol import DataProto
 from hrl.workers.layout_probe import ADAPTER, LayoutRequest, compare_adapter
@@ -240,3 +242,12 @@ def test_padded_rows_lie_below_each_other_and_know_where_each_token_is() -> None
     assert packed.layout.num_pairs == 2 * 15 * 16 // 2
     with pytest.raises(ValueError, match="padded rows are run by one rank"):
         pack_micro_batch(rows, (0,), share_prefix=False, packs_rows=False, wanted="next", device=CPU, sight=object())
+
+
+def test_a_thread_that_runs_padded_rows_changes_nothing_for_others() -> None:
+    positions = torch.tensor([[0, 1, 0, 1, 2]])
+    look = partial(masking_utils.find_packed_sequence_indices, positions)
+    with _nothing_is_packed(), ThreadPoolExecutor(1) as other:
+        assert look() is None
+        assert other.submit(look).result().tolist() == [[0, 0, 1, 1, 1]]
+    assert look().tolist() == [[0, 0, 1, 1, 1]]
