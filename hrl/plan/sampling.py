@@ -78,6 +78,8 @@ class Engines:
         """Return the most requests that one engine runs at once: its limit, or what its cache holds."""
         of_prompt = work.prompt / (work.samples if self.shares_prompts else 1)
         of_request = self.shape.size.kv_bytes_per_token * self.cache_share * (of_prompt + work.running_response)
+        if of_request == 0:  # states of one size, which are not counted
+            return float(self.max_requests)
         fits = self.cache_bytes / self.ranks / of_request
         return max(1.0, min(self.max_requests, fits))
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
@@ -42,14 +42,16 @@ class ModelShape:
     Attributes:
         size: Parameters and bytes.
         flops: FLOPs of a token; those of visited experts only.
-        heads: Attention heads, over which an engine can be spread.
+        heads: Attention heads, over which an engine can be spread; 0 without attention.
         tensors: Tensors of the checkpoint, which a weight sync sends.
+        packs_rows: Whether it can run packed rows; else they are padded, see `hrl.models.probe`.
     """
 
     size: Footprint
     flops: ModelFlops
     heads: int
     tensors: int
+    packs_rows: bool = True
 
     @property
     def active_share(self) -> float:
@@ -70,14 +72,15 @@ class ModelShape:
 
 def shapes_of(outline: Outline) -> dict[str, ModelShape]:
     """Return role (`actor`, `critic`, `rm`) → shape; roles with the same model share it."""
-    trust = outline.model.trust_remote_code
+    trust, probes = outline.model.trust_remote_code, outline.model.probe
     known: dict[str, ModelShape] = {}
     shapes = {}
     for role, model in outline.models.items():
         adapter = None if model.learner is None else adapter_of(model.learner, seed=0)
         name = f"{model.path} {model.override_config} {adapter}"
         if name not in known:
-            known[name] = _shape_of(model, adapter, trust_remote_code=trust, max_model_len=outline.lengths.model)
+            look = _Look(trust_remote_code=trust, max_model_len=outline.lengths.model, probes=probes)
+            known[name] = _shape_of(model, adapter, look)
         shapes[role] = known[name]
     return shapes
 
@@ -87,15 +90,27 @@ def sizes_of(shapes: Mapping[str, ModelShape]) -> dict[str, Footprint]:
     return {role: shape.size for role, shape in shapes.items()}
 
 
-def _shape_of(
-    model: NamedModel, adapter: AdapterSource | None, *, trust_remote_code: bool, max_model_len: int
-) -> ModelShape:
+class _Look(NamedTuple):
+    """How a model is looked at.
+
+    Attributes:
+        trust_remote_code: Its folder may run code.
+        max_model_len: The longest sequence of the run in tokens.
+        probes: Whether it is compared on packed rows, as before a run.
+    """
+
+    trust_remote_code: bool
+    max_model_len: int
+    probes: bool
+
+
+def _shape_of(model: NamedModel, adapter: AdapterSource | None, look: _Look) -> ModelShape:
     """Return the shape of a model, counted once for each `config.json`: transformers takes seconds to import."""
     folder = _folder_of(model.path)
-    kept = cache_root() / "shapes" / f"{_identity(folder, model.override_config, adapter)}.json"
+    kept = cache_root() / "shapes" / f"{_identity(folder, model.override_config, adapter, look)}.json"
     if kept.is_file():
         return _read(kept)
-    shape = _counted(folder, model, adapter, trust_remote_code=trust_remote_code, max_model_len=max_model_len)
+    shape = _counted(folder, model, adapter, look)
     kept.parent.mkdir(parents=True, exist_ok=True)
     unfinished = kept.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(asdict(shape)), encoding="utf-8")
@@ -103,14 +118,16 @@ def _shape_of(
     return shape
 
 
-def _identity(folder: Path, override_config: Mapping[str, Any], adapter: AdapterSource | None) -> str:
+def _identity(folder: Path, override_config: Mapping[str, Any], adapter: AdapterSource | None, look: _Look) -> str:
     """Return a hash of everything that a shape follows from: the configuration, transformers, and what counts here."""
     parts = [
         (folder / _CONFIG).read_bytes(),
         repr(sorted(override_config.items())).encode(),
         repr(adapter).encode(),
+        repr(look).encode(),
         version("transformers").encode(),
         *(Path(file).read_bytes() for file in (flops.__file__, footprints.__file__, __file__)),
+        Path(flops.__file__).with_name("probe.py").read_bytes(),  # which imports transformers
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
@@ -121,18 +138,21 @@ def _read(kept: Path) -> ModelShape:
     return ModelShape(size=size, flops=per_token, **values)
 
 
-def _counted(
-    folder: Path, model: NamedModel, adapter: AdapterSource | None, *, trust_remote_code: bool, max_model_len: int
-) -> ModelShape:
-    """Build the model without storage, and count."""
+def _counted(folder: Path, model: NamedModel, adapter: AdapterSource | None, look: _Look) -> ModelShape:
+    """Build the model without storage, and count.
+
+    Raises:
+        ShapeError: Its FLOPs can't be counted, or a run would compute it wrongly.
+    """
     from hrl.models.adapter import add_adapter
     from hrl.models.loading import ModelSource, load_causal_lm  # imports transformers
+    from hrl.models.probe import ProbeError, require_right
 
     source = ModelSource.to_look_at(
         folder,
         model.override_config,
-        trust_remote_code=trust_remote_code,
-        max_model_len=max_model_len,
+        trust_remote_code=look.trust_remote_code,
+        max_model_len=look.max_model_len,
         adapter=adapter,
     )
     size = footprint(source)
@@ -142,8 +162,12 @@ def _counted(
     counted = ModelFlops.of(built)
     if counted is None:
         raise ShapeError(f"{model.key}: the FLOPs of {model.path} can't be counted from its {_CONFIG}")
-    text = built.config.get_text_config()
-    return ModelShape(size, counted, int(text.num_attention_heads), _tensors(built))
+    heads = getattr(built.config.get_text_config(), "num_attention_heads", None)
+    try:
+        packs_rows = not look.probes or require_right(source, scalar=False).packs_rows
+    except ProbeError as error:
+        raise ShapeError(f"{model.key}: {error}") from error
+    return ModelShape(size, counted, int(heads or 0), _tensors(built), packs_rows)
 
 
 def _tensors(model: PreTrainedModel) -> int:

@@ -43,6 +43,8 @@ def lines(plan: Plan) -> Iterator[Text]:
     yield Text(f"  {_lengths(plan)}")
     if model.work.episodes is not None:
         yield Text(f"  {_episodes(plan)}")
+    if not model.packs_rows:
+        yield Text("  rows are padded, not packed: passes of the trainer count the padding, and prompts once a sample")
     if not plan.line.names_rows:
         yield Text(f"  {TRAIN_FILES} is not given: a plan opens no rows, the run will want some")
     if plan.misfit is None:

@@ -112,6 +112,11 @@ class CostModel:
         return resolve_placement(self.config)
 
     @property
+    def packs_rows(self) -> bool:
+        """Whether rows are packed; all roles get padded ones where the model of one can't run packed ones."""
+        return all(shape.packs_rows for shape in self.shapes.values())
+
+    @property
     def shares_devices(self) -> bool:
         """Whether engines are on the devices of the trained policy."""
         return self.placement.actor == self.placement.rollout
@@ -259,6 +264,8 @@ class CostModel:
             offload_policy=sharding.offload_policy and not self.hardware.is_cpu,
             tensor=sharding.tensor_parallel_size,
             experts=sharding.expert_parallel_size,
+            packs_rows=self.packs_rows,
+            max_rows=each.max_rows,
         )
 
     def ranks(self, role: str) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from hrl.plan.assumptions import Assumptions
 from hrl.plan.collectives import gather_s, replicate_s
 from hrl.plan.cost import added
 from hrl.plan.hardware import Hardware
+from hrl.plan.passes import Pass
 from hrl.plan.shapes import ModelShape
 from hrl.plan.workload import Workload
 
@@ -45,6 +45,8 @@ class Learner:
         offload_policy: Whether weights, gradients and moments are in host memory all the time.
         tensor: Of these, ranks that have the same tokens and parts of the weights.
         experts: Ranks that share out a mixture's experts, each with tokens of its own.
+        packs_rows: Whether the rows of a micro-batch are packed; else they are padded to the longest of them.
+        max_rows: Rows of a micro-batch where their number is fixed; packed ones count as filled up to the budget.
     """
 
     shape: ModelShape
@@ -64,6 +66,8 @@ class Learner:
     offload_policy: bool = False
     tensor: int = 1
     experts: int = 1
+    packs_rows: bool = True
+    max_rows: int | None = None
 
     @property
     def groups(self) -> int:
@@ -72,11 +76,12 @@ class Learner:
 
     def forward(self, work: Workload) -> dict[str, float]:
         """Return what a forward over all rows is spent on."""
-        layers, head = work.forward_flops(self.shape.flops, self.groups, self.budget)
+        run = self._pass(work)
+        layers, head = run.flops(self.shape.flops)
         flops = layers + head * self.has_head
         once = self._gathers(1) + self._streamed(1, 0)
-        compute = self._compute(flops, self._micro_batches(work) * once, work)
-        exchanged = EXCHANGES, self._exchanges(work, 1)
+        compute = self._compute(flops, run.micro_batches * once, run)
+        exchanged = EXCHANGES, self._exchanges(run, 1)
         return added([*compute, exchanged, (BETWEEN, self.assumed.pass_s), *self._moved(0)])
 
     def update(self, work: Workload, optimizer_steps: int, mini_batches: int) -> dict[str, float]:
@@ -86,14 +91,14 @@ class Learner:
         """
         compute: list[tuple[str, float]] = []
         if work.teaching > 0.0:
-            run = work.part(work.teaching / mini_batches)
-            layers, head = run.forward_flops(self.shape.flops, self.groups, self.budget)
+            run = self._pass(work.part(work.teaching / mini_batches))
+            layers, head = run.flops(self.shape.flops)
             runs = 1.0 + _BACKWARD + self.recompute
             heads = 2.0 + _BACKWARD  # its logits are never kept, so they are computed again
             flops = runs * layers + heads * head * self.has_head
             once = self._gathers(1 + self.reshards) + self._reductions()
             once += self._streamed(1 + self.reshards, 1)
-            compute = self._compute(flops, self._micro_batches(run) * once, run)
+            compute = self._compute(flops, run.micro_batches * once, run)
             compute.append((EXCHANGES, self._exchanges(run, 2 + self.recompute)))
         return added(
             [
@@ -104,28 +109,27 @@ class Learner:
             ]
         )
 
-    def _compute(self, flops: float, collectives_s: float, work: Workload) -> list[tuple[str, float]]:
+    def _pass(self, work: Workload) -> Pass:
+        if self.packs_rows:
+            return Pass.packed(work, self.groups, self.budget)
+        return Pass.padded(work, self.groups, self.budget if self.max_rows is None else None, self.max_rows)
+
+    def _compute(self, flops: float, collectives_s: float, run: Pass) -> list[tuple[str, float]]:
         """Return products, the wait for the fullest rank, and what of the collectives is not hidden behind them.
 
         Args:
             flops: Of all ranks.
             collectives_s: Seconds of all collectives.
-            work: What is run between two points at which all ranks meet.
+            run: What is run between two points at which all ranks meet.
         """
         hardware, assumed = self.hardware, self.assumed
         share = hardware.product_share * (assumed.expert_share if self.shape.active_share < 0.5 else 1.0)
         even = flops / self.ranks / (hardware.flops * share)
-        mean = work.packed_tokens(self.groups, self.budget) / self.groups
-        longest = work.prompt + work.longest_of(work.sequences)
-        fullest = max(assumed.imbalance, longest / mean) if self.groups > 1 else 1.0
+        fullest = max(assumed.imbalance, run.fullest) if self.groups > 1 else 1.0
         exposed = max(0.0, collectives_s - assumed.overlap * even * fullest)
         return [(PRODUCTS, even), (UNEVEN, even * (fullest - 1.0)), (GATHERS, exposed)]
 
-    def _micro_batches(self, work: Workload) -> int:
-        """Return the micro-batches of one rank in a pass over some rows."""
-        return ceil(work.packed_tokens(self.groups, self.budget) / self.groups / self.budget)
-
-    def _exchanges(self, work: Workload, passes: int) -> float:
+    def _exchanges(self, run: Pass, passes: int) -> float:
         """Return the seconds in which the ranks of a group exchange heads for tokens, and back, in every layer.
 
         Queries and outputs are about as wide as the residual stream. Key heads that are fewer than the ranks are sent
@@ -134,15 +138,15 @@ class Learner:
         """
         size, copies = self.shape.size, max(1.0, self.degree / self.shape.size.kv_heads)
         per_token = 2 * size.hidden_size * size.num_layers + copies * size.kv_bytes_per_token / 2
-        tokens = work.packed_tokens(self.groups, self.budget) / self.ranks
-        calls = 2 * size.num_layers * self._micro_batches(work)
+        tokens = run.tokens / self.ranks
+        calls = 2 * size.num_layers * run.micro_batches
         if self.tensor > 1:
-            tokens, per_token = work.packed_tokens(self.groups, self.budget) / self.groups, 4 * size.hidden_size
+            tokens, per_token = run.tokens / self.groups, 4 * size.hidden_size
             per_token *= size.num_layers
         moved = self.compute_bytes * per_token * tokens
         spent = gather_s(moved, calls, self.degree, self.hardware, self.assumed)
         if self.experts > 1 and size.routed_bytes_per_token:
-            own = work.packed_tokens(self.groups, self.budget) / self.ranks
+            own = run.tokens / self.ranks
             routed = self.compute_bytes * size.routed_bytes_per_token * size.num_layers * own  # there and back
             spent += gather_s(routed, calls, self.experts, self.hardware, self.assumed)
         return passes * spent

@@ -8,7 +8,6 @@ from math import inf
 
 from hrl.config.arithmetic import step_sizes
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.models.flops import ModelFlops
 from hrl.plan.lengths import MEAN_OVER_LONGEST, SINGLE_ANSWERS, Episodes, Lengths, episodes_of, response_of
 
 #: Longest response over the mean at most: with a limit far above the mean nobody comes near it, see docs/scaling.md.
@@ -154,8 +153,3 @@ class Workload:
             return (1.0 - self.shared**2) * (self.sequences * self.prompt**2 / 2 + of_responses)
         of_prompts = self.prompts * self.copies(ranks, budget) * self.prompt**2 / 2
         return of_prompts + of_responses
-
-    def forward_flops(self, flops: ModelFlops, ranks: int, budget: float = inf) -> tuple[float, float]:
-        """Return the FLOPs of a forward over all rows: of the layers, and of the head on what was sampled."""
-        tokens, pairs = self.packed_tokens(ranks, budget), self.pairs(ranks, budget)
-        return flops.per_token * tokens + flops.per_pair * pairs, flops.per_head_token * self.sequences * self.sampled

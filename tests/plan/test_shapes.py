@@ -15,7 +15,13 @@ from hrl.config.outline import outline_of
 from hrl.config.run_kind import PPO
 from hrl.errors import UnreachableError
 from hrl.models.source import ModelSourceError
+from hrl.plan.hardware import GPUS
+from hrl.plan.launch_line import LaunchLine
+from hrl.plan.lengths import Lengths
+from hrl.plan.plan import plan
 from hrl.plan.shapes import _open, shapes_of
+from hrl.plan.show import lines
+from tests.models.hybrids import HYBRIDS
 from tests.plan.models import EXPERTS, SEVEN, folder_of
 
 
@@ -55,6 +61,19 @@ def test_a_shape_is_counted_once_for_each_configuration(tmp_path, monkeypatch):
     monkeypatch.undo()
     other = shape_of(SEVEN | {"num_hidden_layers": 2}, tmp_path / "b")
     assert other.size.num_layers == 2
+
+
+def test_a_model_whose_layers_carry_a_state_gets_padded_rows_unless_nothing_is_compared(tmp_path):
+    """Mamba has neither heads nor keys and values; without the comparison a run packs whatever it is given."""
+    config = {"model_type": "mamba2", **HYBRIDS["mamba2"], "num_hidden_layers": 2}
+    shape = shape_of(config, tmp_path)
+    assert (shape.packs_rows, shape.heads, shape.size.kv_bytes_per_token) == (False, 0, 0)
+    line = [f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=rows.jsonl"]
+    unprobed = outline_of(compose_kind(PPO, [*line, "actor_rollout_ref.model.probe=false"]))
+    assert shapes_of(unprobed)["actor"].packs_rows
+    planned = plan(LaunchLine.of(["grpo", *line]), GPUS["h100"], 8, Lengths())
+    assert not planned.model.packs_rows
+    assert "rows are padded, not packed" in "\n".join(map(str, lines(planned)))
 
 
 LINE = ["actor_rollout_ref.model.path=nobody/nothing", "data.train_files=rows.jsonl"]

@@ -6,7 +6,6 @@ import pytest
 
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import PPO
-from hrl.models.flops import ModelFlops
 from hrl.plan.lengths import Episodes, Lengths
 from hrl.plan.workload import Workload
 
@@ -69,20 +68,6 @@ def test_the_longest_of_few_is_shorter_than_the_longest_of_all():
 def test_pairs_are_causal_in_the_prompt_and_whole_between_response_and_prompt():
     full = Workload(4, 8, 100, 200, 200)
     assert full.pairs(1) == 4 * 100 * 100 / 2 + 32 * (100 * 200 + 200 * 200 / 2)
-
-
-def test_a_forward_counts_layers_on_all_tokens_and_the_head_on_responses():
-    layers, head = Workload(4, 8, 100, 200, 200).forward_flops(ModelFlops(10.0, 2.0, 3.0), 1)
-    assert layers == 10 * (400 + 6400) + 2 * (20_000 + 32 * 40_000)
-    assert head == 3 * 32 * 200
-
-
-def test_of_an_episode_layers_see_all_tokens_and_the_head_what_was_sampled():
-    full = replace(Workload(4, 8, 100, 200, 200), episodes=Episodes(turns=3, sampled=0.25, environment_s=5))
-    assert (full.sampled, full.environment_tokens, full.wait_s) == (50, 150, 0.1)
-    answers = replace(full, episodes=None)
-    (layers, head), (same, whole) = (each.forward_flops(ModelFlops(10.0, 2.0, 3.0), 1) for each in (full, answers))
-    assert (layers, head) == (same, whole / 4)
 
 
 def test_shared_beginnings_are_computed_once_and_have_the_fewest_pairs():
