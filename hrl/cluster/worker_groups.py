@@ -21,6 +21,7 @@ from hrl.config.rollout import RolloutConfig
 from hrl.config.trainer import TimeoutsConfig
 from hrl.files import expanded
 from hrl.metrics import Metric
+from hrl.models.hf_config import load_config
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.profiling.operators import Profile
 from hrl.report.live import ShowStage, in_silence
@@ -63,8 +64,11 @@ def worker_mapping(
     else:
         built = _offline_workers(config, runtime, total_training_steps)
     folder_of = {Role.Critic: "critic", Role.RewardModel: "rm"}
-    if "ref" in folders:  # a teacher
+    if isinstance(config, PPOTrainerConfig) and "ref" in folders:  # a teacher
         folder_of[Role.RefPolicy] = "ref"
+        pupil = config.actor_rollout_ref.model
+        told = load_config(folders["actor"], pupil.override_config, trust_remote_code=pupil.trust_remote_code)
+        built[Role.RefPolicy] = partial(built[Role.RefPolicy], pupil_vocabulary=told.get_text_config().vocab_size)
     paths = {role: str(folders[folder_of.get(role, "actor")]) for role in roles}
     on_cpus = _roles_on_cpus(config)
     runtimes = {role: replace(runtime, device="cpu") if role in on_cpus else runtime for role in paths}

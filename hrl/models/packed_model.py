@@ -632,8 +632,12 @@ class PackedCausalLM(PackedModel):
         *,
         at: Tensor | None = None,
         num_top: int = 0,
+        vocabulary: int | None = None,
     ) -> TokenStatistics:
-        """Return log-probs `(N,)` and what else is asked for, in float32; see `token_statistics`."""
+        """Return log-probs `(N,)` and what else is asked for, in float32; see `token_statistics`.
+
+        With `vocabulary` they are of the distribution over so many first tokens alone.
+        """
         hidden = self.hidden_states(packed)
         if self.form.hidden_scale != 1.0:
             hidden = hidden * self.form.hidden_scale
@@ -648,17 +652,25 @@ class PackedCausalLM(PackedModel):
             group=self.group,
             at=at,
             num_top=num_top,
+            vocabulary=vocabulary,
         )
 
 
 def _head_forward(
-    head: nn.Linear, hidden: Tensor, labels: Tensor | None = None, group: WeightGroup | None = None, **options: Any
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor | None = None,
+    group: WeightGroup | None = None,
+    vocabulary: int | None = None,
+    **options: Any,
 ) -> Any:
     """Return logits as the head's own forward does, or with labels `(N,)` statistics of the tokens after `(N, H)`."""
     if labels is None:
         return type(head).forward(head, hidden)
     weight, bias = own(head.weight), None if head.bias is None else own(head.bias)
     first = 0 if group is None else group.part(len(head.weight)).start
+    if vocabulary is not None:
+        weight, bias = (None if part is None else part[: max(vocabulary - first, 0)] for part in (weight, bias))
     return token_statistics(hidden.to(weight.dtype), weight, labels, bias=bias, first=first, group=group, **options)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hrl.config.arithmetic import Fact
 from hrl.config.outline import NamedModel, Outline
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.section import TEACHER
 from hrl.models.hf_config import load_config
 from hrl.models.source import (
     ModelSourceError,
@@ -288,13 +289,33 @@ def look_at_heads(findings: Findings, outline: Outline, folders: Mapping[str, Pa
                 findings.problem(key, what, f"Set it to one of {', '.join(map(str, fitting))}.")
 
 
-def look_at_tokens_of_teacher(findings: Findings, config: PPOTrainerConfig, folders: Mapping[str, Path]) -> None:
-    """Check that a loss reads no more of a teacher's tokens than there are."""
-    folder, loss = folders.get("ref"), config.distillation.distillation_loss
-    if folder is None or not config.distils_by_loss or not loss.traits.reads_top:
+def look_at_tokens_of_teacher(
+    findings: Findings,
+    config: PPOTrainerConfig,
+    folders: Mapping[str, Path],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Check that a teacher knows every token of the tokenizer, and that a loss reads no more of them than there are.
+
+    Heads may have more rows than the tokenizer has tokens, and each as many as it likes: what only the teacher has is
+    left out of its distribution, and what only the policy has must not be sampled.
+    """
+    folder, pupil, loss = folders.get("ref"), folders.get("actor"), config.distillation.distillation_loss
+    if folder is None or pupil is None or tokenizer is None:
         return
-    there = load_config(folder, {}, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
-    if loss.topk > (size := there.get_text_config().vocab_size):
+    trust = config.actor_rollout_ref.model.trust_remote_code
+    of_teacher, of_policy = (
+        load_config(path, {}, trust_remote_code=trust).get_text_config().vocab_size for path in (folder, pupil)
+    )
+    if of_teacher < len(tokenizer):
+        what = f"names {folder.name}, which embeds {of_teacher} tokens, and its tokenizer has {len(tokenizer)}."
+        findings.problem(TEACHER, what, "Save it with an embedding for every token (resize_token_embeddings).")
+    elif of_teacher < of_policy:
+        findings.notes.append(
+            f"{TEACHER}: {folder.name} embeds {of_teacher} tokens and the policy {of_policy}. The rest stand for no "
+            "text; a run in which one is sampled ends"
+        )
+    if config.distils_by_loss and loss.traits.reads_top and loss.topk > (size := min(of_teacher, of_policy)):
         what = f"is {loss.topk}, and {folder.name} knows {size} tokens."
         findings.problem("distillation.distillation_loss.topk", what, "Lower it: 32 have nearly all of the mass.")
 

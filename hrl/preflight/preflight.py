@@ -135,7 +135,7 @@ def inspect_run(
         token = config.reward.reward_model.step_token if isinstance(config, PPOTrainerConfig) else None
         reader = look_at_reward_model(findings, outline, folders, tokenizer, token)
     if isinstance(config, PPOTrainerConfig):
-        look_at_tokens_of_teacher(findings, config, folders)
+        look_at_tokens_of_teacher(findings, config, folders, tokenizer)
         look_at_servers(findings, config, folders.get(next(iter(outline.models))), ids)
     with stage("reading the rows"):
         train, val = look_at_rows(findings, config, given, tokenizer, ids)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hrl.errors import HrlError
 from hrl.models.hf_config import load_config
 from hrl.models.source import find_on_this_node
 from hrl.models.tokenizer import find_tokenizer_on_this_node, load_tokenizer
@@ -56,6 +57,10 @@ ROLES = ("actor_rollout", "actor", "rollout", "ref")
 ENGINE_ROLES = ("actor_rollout", "rollout")
 
 
+class UnknownTokenError(HrlError, ValueError):
+    """The policy has sampled a token that its teacher has no embedding for."""
+
+
 class ActorRolloutRefWorker(ModelWorker):
     """One rank of the actor, the rollout, the reference policy, or of actor and rollout together.
 
@@ -66,6 +71,7 @@ class ActorRolloutRefWorker(ModelWorker):
         training: How the model learns; `None` for a role that does not.
         checkpoint: What is saved and loaded of a model that learns; `None` for its whole state.
         rollout: The engine's section; `None` where there is none.
+        pupil_vocabulary: Of a teacher, the number of tokens that the policy's head has; `None` for the policy itself.
         runtime: Device, threads and deadlines of this process.
         model_path: Folder of the model on the driver's node.
 
@@ -88,6 +94,7 @@ class ActorRolloutRefWorker(ModelWorker):
         training: Training | None = None,
         checkpoint: CheckpointConfig | None = None,
         rollout: RolloutConfig | None = None,
+        pupil_vocabulary: int | None = None,
         runtime: Runtime,
         model_path: str,
     ) -> None:
@@ -97,6 +104,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.role = role
         self.fsdp = fsdp
         self._rollout = rollout
+        self._pupil_vocabulary = pupil_vocabulary
         self._host: RolloutHost | None = None
         self._broadcast: WeightSync | None = None
         self._lead: Lead | None = None
@@ -165,7 +173,8 @@ class ActorRolloutRefWorker(ModelWorker):
 
         if self.fsdp is None:
             raise RuntimeError(f"role {self.role!r} has a model, and was built without fsdp settings")
-        return Policy(self.model_source(), self.training, self.fsdp, device=self.device)
+        vocabulary = self._pupil_vocabulary
+        return Policy(self.model_source(), self.training, self.fsdp, device=self.device, vocabulary=vocabulary)
 
     def _engine_devices(self) -> str | None:
         """Return the GPUs of the ranks that form this rank's engine, for CUDA_VISIBLE_DEVICES; every rank calls it.
@@ -206,9 +215,8 @@ class ActorRolloutRefWorker(ModelWorker):
         from hrl.workers.rollout.host import RolloutHost
 
         runtime, source = self.runtime, self.model_source()
-        embedded = load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
         # Models pad their embedding beyond the tokenizer, and a sampler can draw what is there.
-        vocab_size = max(runtime.tokens.vocab_size, embedded.get_text_config().vocab_size)
+        vocab_size = max(runtime.tokens.vocab_size, self._own_vocabulary())
         setup = EngineSetup(
             self.rollout,
             source,
@@ -222,6 +230,12 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         name = f"rollout rank {self.rank}"
         return RolloutHost(setup, name=name, lead=self._lead)
+
+    def _own_vocabulary(self) -> int:
+        """Return the number of tokens that this role's model embeds, those included that fill it up."""
+        source = self.model_source()
+        found = load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
+        return int(found.get_text_config().vocab_size)
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -241,7 +255,13 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def compute_ref_log_prob(self, batch: DataProto, request: LogProbRequest[RankPlan]) -> DataProto:
-        """Compute log-probs `ref_log_prob (B, R)` of the sampled tokens under the reference policy, no gradient."""
+        """Compute log-probs `ref_log_prob (B, R)` of the sampled tokens under the reference policy, no gradient.
+
+        Raises:
+            UnknownTokenError: A teacher does not know a token that the policy has sampled.
+        """
+        if self._pupil_vocabulary is not None and self._pupil_vocabulary > (known := self._own_vocabulary()):
+            require_known(batch, known, self.model_path)
         return self.policy.compute_log_prob(batch, request).rename("old_log_probs", "ref_log_prob")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
@@ -394,6 +414,24 @@ class ActorRolloutRefWorker(ModelWorker):
             return {}
         reports = self._host.receive_weights(version, manifest, handle | {"first_rank": 1 + self.rank})
         return read_back_metrics(reports) | self._host.take_counts()
+
+
+def require_known(batch: DataProto, known: int, teacher: str) -> None:
+    """Refuse sampled tokens that a teacher does not embed; `known` is the number of those that it does.
+
+    Raises:
+        UnknownTokenError: Names the row, the token and the way out.
+    """
+    width = batch.batch["prompts"].shape[1]
+    unknown = (batch.batch["responses"] >= known) & batch.batch["attention_mask"][:, width:].bool()
+    if unknown.any():
+        row, place = unknown.nonzero()[0].tolist()
+        raise UnknownTokenError(
+            f"row {row} (uid {batch.non_tensor_batch['uid'][row]}): the policy sampled token "
+            f"{int(batch.batch['responses'][row, place])}, and the teacher {teacher} has {known}. Beyond these lie "
+            "rows that fill up the policy's head and stand for no text: give the teacher as many (transformers' "
+            "resize_token_embeddings), or take another one"
+        )
 
 
 def own_device(visible: str | None, index: int) -> str:

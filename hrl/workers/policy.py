@@ -73,6 +73,8 @@ class Policy:
         training: How it learns; `None` for a frozen reference.
         fsdp: The sharding's configuration.
         device: Of this rank.
+        vocabulary: Of a teacher, the number of tokens that the policy's head has. Beyond it lie rows that fill up the
+            teacher's own head and stand for no token; its distribution is taken without them.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class Policy:
         fsdp: FsdpConfig | ForwardShardingConfig,
         *,
         device: torch.device,
+        vocabulary: int | None = None,
     ) -> None:
+        self.vocabulary = vocabulary
         self.engine = Engine(load_causal_lm, PackedCausalLM, model, training, fsdp, device=device)
 
     def compute_log_prob(self, batch: DataProto, request: LogProbRequest[RankPlan]) -> DataProto:
@@ -105,7 +109,12 @@ class Policy:
 
         def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
             found = self.engine.module(
-                packed, request.temperature, request.with_entropy, request.with_sum_pi_squared, num_top=top
+                packed,
+                request.temperature,
+                request.with_entropy,
+                request.with_sum_pi_squared,
+                num_top=top,
+                vocabulary=self.vocabulary,
             )
             results = [column for column in found[:3] if column is not None]
             if top:  # ids are below 2^24, which float32 holds exactly

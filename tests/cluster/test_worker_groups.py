@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
+from transformers import LlamaConfig
 
 from hrl.cluster.roles import Role
 from hrl.cluster.worker_groups import WorkerGroups, worker_mapping
@@ -213,16 +214,18 @@ def test_processes_are_told_the_tokenizers_folder_by_its_absolute_path(
         assert worker.args[0].tokenizer_path == told
 
 
-def test_a_teacher_comes_from_its_own_folder_as_it_is() -> None:
+def test_a_teacher_comes_from_its_own_folder_as_it_is(tmp_path: Path) -> None:
+    LlamaConfig(vocab_size=77).save_pretrained(tmp_path)
     adapter = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.override_config={num_labels: 3}"]
-    runtime, folders = SimpleNamespace(seed=1, run_folder="/run", device="cuda"), {"actor": "/model", "ref": "/teacher"}
+    runtime, folders = SimpleNamespace(seed=1, run_folder="/run", device="cuda"), {"actor": tmp_path, "ref": "/teacher"}
     config = compose_cli(["recipe=distillation", *adapter])
     teacher = worker_mapping(config, [Role.RefPolicy], runtime, folders, 1)[Role.RefPolicy]
     assert teacher.kwargs["model_path"] == "/teacher" and not config.reference_is_actor
+    assert teacher.kwargs["pupil_vocabulary"] == 77
     assert not teacher.args[0].trains_adapter and teacher.args[0].override_config == {}
     plain = compose_cli(["actor_rollout_ref.actor.use_kl_loss=true"])
     reference = worker_mapping(plain, [Role.RefPolicy], runtime, {"actor": "/model"}, 1)[Role.RefPolicy]
-    assert reference.kwargs["model_path"] == "/model"
+    assert reference.kwargs["model_path"] == "/model" and "pupil_vocabulary" not in reference.kwargs
 
 
 @pytest.mark.parametrize(

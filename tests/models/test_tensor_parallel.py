@@ -6,6 +6,7 @@ Experts that are shared out to ranks with rows of their own are here too.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,25 @@ def head_case(group: WeightGroup, chunk: int, size: int) -> dict[str, float]:
     return {str(index): apart(*pair) for index, pair in enumerate(zip(got, wanted, strict=True)) if pair[1].numel()}
 
 
+def fewer_words_case(group: WeightGroup, words: int) -> dict[str, float]:
+    """A teacher that is asked for its first words alone, which a rank may have none of."""
+    rows = TokenRows.of(tree_batch(seed=3, num_rows=5, longest=10))
+    packed = pack_micro_batch(rows, tuple(range(5)), share_prefix=True, is_tree=True, wanted="next", device=CPU)
+    packed = replace(packed, labels=packed.labels % words)
+    whole, cut = PackedCausalLM(build("llama")), PackedCausalLM(build("llama"))
+    cut.cut(group)
+    with torch.no_grad():
+        wanted, got = (module(packed, 0.7, True, num_top=3, vocabulary=words) for module in (whole, cut))
+        hidden = whole.hidden_states(packed)
+        logits = nn.functional.linear(hidden, whole.model.lm_head.weight)[:, :words] / 0.7
+    by_hand = logits.log_softmax(-1)
+    columns = {"label": (wanted.log_prob, by_hand.gather(1, packed.labels[:, None])[:, 0])}
+    columns |= {"top": (wanted.top_log_prob, by_hand.topk(3).values), "entropy": (wanted.entropy, got.entropy)}
+    columns |= {"of a group": (got.log_prob, wanted.log_prob), "its top": (got.top_log_prob, wanted.top_log_prob)}
+    assert torch.equal(got.top_ids, wanted.top_ids) and int(got.top_ids.max()) < words
+    return {name: apart(*pair) for name, pair in columns.items()}
+
+
 def experts_case(family: str, group: WeightGroup) -> dict[str, float]:
     """How far results and gradients are off where each rank has rows of its own and half of the experts."""
     model, wanted = build(family), []
@@ -196,6 +216,7 @@ def on_rank(rank: int) -> dict[str, dict[str, dict[str, float]]]:
     """All cases of two ranks."""
     group = WeightGroup.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))["tensor"])
     heads = {f"{size} words, {chunk} at once": head_case(group, chunk, size) for size, chunk in HEADS}
+    heads |= {f"{words} words of 61": fewer_words_case(group, words) for words in FEWER}
     shared = {family: experts_case(family, group) for family in MIXTURES} | {"crowded": crowded_case(group)}
     return {
         "heads": heads,
@@ -207,6 +228,7 @@ def on_rank(rank: int) -> dict[str, dict[str, dict[str, float]]]:
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
 #: Words, of which a rank may have none, and logits at once.
 HEADS = ((13, 1), (13, 20), (12, 1000), (1, 4))
+FEWER = (50, 20)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +255,7 @@ def test_tokens_travel_to_experts_of_another_rank_and_back(found):
 
 def test_the_vocabulary_lies_on_several_ranks(found):
     for rank in found:
-        assert len(rank["heads"]) == len(HEADS)
+        assert len(rank["heads"]) == len(HEADS) + len(FEWER)
         for name, case in rank["heads"].items():
             assert max(case.values()) <= EXACT, (name, case)
 

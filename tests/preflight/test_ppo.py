@@ -643,5 +643,11 @@ def test_a_teacher_has_the_vocabulary_and_positions_that_its_pupil_needs(run, tm
     (same / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4}))
     (problem,) = refused(run, **enabled, **{teacher: str(same)})
     assert "but same has 4 positions" in problem
+    (same / "config.json").write_text(json.dumps(config | {"vocab_size": 3}))
+    (problem,) = refused(run, **enabled, **{teacher: str(same)})
+    assert problem.startswith(f"{teacher} names same, which embeds 3 tokens, and its tokenizer has ")
+    (same / "config.json").write_text(json.dumps(config | {"vocab_size": 99}))
+    fewer = "embeds 99 tokens and the policy 100. The rest stand for no text"
+    assert any(fewer in note for note in run(**enabled, **{teacher: str(same)}).findings.notes)
     own = run(**enabled, **{teacher: str(ready.folders["actor"])})
     assert any("names the policy's own model" in note for note in own.findings.notes)

@@ -26,6 +26,7 @@ from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.models.packed_model import TokenRows
 from hrl.protocol import DataProto
+from hrl.workers.actor_rollout_ref import UnknownTokenError, require_known
 from hrl.workers.engine.checksum import WeightsDifferError
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.engine.snapshot import Snapshot
@@ -541,3 +542,18 @@ def test_bfloat16_compute_keeps_float32_master_weights(llama):
     metrics = policy.learn(batch, one_plan(batch))
     assert metrics["actor/ppo_kl"].result() == pytest.approx(0.0, abs=1e-2)
     assert {p.dtype for p in policy.engine.module.parameters()} == {torch.float32}
+
+
+def test_a_sampled_token_that_a_teacher_does_not_embed_is_named_with_its_row():
+    batch = make_batch(num_groups=2, samples=2, temperature=1.0)
+    ids = batch.batch["responses"]
+    there = batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].bool()
+    known = int(ids.max()) + 1
+    ids[~there] = known + 5  # padding may be anything
+    require_known(batch, known, "/teacher")
+    row = int(there[:, 0].nonzero()[-1])
+    ids[row, 0] = known
+    uid = batch.non_tensor_batch["uid"][row]
+    told = f"row {row} .uid {uid}.: .* token {known}, and the teacher /teacher has {known}"
+    with pytest.raises(UnknownTokenError, match=told):
+        require_known(batch, known, "/teacher")
