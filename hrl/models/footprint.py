@@ -59,6 +59,10 @@ class Footprint:
         layer_experts: Of `largest_layer`, likewise.
         routed_bytes_per_token: The residual stream of a token, once for each expert of a layer that it goes to.
         in_4_bits: Number of the weights beside it that are held in 4 bits.
+        largest_tensor: Number of weights of the largest tensor that is trained.
+        largest_matrix: The same of the layers' matrices, those that are stacked in one tensor each for itself.
+        shorter_side: Of that matrix, the smaller of the numbers of rows and columns.
+        largest_stack: Number of weights of the largest such stack that is trained; 0 if there is none.
     """
 
     parameters: int
@@ -80,6 +84,10 @@ class Footprint:
     layer_experts: int = 0
     routed_bytes_per_token: int = 0
     in_4_bits: int = 0
+    largest_tensor: int = 0
+    largest_matrix: int = 0
+    shorter_side: int = 0
+    largest_stack: int = 0
 
     @property
     def trained(self) -> int:
@@ -102,7 +110,7 @@ def footprint(source: ModelSource) -> Footprint:
         AdapterError: The adapter does not fit the model.
     """
     from hrl.models.adapter import AdapterError, adapted_layers, add_adapter, decoder_linears, is_part
-    from hrl.models.loading import decoder_layers, load_causal_lm  # imports transformers
+    from hrl.models.loading import decoder_layers, hidden_matrices, load_causal_lm  # imports transformers
     from hrl.models.ops.residual import widen_residual
     from hrl.models.tensor_parallel import holds_experts
 
@@ -145,6 +153,9 @@ def footprint(source: ModelSource) -> Footprint:
     largest = max(layers, key=_count)
     mixtures = [module for module in loaded.modules() if holds_experts(module)]
     visited = (getattr(text, "num_experts_per_tok", None) or 1) if mixtures else 0
+    trained = {id(p): p for name, p in loaded.named_parameters() if not adapter or is_part(name)}
+    matrices = [p for p in hidden_matrices(loaded) if id(p) in trained]
+    one = max((p.shape[-2:] for p in matrices), key=lambda shape: shape.numel(), default=torch.Size([0, 0]))
     return Footprint(
         parameters=_count(loaded) - adapter,
         embedding=_count(embedding),
@@ -165,6 +176,10 @@ def footprint(source: ModelSource) -> Footprint:
         layer_experts=sum(_count(module) for module in largest.modules() if holds_experts(module)),
         routed_bytes_per_token=2 * text.hidden_size * visited,
         in_4_bits=sum(linear.weight.numel() for linear in decoder_linears(loaded).values()) * holds_4_bits,
+        largest_tensor=max(p.numel() for p in trained.values()),
+        largest_matrix=one.numel(),
+        shorter_side=min(one),
+        largest_stack=max((p.numel() for p in matrices if p.dim() > 2), default=0),
     )
 
 

@@ -34,6 +34,12 @@ _MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "adafactor": 0.0}
 _MOMENTUM_BYTES = 4.0
 #: Two buckets of offloaded moments (`hrl.workers.engine.adamw`).
 _VISITING_BYTES = 512 << 20
+#: Weights whose updates Adafactor holds together, and with which 8-bit AdamW computes at once, in some six float32
+#: tensors of the size (`hrl.workers.engine.update_rule`, `hrl.workers.engine.adamw_8bit`).
+_BUCKET, _AT_ONCE, _TENSORS_AT_ONCE = 1 << 25, 1 << 23, 6
+#: bfloat16 copies of a matrix with which Muon makes it orthogonal, and two products of its shorter side with itself;
+#: the copies beside them of a rank that gets it from others, and those of a stack of matrices.
+_MUON_COPIES, _MUON_PRODUCTS, _MUON_FROM_OTHERS, _MUON_OF_STACK = 4, 2, 2, 3
 #: Gradients are reduced, and the head's gradient summed up, in float32.
 _REDUCE_BYTES = 4
 #: Ratio of a layer's activations and their gradients in the backward pass to the activations that it keeps, as torch's
@@ -241,6 +247,22 @@ class ResidentModel:
         return (_MOMENTUM_BYTES * layers + _MOMENT_BYTES["adamw"] * others) / self.shards
 
     @property
+    def at_step(self) -> float:
+        """Bytes that the optimizer's step takes beside its state, at most; AdamW updates float32 weights in place."""
+        if not self.trained:
+            return 0.0
+        size, shard = self.size, self.size.largest_tensor / self.shards
+        if self.optimizer == "adafactor":  # updates of a bucket, and the squares of one of them in float64
+            return 4 * max(shard, min(_BUCKET, size.trained / self.shards)) + 8 * shard
+        if self.optimizer == "adamw8bit":
+            return 4 * _TENSORS_AT_ONCE * min(_AT_ONCE, shard)
+        if self.optimizer == "muon":
+            copies = _MUON_COPIES * size.largest_matrix + _MUON_PRODUCTS * size.shorter_side**2
+            beside = size.largest_matrix * (_MUON_FROM_OTHERS if self.shards > 1 else 1)
+            return 2 * (copies + max(beside, _MUON_OF_STACK * size.largest_stack / self.shards))
+        return 0.0
+
+    @property
     def largest_tensor(self) -> float:
         """Bytes of the largest weight as it is stored, unsharded."""
         per_weight = self.compute_bytes if self.has_adapter else self.master_bytes
@@ -271,6 +293,7 @@ class ResidentModel:
             yield self._entry(Column.MOMENTS, self.moments)
         if self.all_offload and self.trained:
             yield self._entry(Column.GRADIENTS, self.trained_weights)
+            yield self._entry(Column.OTHER, self.at_step, "optimizer at work", certain=False)
         if self.activation_offload:
             yield self._entry(Column.ACTIVATIONS, self._kept, certain=False)
 
@@ -296,7 +319,13 @@ class ResidentModel:
         if self.trained:
             yield f"{self.name} forward", _worst(self._forward(learns=True))
             yield f"{self.name} backward", _worst(self._backward())
-            yield f"{self.name} optimizer", self._moment(gradients=self.trained_weights, visiting=self._visiting)
+            yield f"{self.name} optimizer", self._optimizer()
+
+    def _optimizer(self) -> list[Entry]:
+        """Return what is there in the optimizer's step, which `offload_policy` makes in host memory."""
+        found = self._moment(gradients=self.trained_weights, visiting=self._visiting)
+        work = 0.0 if self.all_offload else self.at_step
+        return found + [self._entry(Column.OTHER, work, "optimizer at work", certain=False)] * (work > 0)
 
     def _moment(
         self,

@@ -55,15 +55,8 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
     config = with_dtypes(config, device)
     sizes = {}
     for role, model in outline.models.items():
-        source = ModelSource.to_look_at(
-            folders[role],
-            model.override_config,
-            trust_remote_code=outline.model.trust_remote_code,
-            max_model_len=outline.lengths.total,
-            adapter=None if model.learner is None else adapter_of(model.learner, config.trainer.seed),
-        )
         try:
-            sizes[role] = footprint(source)
+            sizes[role] = size_of(role, outline, folders[role], config.trainer.seed)
         except FootprintError as error:
             findings.unchecked.append(f"memory: {error}")
             return
@@ -72,8 +65,6 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
             key = f"{model.key.rpartition('.')[0]}.{'lora_adapter_path' if by_folder else 'target_modules'}"
             findings.problem(key, f"can't be used: {sentence(str(error))}")
             return
-        if model.is_scalar:  # in place of the language model's head it has one of a row
-            sizes[role] = replace(sizes[role], parameters=sizes[role].parameters - sizes[role].head, head=0)
         if sizes[role].adapter:
             findings.facts.append(Fact(f"adapter of {role}", _share(sizes[role])))
     learner = next(iter(sizes.values()))
@@ -114,6 +105,33 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
     findings.facts.append(Fact("memory", f"{_in_millions(learner.parameters)} parameters; {'; '.join(peaks)}"))
     if device == "cpu" and capacity is not None:
         _note_what_others_hold(findings, ledgers, capacity)
+
+
+def size_of(role: str, outline: Outline, folder: Path, seed: int) -> Footprint:
+    """Return the sizes of a role's model as the run has it: with its adapter, and with the head that the role gives it.
+
+    Args:
+        role: Of `outline.models`.
+        outline: Outline of the run.
+        folder: Of its model.
+        seed: Of the run.
+
+    Raises:
+        FootprintError: They can't be computed without the weights.
+        AdapterError: The adapter does not fit the model.
+    """
+    model = outline.models[role]
+    source = ModelSource.to_look_at(
+        folder,
+        model.override_config,
+        trust_remote_code=outline.model.trust_remote_code,
+        max_model_len=outline.lengths.total,
+        adapter=None if model.learner is None else adapter_of(model.learner, seed),
+    )
+    size = footprint(source)
+    if not model.is_scalar:
+        return size
+    return replace(size, parameters=size.parameters - size.head, head=0)  # of its own it has a head of one row
 
 
 def _engine_too_small(config: PPOTrainerConfig, size: Footprint, device: str, capacity: float | None) -> str | None:

@@ -28,6 +28,19 @@ def test_parameters_are_counted_once(tmp_path, tied):
     assert (size.num_layers, size.vocab_size) == (2, SHAPE["vocab_size"])
 
 
+def test_what_optimizers_take_at_once_is_the_largest_of_its_kind(tmp_path):
+    given = source(save_llama(tmp_path / "llama"))
+    size, hidden, inner = footprint(given), SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    assert size.largest_tensor == size.embedding > size.largest_matrix == hidden * inner
+    assert (size.shorter_side, size.largest_stack) == (min(hidden, inner), 0)
+    adapter = AdapterSource(4, 8, ("q_proj", "down_proj"), None, False, None, seed=0, merge=False)
+    beside = footprint(replace(given, adapter=adapter))
+    assert beside.largest_tensor == beside.largest_matrix == 4 * max(hidden, inner) and beside.shorter_side == 4
+    mixture = source(save_mixture(tmp_path / "mixture", "qwen3_moe"))
+    stacks = [p for p in load_causal_lm(mixture, torch.float32).model.parameters() if p.dim() == 3]
+    assert footprint(mixture).largest_stack == max(p.numel() for p in stacks) > 0
+
+
 def test_the_stream_and_the_cache_are_as_wide_as_the_config_says(tmp_path):
     size = footprint(source(save_llama(tmp_path)))
     assert size.stream_bytes_per_token == 2 * SHAPE["hidden_size"]

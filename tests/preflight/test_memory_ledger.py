@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from hrl.cluster.precision import with_dtypes
 from hrl.config.compose import compose_kind
@@ -20,8 +22,13 @@ from hrl.preflight.memory_ledger import (
     too_large,
 )
 from hrl.preflight.memory_savings import savings
+from hrl.workers.engine.adafactor import Adafactor
+from hrl.workers.engine.adamw_8bit import AT_ONCE, AdamW8bit
+from hrl.workers.engine.muon import Muon
+from hrl.workers.engine.update_rule import BUCKET_ELEMENTS
 from tests.plan.models import SEVEN as SEVEN_CONFIG
 from tests.processes.warm import warm_context
+from tests.workers.engine.fake_device import FakeDevice
 
 # Real widths, on which it depends what dominates, and few layers, of which each adds the same.
 FEW = {"num_hidden_layers": 2}
@@ -352,6 +359,67 @@ def phase_of(ledger, name):
 def test_what_an_optimizer_keeps_is_counted(name, per_weight):
     (ledger,) = cards(config(*ONE_CARD, f"actor_rollout_ref.actor.optim.name={name}"), SEVEN)
     assert phase_of(ledger, "actor optimizer").get("actor moments", 0.0) == pytest.approx(per_weight * SEVEN.parameters)
+
+
+SIZED = replace(SEVEN, largest_tensor=544997376, largest_matrix=18944 * 3584, shorter_side=3584)
+MATRIX, SQUARE = 67895296, 12845056
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "size", "num_bytes"),
+    [
+        ("adamw", 1, SIZED, 0),
+        # The embedding's update in float32, and its squares in float64: more than a bucket of 2^25 weights.
+        ("adafactor", 1, SIZED, (4 + 8) * 544997376),
+        ("adafactor", 8, SIZED, (4 + 8) * 68124672),
+        ("adafactor", 32, SIZED, 4 * 33554432 + 8 * 17031168),
+        # Six tensors of 2^23 weights, or of the largest shard.
+        ("adamw8bit", 1, SIZED, 192 << 20),
+        ("adamw8bit", 8, replace(SIZED, largest_tensor=1 << 20), 6 * 4 * 131072),
+        # In bfloat16 the momentum, four copies of it, and two products; over ranks also the rows of others' matrices.
+        ("muon", 1, SIZED, 2 * (5 * MATRIX + 2 * SQUARE)),
+        ("muon", 8, SIZED, 2 * (6 * MATRIX + 2 * SQUARE)),
+        # Momentum, directions and these in one tensor, of this rank's experts.
+        ("muon", 8, replace(SIZED, largest_stack=1 << 30), 2 * (4 * MATRIX + 2 * SQUARE + 3 * (1 << 27))),
+    ],
+)
+def test_what_a_step_takes_beside_its_state_is_counted(name, ranks, size, num_bytes):
+    keys = (f"actor_rollout_ref.actor.optim.name={name}", f"trainer.n_gpus_per_node={ranks}")
+    (card,) = cards(config(*ONE_CARD, "data.train_batch_size=32", *keys), size)
+    label = "actor optimizer at work"
+    assert phase_of(card, "actor optimizer").get(label, 0) == num_bytes
+    assert not any(entry.label == label for phase in card.phases[:-2] for entry in phase.entries)
+    if name in ("adafactor", "adamw8bit"):
+        keys = (*keys, "actor_rollout_ref.actor.fsdp_config.offload_policy=true")
+        card, host = ledgers_of(config(*ONE_CARD, "data.train_batch_size=32", *keys), {"actor": size}, "cuda", CARD)
+        assert label not in phase_of(card, "actor optimizer")
+        assert phase_of(host, "training")[label] == ranks * num_bytes
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "muon"])
+def test_a_step_takes_about_what_is_said_of_it(name):
+    assert (ledgers._BUCKET, ledgers._AT_ONCE) == (BUCKET_ELEMENTS, AT_ONCE)
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    rows, columns = 768, 2048
+    weight = nn.Parameter(torch.randn(rows, columns))
+    given = {"weight_decay": 0.1, "device": torch.device("cpu"), "seed": 0}
+    betas = {} if name == "adafactor" else {"betas": (0.9, 0.99)}
+    matrices = {"matrices": ["0"]} if name == "muon" else {}
+    rule = {"adafactor": Adafactor, "adamw8bit": AdamW8bit, "muon": Muon}[name](
+        {weight: "0"}, **matrices, **betas, **given
+    )
+    count = rows * columns
+    size = replace(
+        SEVEN, parameters=count, largest_tensor=count, largest_matrix=count, shorter_side=rows, embedding=0, head=0
+    )
+    keys = (f"actor_rollout_ref.actor.optim.name={name}", "trainer.n_gpus_per_node=1")
+    ((model,),) = (pool.models for pool in ledgers._pools(config(*ONE_CARD, *keys), {"actor": size}, "cuda"))
+    for _ in range(2):  # the first makes what stays
+        weight.grad = torch.randn(rows, columns)
+        with FakeDevice("cpu") as recorded:
+            rule.step(1e-3)
+    assert 0.75 <= recorded.peak_bytes / model.at_step <= 1.02
 
 
 def test_a_model_that_is_offloaded_altogether_leaves_its_layers_at_work():

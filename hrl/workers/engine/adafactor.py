@@ -79,7 +79,7 @@ class Adafactor(UpdateRule):
         moved = self._take_step()
         if not moved:
             return
-        weights = self._totals([widened(local(p.detach())).double().square().sum() for p in moved])
+        weights = self._totals([_sum_of_squares(local(p.detach())) for p in moved])
         scales = [max(_LEAST_SCALE, math.sqrt(square / p.numel())) for p, square in zip(moved, weights, strict=True)]
         self._average(moved)
         rows = [self.state[p]["row_var"] for p in moved if p.dim() == 2]
@@ -87,7 +87,7 @@ class Adafactor(UpdateRule):
         mean_rows = {p: next(means) / p.shape[0] for p in moved if p.dim() == 2}
         for bucket in self._buckets(list(zip(moved, scales, strict=True))):
             updates = [self._update(parameter, mean_rows.get(parameter)) for parameter, _ in bucket]
-            sizes = self._totals([update.double().square().sum() for update in updates])
+            sizes = self._totals([_sum_of_squares(update) for update in updates])
             for (parameter, scale), update, size in zip(bucket, updates, sizes, strict=True):
                 largest = max(1.0, math.sqrt(size / parameter.numel()) / _LARGEST_UPDATE)
                 rate = scale * min(lr, 1.0 / math.sqrt(self.steps[parameter]))
@@ -179,3 +179,9 @@ class Adafactor(UpdateRule):
             size += elements
         if bucket:
             yield bucket
+
+
+def _sum_of_squares(numbers: Tensor) -> Tensor:
+    """Return the sum in float64, with one copy of the numbers in it."""
+    wide = numbers.double()
+    return (wide.square() if wide is numbers else wide.square_()).sum()

@@ -1,4 +1,7 @@
-"""A device that this machine does not have: torch's meta tensors, with every copy between it and the host recorded."""
+"""A device that this machine does not have: torch's meta tensors, with every copy between it and the host recorded.
+
+Of the device that it has, what tensors hold can be counted likewise.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,18 @@ DEVICE = torch.device("meta")
 class FakeDevice(TorchDispatchMode):
     """Records what crosses between host and device, and how much memory of the device is held at most.
 
+    Args:
+        counted: Type of the device whose memory is counted.
+
     Attributes:
         copies: (``"in"`` or ``"out"``, bytes), in order.
         held_bytes: of the device's tensors that were made under the mode and live.
         peak_bytes: the most of them at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counted: str = DEVICE.type) -> None:
         super().__init__()
+        self._counted = counted
         self.copies: list[tuple[str, int]] = []
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -42,7 +49,7 @@ class FakeDevice(TorchDispatchMode):
         self.copies += [("in", tensor.nbytes) for tensor in crossing]
         for tensor in made:
             storage = tensor.untyped_storage()
-            if tensor.is_meta and storage._cdata not in self._known:
+            if tensor.device.type == self._counted and storage._cdata not in self._known:
                 self._known.add(storage._cdata)
                 self.held_bytes += storage.nbytes()
                 weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
