@@ -12,12 +12,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -35,7 +36,11 @@ _OF_THE_MODEL = (
     *("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf"),
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx"),
 )
-_CLASSIFIER = "ForSequenceClassification"
+#: What a model gives numbers for → its class, the end of that class's name, and how many numbers a new head has.
+_SCORERS = {
+    "answers": (AutoModelForSequenceClassification, "ForSequenceClassification", 1),
+    "steps": (AutoModelForTokenClassification, "ForTokenClassification", 2),
+}
 #: What the code of a family raises for sizes that do not go together.
 _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
 
@@ -107,6 +112,7 @@ def write_twin(
     override_config: Mapping[str, Any],
     trust_remote_code: bool,
     seed: int,
+    scores: Literal["answers", "steps"] | None = None,
 ) -> Twin:
     """Write the twin of a model.
 
@@ -117,13 +123,19 @@ def write_twin(
         override_config: Fields of the config to replace first.
         trust_remote_code: The folder may run code.
         seed: Of the weights.
+        scores: What the model gives numbers for, whatever its config says: the tensors that would show its head are not
+            there. None is a language model, or what the config says.
 
     Raises:
         TwinError: The family's sizes depend on each other in a way that is not known here.
     """
     config = load_config(source, override_config, trust_remote_code=trust_remote_code)
-    is_classifier = any(_CLASSIFIER in name for name in config.architectures or ())
-    auto = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    named = [what for what, (_, end, _) in _SCORERS.items() if any(end in name for name in config.architectures or ())]
+    auto: Any = AutoModelForCausalLM
+    if named or scores is not None:
+        auto, _, num_labels = _SCORERS[scores or named[0]]
+        if named[:1] != [scores or named[0]]:
+            config.num_labels = num_labels
 
     def build(smaller: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = auto.from_config(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from math import lcm
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -17,9 +18,7 @@ from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rollout import SERVED
 from hrl.config.run_kind import RunKind
-from hrl.models.footprint import footprint
 from hrl.models.hf_config import load_config
-from hrl.models.loading import ModelSource
 from hrl.models.source import ModelSourceError, describe_model
 from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
 from hrl.models.twin import Sharing, Twin, write_twin
@@ -27,6 +26,7 @@ from hrl.preflight.data_look import look_at_batch, look_at_rows
 from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
 from hrl.preflight.memory_ledger import Ledger, gib, ledgers_of
+from hrl.preflight.memory_look import size_of
 from hrl.preflight.model_look import look_at_heads, look_at_positions
 from hrl.rehearse.adapters import SmallAdapter, small_adapter
 from hrl.rehearse.parts import Rehearsal, RehearsalError
@@ -133,12 +133,13 @@ def _twins(
     config: RunConfiguration, small: RunConfiguration, sources: Mapping[str, Path], place: Path
 ) -> dict[str, Twin]:
     """Write the twin of every role's model; roles with the same model share one."""
-    outline, made = outline_of(config), dict[tuple[Path, str], Twin]()
+    outline, made = outline_of(config), dict[tuple[Path, str, str | None], Twin]()
     twins = {}
     degrees = [size for shape in shapes_of(small).values() for size in (shape.sequences, shape.engine, shape.weights)]
     most = max(size for shape in shapes_of(config).values() for size in (shape.sequences, shape.engine))
     for role, model in outline.models.items():
-        key = (sources[role], repr(sorted(model.override_config.items())))
+        scores = _scores(config) if model.is_scalar and model.learner is None else None
+        key = (sources[role], repr(sorted(model.override_config.items())), scores)
         if key not in made:
             whole = load_config(
                 sources[role], model.override_config, trust_remote_code=outline.model.trust_remote_code
@@ -151,9 +152,16 @@ def _twins(
                 override_config=model.override_config,
                 trust_remote_code=outline.model.trust_remote_code,
                 seed=config.trainer.seed,
+                scores=scores,
             )
         twins[role] = made[key]
     return twins
+
+
+def _scores(config: RunConfiguration) -> Literal["answers", "steps"]:
+    """Return what the reward model of a run gives numbers for."""
+    assert isinstance(config, PPOTrainerConfig), "no other run has one that it does not train"
+    return "answers" if config.reward.reward_model.step_token is None else "steps"
 
 
 def _adapters(small: RunConfiguration, sources: Mapping[str, Path], twins: Mapping[str, Twin]) -> list[SmallAdapter]:
@@ -183,17 +191,7 @@ def _adapters(small: RunConfiguration, sources: Mapping[str, Path], twins: Mappi
 def _ledger(run: RunConfiguration) -> Ledger:
     """Return the memory of a small run."""
     outline = outline_of(run)
-    sizes = {
-        role: footprint(
-            ModelSource.to_look_at(
-                Path(model.path),
-                model.override_config,
-                trust_remote_code=outline.model.trust_remote_code,
-                max_model_len=outline.lengths.total,
-            )
-        )
-        for role, model in outline.models.items()
-    }
+    sizes = {role: size_of(role, outline, Path(model.path), run.trainer.seed) for role, model in outline.models.items()}
     (ledger,) = ledgers_of(with_dtypes(run, "cpu"), sizes, "cpu", None)
     return ledger
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hrl.models.cut import Heads
+from hrl.models.scalar_head import check_scores, find_head
 from hrl.models.twin import Sharing, TwinError, write_twin
 from tests.models.tiny import save_gemma3, save_llama
 from tests.plan.models import EXPERTS, SEVEN, SEVENTY, folder_of
@@ -85,6 +86,23 @@ def test_the_twin_of_a_classifier_scores(tmp_path):
     config = SEVEN | {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     twin = write_twin(folder_of(config, tmp_path / "model"), tmp_path / "twin", Sharing(), **OPTIONS)
     assert AutoModelForSequenceClassification.from_pretrained(twin.folder).score.weight.shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scores", "labels"),
+    [
+        ("Qwen2ForCausalLM", "answers", 1),  # a head in a file beside the weights
+        ("Qwen2ForRewardModel", "answers", 1),
+        ("Qwen2ForTokenClassification", None, 2),
+        ("Qwen2ForProcessRewardModel", "steps", 2),
+    ],
+)
+def test_the_twin_of_a_reward_model_has_a_head_whatever_its_config_says(tmp_path, architecture, scores, labels):
+    source = folder_of(SEVEN | {"architectures": [architecture]}, tmp_path / "model")
+    twin = write_twin(source, tmp_path / "twin", Sharing(), scores=scores, **OPTIONS)
+    check_scores(twin.folder, of_steps=labels == 2)
+    head = find_head(twin.folder)
+    assert head is not None and head.num_labels == labels
 
 
 def test_a_family_whose_sizes_are_not_known_is_refused_with_its_name(tmp_path, monkeypatch):

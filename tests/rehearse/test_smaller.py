@@ -14,6 +14,7 @@ from hrl.models.adapter import AdapterError, adapter_of
 from hrl.models.footprint import footprint
 from hrl.models.loading import ModelSource
 from hrl.models.twin import Sharing, write_twin
+from hrl.rehearse import prepare
 from hrl.rehearse.adapters import small_adapter
 from hrl.rehearse.parts import Rehearsal
 from hrl.rehearse.prepare import small_run
@@ -251,6 +252,21 @@ def test_a_line_that_goes_on_from_an_adapter_elsewhere_is_made_small_and_told(th
         "/mine/adapter, which is not here",
         "null: a new one, rank 8",
     ) in found.changes
+
+
+def test_the_memory_of_a_rehearsal_is_that_of_an_adapter_where_one_is_trained(thirty, tmp_path):
+    line = [ROWS, f"{MODEL}.path={thirty[0]}", "data.max_prompt_length=64", "data.max_response_length=32"]
+    moments = {}
+    for rank in (0, 4):
+        config, found = compose_kind(PPO, [*line, f"{MODEL}.lora_rank={rank}"]), Rehearsal(show=lambda _: None)
+        run = small_run(PPO, config, tmp_path / str(rank), 1, found)
+        (phase,) = [phase for phase in prepare._ledger(run).phases if phase.name == "actor optimizer"]
+        moments[rank] = sum(entry.num_bytes for entry in phase.entries if entry.label == "actor moments")
+    folder = Path(run.actor_rollout_ref.model.path)
+    adapter = adapter_of(run.actor_rollout_ref.model, 1)
+    source = ModelSource.to_look_at(folder, {}, trust_remote_code=False, max_model_len=96, adapter=adapter)
+    size = footprint(source)
+    assert moments == {0: 8 * size.parameters, 4: 8 * size.adapter}
 
 
 def test_a_folder_that_holds_no_adapter_is_refused_as_in_the_run(thirty, tmp_path):
