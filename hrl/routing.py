@@ -32,6 +32,32 @@ def is_missing(routed: np.ndarray) -> np.ndarray:
     return unknown
 
 
+def continued(kept: np.ndarray | None, told: np.ndarray, start: int = 0) -> np.ndarray:
+    """Return the choices of a row in which was sampled once more.
+
+    A token keeps the choice that was told first: the keys and values that later turns read are those of that pass, as
+    long as they are in the engine's cache, and it is with that choice that a sampled token's log-prob was computed.
+    Later ones stand where none was known, such as for the last token of a turn, which passes through the engine with
+    the next one.
+
+    Args:
+        kept: `(n, L, K)` of the row's first tokens, from earlier turns; None before the first.
+        told: `(tokens, L, K)`, what the engine says of the row's tokens from `start` on.
+        start: At most n.
+
+    Returns:
+        `(start + tokens, L, K)`, or `kept` where the engine says of no further tokens.
+    """
+    if kept is None:
+        return told
+    known = len(kept) - start
+    joined = np.concatenate([kept, told[known:]])
+    again = told[:known]
+    lacking = is_missing(kept[start : start + len(again)])
+    joined[start : start + len(again)][lacking] = again[lacking]
+    return joined
+
+
 def known_by_beginning(rows: Sequence[np.ndarray], routed: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Give rows that begin alike the same choices there, and those that an engine had in its cache.
 
@@ -41,8 +67,8 @@ def known_by_beginning(rows: Sequence[np.ndarray], routed: Sequence[np.ndarray])
     once.
 
     Args:
-        rows: The tokens of each row, `(tokens,)`: prompts, of samples drawn by the same weights.
-        routed: Their choices, which may begin with missing ones and may go on behind the prompt.
+        rows: The tokens of each row, `(tokens,)`, of samples drawn by the same weights: prompts, or all.
+        routed: Their choices, some of which may be missing, and which may go on behind these tokens.
 
     Returns:
         The choices with as many beginnings filled in as other rows know; the arrays given are left as they are.
@@ -54,7 +80,8 @@ def known_by_beginning(rows: Sequence[np.ndarray], routed: Sequence[np.ndarray])
         best = first_of.setdefault(tokens.tobytes(), row)
         if (~lacking[row]).sum() > (~lacking[best]).sum():
             first_of[tokens.tobytes()] = row
-    lengths = {row: int(lacking[row].sum()) for row in first_of.values()}
+    # Up to the last that a row lacks; behind that it knows all.
+    lengths = {row: int(np.flatnonzero(lacking[row])[-1]) + 1 if lacking[row].any() else 0 for row in first_of.values()}
     for length in sorted({count for count in lengths.values() if count}):
         known = {
             rows[row][:length].tobytes(): filled[row][:length]

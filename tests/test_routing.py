@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hrl.routing import is_missing, known_by_beginning, missing, routing_dtype
+from hrl.routing import continued, is_missing, known_by_beginning, missing, routing_dtype
 
 
 def choices(*experts: int | None) -> np.ndarray:
@@ -24,6 +24,24 @@ def test_numbers_are_as_narrow_as_they_can_be_and_leave_one_for_what_is_missing(
         assert missing(routing_dtype(count)) >= count
     assert is_missing(choices(1, None, 3)).tolist() == [False, True, False]
     assert is_missing(np.zeros((0, 0, 0), np.uint8)).tolist() == []
+
+
+def test_a_token_keeps_the_choice_of_its_first_turn_and_takes_a_later_one_where_none_was_known():
+    first = continued(None, choices(10, None, 30))
+    assert firsts([first]) == [[10, 255, 30]]
+    # The second turn is told from the third token on, or from the first.
+    assert firsts([continued(first, choices(40, 50), 3)]) == [[10, 255, 30, 40, 50]]
+    assert firsts([continued(first, choices(11, 21, 31, 41))]) == [[10, 21, 30, 41]]
+    assert firsts([continued(first, choices(22, 32, None), 1)]) == [[10, 22, 30, 255]]
+    # An answer without a token says of its context alone, which may be known.
+    assert firsts([continued(first, choices(11, 21))]) == [[10, 21, 30]]
+    assert firsts([first]) == [[10, 255, 30]], "what was given stays as it is"
+
+
+def test_what_is_missing_in_the_middle_of_a_row_is_that_of_one_that_begins_alike():
+    rows = [np.array([5, 6, 7, 8]), np.array([5, 6, 7, 9])]
+    filled = known_by_beginning(rows, [choices(1, 2, 3, 4), choices(1, None, 33)])
+    assert firsts(filled) == [[1, 2, 3, 4], [1, 2, 33]]
 
 
 def test_what_an_engine_had_in_its_cache_is_that_of_a_row_that_begins_alike():

@@ -981,9 +981,6 @@ def replayed_experts_come_from_somewhere(config: PPOTrainerConfig) -> Iterator[P
     if (mode == "R3") != returned:
         what = f"is {str(returned).lower()}, but {mode_key} is {mode}: only R3 takes the engine's experts."
         yield Problem(engine_key, what, "Remove the key: it follows the mode.", (mode_key,))
-    if mode == "R3" and config.environment.is_used:
-        what = "is R3, but the rows of episodes come without the experts that the engine chose."
-        yield Problem(mode_key, what, "Set it to R2, or disabled.", ("environment.path",))
     if mode == "R2" and (config.algorithm.rollout_correction.bypass_mode or config.algorithm.preference_loss):
         is_bypassed = config.algorithm.rollout_correction.bypass_mode
         passed = f"{_CORRECTION}.bypass_mode" if is_bypassed else "algorithm.preference_loss"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 if TYPE_CHECKING:
     from hrl.config.environment import EnvironmentConfig
 
@@ -45,6 +47,8 @@ class EpisodeRow:
         log_probs: Of the sampler where `mask` is 1; else 0.
         versions: Version of the policy that sampled the token where `mask` is 1; else -1.
         turns: Of each token, counted from 0: the turn that sampled it, or that it answers.
+        routed: `(tokens, L, K)`, the experts of the row's first tokens, its prompt's and those after it, see
+            `hrl.routing`; None unless they were asked for.
     """
 
     prompt_ids: Sequence[int]
@@ -53,6 +57,7 @@ class EpisodeRow:
     log_probs: Sequence[float]
     versions: Sequence[int]
     turns: Sequence[int]
+    routed: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from hrl.config.environment import EnvironmentConfig
 
 T = TypeVar("T")
-Generate = Callable[[list[int], SamplingParams, object, str], Awaitable[SampleOutput]]
-"""Has a turn sampled, given its context, how, the episode, and the name that errors use."""
+Generate = Callable[..., Awaitable[SampleOutput]]
+"""Has a turn sampled, given its context, how, the episode, and the name that errors use; and, where the experts of its
+tokens are wanted, `experts_from`, see `EngineRequest`."""
 
 
 class World(Protocol):
@@ -83,6 +84,7 @@ class EpisodeTask:
         held_out: Which of the held-out rows it plays. Their environments begin alike at every step, so that validations
             can be compared; None where the policy is trained.
         prompt_ids: The tokens of the row's prompt in a run without environment.
+        with_experts: Its rows have the experts that the engine chose for their tokens.
     """
 
     key: tuple[str, int]
@@ -92,6 +94,7 @@ class EpisodeTask:
     step: int
     held_out: int | None = None
     prompt_ids: Sequence[int] | None = None
+    with_experts: bool = False
 
     @property
     def name(self) -> str:
@@ -389,7 +392,9 @@ class Player:
             sampling = task.turn_sampling(turn, min(left, settings.max_turn_tokens or left))
             began = time.perf_counter()
             with clock.standing():
-                output = await self._generate(script.context, sampling, task.key, f"turn {turn} of {task.name}")
+                name, experts = f"turn {turn} of {task.name}", {"experts_from": script.num_routed}
+                asked = experts if task.with_experts else {}
+                output = await self._generate(script.context, sampling, task.key, name, **asked)
             play.engine_s += time.perf_counter() - began
             if settings.stop and output.finish_reason != "abort":
                 output = await self._aside(functools.partial(self._stopped, output), len(output.token_ids))
@@ -397,7 +402,7 @@ class Player:
                 raise _UnplayableError(f"the engine aborted turn {turn}")
             read = functools.partial(parser.parse, output.token_ids, turn=turn)
             parsed = await self._aside(read, len(output.token_ids))
-            script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message)
+            script.add_turn(output.token_ids, output.log_probs, output.policy_version, parsed.message, output.routed)
             play.texts.append(parsed.text)
             play.answer = parsed.text
             play.num_tool_calls += len(parsed.tool_calls) + (parsed.error is not None)

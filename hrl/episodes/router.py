@@ -83,6 +83,7 @@ class Router:
         name: str,
         *,
         may_fail: bool = False,
+        experts_from: int | None = None,
     ) -> SampleOutput:
         """Have a response sampled; whoever is cancelled while waiting withdraws the request.
 
@@ -92,6 +93,7 @@ class Router:
             episode: Requests of the same episode go to the same engine.
             name: What errors call the request.
             may_fail: See `EngineRequest`.
+            experts_from: Likewise.
 
         Raises:
             RoundOverError: The round ended before there was an answer, or none has begun.
@@ -107,7 +109,8 @@ class Router:
         waiting = _Waiting(place, tokens, asyncio.get_running_loop().create_future())
         self._waiting[number] = waiting
         engine.outstanding_tokens += tokens
-        engine.queue.append(EngineRequest(number, name, np.array(token_ids, np.int32), sampling, may_fail))
+        context = np.array(token_ids, np.int32)
+        engine.queue.append(EngineRequest(number, name, context, sampling, may_fail, experts_from))
         engine.has_work.set()
         try:
             return await waiting.answer

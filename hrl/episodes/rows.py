@@ -12,11 +12,18 @@ import torch
 from hrl.columns import object_column
 from hrl.episodes.episode import NO_TURN, NO_VERSION, Episode, EpisodeRow
 from hrl.protocol import DataProto
+from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.rollout.base import FinishReason
 
 
 def episode_batch(
-    asked: DataProto, episodes: Sequence[Episode], *, prompt_width: int, response_width: int, pad_id: int
+    asked: DataProto,
+    episodes: Sequence[Episode],
+    *,
+    prompt_width: int,
+    response_width: int,
+    pad_id: int,
+    with_experts: bool = False,
 ) -> DataProto:
     """Return the rows of episodes, those of an episode next to each other.
 
@@ -28,6 +35,7 @@ def episode_batch(
         prompt_width: P.
         response_width: R.
         pad_id: Fills prompts on the left and responses on the right.
+        with_experts: Also return `routed_experts`, of no token where an episode failed.
 
     Returns:
         `prompts (B, P)`, `responses, response_mask, turn_index, rollout_versions (B, R)`, `input_ids, attention_mask,
@@ -93,11 +101,18 @@ def episode_batch(
         "environment_s": [episode.environment_s for episode in of_rows],
         "attempts": [episode.attempts for episode in of_rows],
     }
+    if with_experts:
+        facts[ROUTED_EXPERTS] = _routed(rows)
     kept = {name: values[place_of] for name, values in asked.non_tensor_batch.items()}
     return DataProto.from_dict(
         tensors={name: torch.from_numpy(values) for name, values in tensors.items()},
         non_tensors=kept | {name: object_column(values) for name, values in facts.items()},
     )
+
+
+def _routed(rows: Sequence[EpisodeRow]) -> list[np.ndarray]:
+    told = next((row.routed for row in rows if row.routed is not None), np.zeros((0, 0, 0), np.uint8))
+    return [told[:0] if row.routed is None else row.routed for row in rows]
 
 
 def _finish_reason(episode: Episode) -> FinishReason:

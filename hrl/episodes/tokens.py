@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from hrl.data.chat import ChatTemplateError, Message, as_messages, wrong_value
 from hrl.data.sources import show_value
 from hrl.environments.interface import EnvironmentReplyError, Observation
@@ -27,6 +29,7 @@ from hrl.episodes.episode import EpisodeRow
 from hrl.episodes.observation_text import with_whole_characters, without_middle
 from hrl.episodes.template import FORMS, Anchor, Encoded, EpisodeTemplate, Form
 from hrl.episodes.wording import says_the_same
+from hrl.routing import continued
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +45,7 @@ class _Row:
         ids: All of them.
         mask, log_probs, versions, turns: Of all ids, see `EpisodeRow`.
         anchors: Control tokens in `text`.
+        routed: `(tokens, L, K)`, the experts of the first ids, as far as an engine has told; None where it does not.
     """
 
     text: str = ""
@@ -52,6 +56,7 @@ class _Row:
     versions: array[int] = field(default_factory=lambda: array("q"))
     turns: array[int] = field(default_factory=lambda: array("i"))
     anchors: list[Anchor] = field(default_factory=list)
+    routed: np.ndarray | None = None
 
     def add(self, ids: Sequence[int], turn: int) -> None:
         """Append ids that were not sampled here."""
@@ -81,12 +86,14 @@ class _Row:
         for column in (self.ids, self.mask, self.log_probs, self.versions, self.turns):
             del column[length:]
         self.anchors = [anchor for anchor in self.anchors if anchor.ids_end <= length]
+        self.routed = None if self.routed is None else self.routed[:length]
 
     def branch(self, length: int) -> _Row:
         """Return a row with the same first ids, none of which was sampled in it."""
         row = _Row(anchors=[anchor for anchor in self.anchors if anchor.ids_end <= length])
         row.add(self.ids[:length], 0)
         row.turns[:] = self.turns[:length]
+        row.routed = None if self.routed is None else self.routed[:length]
         return row
 
     def as_episode_row(self) -> EpisodeRow:
@@ -100,6 +107,7 @@ class _Row:
             log_probs=self.log_probs[start:end].tolist(),
             versions=self.versions[start:end].tolist(),
             turns=self.turns[start:end].tolist(),
+            routed=None if self.routed is None else self.routed[:end],
         )
 
 
@@ -209,6 +217,11 @@ class Transcript:
         return self._row.ids.tolist()
 
     @property
+    def num_routed(self) -> int:
+        """Tokens of `context` whose experts an engine has told."""
+        return 0 if self._row.routed is None else len(self._row.routed)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of `context`."""
         return len(self._row.ids)
@@ -223,7 +236,14 @@ class Transcript:
         """Rows so far, with one that nothing was sampled in yet."""
         return len(self._rows)
 
-    def add_turn(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int, message: Message) -> None:
+    def add_turn(
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        version: int,
+        message: Message,
+        routed: np.ndarray | None = None,
+    ) -> None:
         """Append what the policy sampled in `context`.
 
         Args:
@@ -232,6 +252,8 @@ class Transcript:
             version: Of the policy.
             message: The turn as the assistant's message: `content`, and `tool_calls` and `reasoning_content` if there
                 are any. Where the observation ended with an assistant's message, what continues that.
+            routed: `(tokens, L, K)`, the experts of the tokens from the `num_routed`-th of `context` on, perhaps of
+                more than these; None where nobody asked.
 
         Raises:
             ValueError: There is not a log-prob for each token, or no observation since the last turn.
@@ -240,8 +262,10 @@ class Transcript:
             raise ValueError(f"{len(token_ids)} tokens with {len(log_probs)} log-probs")
         if not self._is_answered:
             raise ValueError("a turn follows an observation, and this one follows a turn")
-        start = len(self._row.ids)
+        start, num_routed = len(self._row.ids), self.num_routed
         self._row.add_sampled(token_ids, log_probs, version, self._num_turns)
+        if routed is not None:
+            self._row.routed = continued(self._row.routed, routed, num_routed)[: len(self._row.ids)]
         said = with_whole_characters({"role": "assistant", **message})
         known = self._template.guarded(said, by_policy=True)
         if self._goes_on:

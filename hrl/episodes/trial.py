@@ -224,7 +224,14 @@ class _AtOnce(Router):
         self._sample = sample
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: SamplingParams, episode: Any, name: str, *, may_fail: bool = False
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        episode: Any,
+        name: str,
+        *,
+        may_fail: bool = False,
+        experts_from: int | None = None,
     ) -> SampleOutput:
         return await self._sample([*token_ids], sampling, episode, name)
 

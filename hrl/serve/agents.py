@@ -92,7 +92,10 @@ class AgentDoor:
             ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None
         ) -> SampleOutput:
             with clock.standing():
-                return await self._router.generate(ids, sampling, task.key, f"{name} of {task.name}")
+                # Which row an answer belongs to is known when it is there, so all of its context is asked about.
+                experts_from = 0 if task.with_experts else None
+                name = f"{name} of {task.name}"
+                return await self._router.generate(ids, sampling, task.key, name, experts_from=experts_from)
 
         fixed = FixedSampling(
             task.sampling,

@@ -165,9 +165,10 @@ class Door:
                 admission.kept = sum(sampling.max_tokens for sampling in samplings)
             showing = [None if show is None else partial(show, place) for place in range(len(wanted))]
             reads = await self._all(session, asked, admission, wanted, samplings, showing, log_probs=log_probs)
-        for context, turn, (read, version) in zip(wanted, admission.turns, reads, strict=True):
-            choice = read.choice
-            call = Call(turn, context.ids, choice.token_ids, choice.log_probs, version, read.parsed.text)
+        for context, turn, (read, output) in zip(wanted, admission.turns, reads, strict=True):
+            choice, version = read.choice, output.policy_version
+            text, routed = read.parsed.text, output.routed
+            call = Call(turn, context.ids, choice.token_ids, choice.log_probs, version, text, routed)
             session.add(call, context.conversation)
             unread, calls = int(read.parsed.error is not None), read.parsed.tool_calls
             session.count("tool_calls", len(calls) + unread)
@@ -188,7 +189,7 @@ class Door:
         showing: Sequence[ShowOne | None],
         *,
         log_probs: bool,
-    ) -> list[tuple[Read, int]]:
+    ) -> list[tuple[Read, SampleOutput]]:
         """Sample and read all choices at the same time."""
         sampled = partial(session.sampled, admission)
         began = time.monotonic()
@@ -218,7 +219,7 @@ class Door:
         show: ShowOne | None,
         *,
         log_probs: bool,
-    ) -> tuple[Read, int]:
+    ) -> tuple[Read, SampleOutput]:
         growing = None if show is None else self.words.growing(asked, context, log_probs=log_probs)
         shown = _Shown(growing, show, self.words, sampled) if growing is not None and show is not None else None
         name = f"{session.name}-{turn}-{secrets.token_hex(4)}"
@@ -239,7 +240,7 @@ class Door:
         read = await self.words.read(output, turn, asked, context, log_probs=log_probs)
         if shown is not None:
             read = replace(read, choice=shown.growing.ended(read.choice, shown.count))
-        return read, output.policy_version
+        return read, output
 
     async def _sampled(
         self, generate: Generate, context: Context, sampling: SamplingParams, name: str, shown: _Shown | None

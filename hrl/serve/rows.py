@@ -11,6 +11,7 @@ import numpy as np
 
 from hrl.batching.trie import common_length
 from hrl.episodes.episode import NO_VERSION, EpisodeRow
+from hrl.routing import continued
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Call:
         log_probs: Of each sampled token.
         version: Of the policy.
         text: What was sampled, read.
+        routed: `(tokens, L, K)`, the experts of the context's tokens and of the sampled ones but the last; None where
+            nobody asked.
     """
 
     turn: int
@@ -32,6 +35,7 @@ class Call:
     log_probs: Sequence[float]
     version: int
     text: str
+    routed: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -42,6 +46,7 @@ class _Branch:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    routed: np.ndarray | None = None
 
     @property
     def view(self) -> np.ndarray:
@@ -62,10 +67,12 @@ class _Branch:
         self.log_probs += call.log_probs
         self.versions += [call.version] * count
         self.turns += [call.turn] * count
+        if call.routed is not None:
+            self.routed = continued(self.routed, call.routed)[: len(self.ids)]
 
     def row(self) -> EpisodeRow:
         prompt, response = self.ids[: self.num_prompt].tolist(), self.ids[self.num_prompt :].tolist()
-        return EpisodeRow(prompt, response, self.mask, self.log_probs, self.versions, self.turns)
+        return EpisodeRow(prompt, response, self.mask, self.log_probs, self.versions, self.turns, self.routed)
 
 
 class Branches:

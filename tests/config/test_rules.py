@@ -166,10 +166,6 @@ CASES = [
         f"{ROLLOUT}.enable_rollout_routing_replay is true, but {ACTOR}.router_replay.mode is disabled",
     ),
     (
-        {f"{ACTOR}.router_replay.mode": "R3", "environment.path": "my_env.py:Env"},
-        f"{ACTOR}.router_replay.mode is R3, but the rows of episodes come without the experts",
-    ),
-    (
         {f"{ACTOR}.router_replay.mode": "R2", "algorithm.preference_loss": "sigmoid"},
         f"{ACTOR}.router_replay.mode is R2, which takes the experts of the pass over old log-probs, and with "
         "algorithm.preference_loss there is none. Set it to R3, or disabled.",

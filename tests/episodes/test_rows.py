@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -9,6 +11,7 @@ from hrl.columns import object_column
 from hrl.episodes.episode import Episode, EpisodeRow
 from hrl.episodes.rows import episode_batch, policy_version_of
 from hrl.protocol import DataProto
+from hrl.routing import ROUTED_EXPERTS
 
 P, R, PAD = 4, 6, 9
 
@@ -30,8 +33,8 @@ def row(prompt: list[int], response: list[int], mask: list[int], turns: list[int
     return EpisodeRow(prompt, response, mask, log_probs, [version if bit else -1 for bit in mask], turns)
 
 
-def batch_of(*episodes: Episode) -> DataProto:
-    return episode_batch(asked(len(episodes)), episodes, prompt_width=P, response_width=R, pad_id=PAD)
+def batch_of(*episodes: Episode, **options: bool) -> DataProto:
+    return episode_batch(asked(len(episodes)), episodes, prompt_width=P, response_width=R, pad_id=PAD, **options)
 
 
 def episode(place: int, *rows: EpisodeRow, end: str = "done", rewards: tuple = (None,)) -> Episode:
@@ -74,6 +77,17 @@ def test_a_failed_episode_is_a_row_without_response_whatever_it_had_sampled() ->
     assert batch.batch["prompts"].tolist() == [[PAD, 1, 2, 3]] * 2, "the row's own prompt"
     assert batch.non_tensor_batch["finish_reason"].tolist() == ["abort", "abort"]
     assert policy_version_of(batch) is None
+
+
+def test_experts_are_a_column_where_they_were_asked_for_and_of_no_token_where_an_episode_failed() -> None:
+    routed = np.arange(2 * 3 * 2, dtype=np.uint8).reshape(2, 3, 2)
+    played = replace(row([1], [7, 8], [1, 1], [0, 0]), routed=routed)
+    episodes = [episode(0, end="failed"), episode(1, played)]
+    none, told = batch_of(*episodes, with_experts=True).non_tensor_batch[ROUTED_EXPERTS]
+    assert none.shape == (0, 3, 2) and none.dtype == np.uint8 and np.array_equal(told, routed)
+    (none,) = batch_of(episodes[0], with_experts=True).non_tensor_batch[ROUTED_EXPERTS]
+    assert none.shape == (0, 0, 0)
+    assert ROUTED_EXPERTS not in batch_of(*episodes).non_tensor_batch
 
 
 def test_tokens_of_two_versions_in_one_batch_are_told() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,8 @@ class Game:
     transcript: Transcript
     has_tools: bool = False
     turns: list[Sampled] = field(default_factory=list)
+    #: Tokens up to and with one → the turns with which it passed through the engine.
+    passed: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, messages: Sequence[dict[str, Any]], **kwargs: Any) -> Game:
@@ -73,7 +76,14 @@ class Game:
         if log_probs is None:
             log_probs = [-(turn + 1) - i / 1024 for i in range(len(ids))]
         self.turns.append(Sampled(tuple(self.context), tuple(ids), tuple(log_probs), 10 + turn))
-        self.transcript.add_turn(ids, log_probs, 10 + turn, message)
+        routed = self.experts([*self.context, *ids], turn)[self.transcript.num_routed :]
+        self.transcript.add_turn(ids, log_probs, 10 + turn, message, routed)
+
+    def experts(self, tokens: list[int], turn: int) -> np.ndarray:
+        """What an engine says that computes all tokens but the last: the turn stands for experts of one layer."""
+        for end in range(1, len(tokens)):
+            self.passed.setdefault(tuple(tokens[:end]), []).append(turn)
+        return np.full((len(tokens) - 1, 1, 1), turn, np.uint8)
 
     def say(self, content: str | None = None, *, ends: bool = True, text: str | None = None, **parts: Any) -> list[int]:
         """A turn of the policy; its text is what the family's models write, if no other is given."""
@@ -97,7 +107,11 @@ class Game:
         return self.family.ids(self.family.render(self.transcript.messages, has_tools=self.has_tools))
 
     def check(self) -> None:
-        """Every id with mask 1 was sampled, in exactly that context; and each that was sampled has it once."""
+        """Every id with mask 1 was sampled, in exactly that context; and each that was sampled has it once.
+
+        Each but a row's last has the experts of a turn in which it was computed in that context, the first such turn of
+        its row: a branch that a text is written into anew may have more in common with the row before than it knows.
+        """
         found = [0] * len(self.turns)
         rows = self.transcript.rows()
         for row in rows:
@@ -105,6 +119,12 @@ class Game:
             lengths = {len(row.response_ids), len(row.mask), len(row.log_probs), len(row.versions), len(row.turns)}
             assert len(lengths) == 1
             assert not row.mask or row.mask[-1] == 1
+            if self.turns:
+                told = row.routed[:, 0, 0].tolist()
+                assert len(ids) - 1 <= len(told) <= len(ids)
+                turns = [self.passed[ids[: end + 1]] for end in range(len(told))]
+                assert all(turn in each for turn, each in zip(told, turns, strict=True))
+                assert row is not rows[0] or told == [each[0] for each in turns]
             at = 0
             while at < len(row.mask):
                 if not row.mask[at]:

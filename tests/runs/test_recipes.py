@@ -24,6 +24,7 @@ from hrl.report.run_folder import read_jsonl
 from tests.config.key_reads import KeyReads
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import ROOT, Runner
+from tests.runs.test_experts import save as save_mixture
 
 pytestmark = [pytest.mark.engine]
 
@@ -302,6 +303,39 @@ def test_a_program_that_calls_the_policy_trains_what_it_was_answered(
         assert [len(sample["turns"]) for sample in samples] == [3] * 12
         assert record["reward/mean"] == pytest.approx(sum(sample["score"] for sample in samples) / 12)
         assert {sample["turns"][-1]["reward"] for sample in samples} <= {0.0, 1.0, 2.0}
+
+
+@pytest.mark.parametrize("name", ["Game", "Program"])
+def test_the_experts_of_every_turn_are_replayed(runner: Runner, coin: Path, tmp_path: Path, name: str) -> None:
+    """Those of another token would not be the trainer's, nor give the sampler's log-probs.
+
+    With a template that rewrites what was said every turn of the game is a branch; a program's rows are made apart.
+    """
+    mixture = save_mixture(tmp_path / "mixture")
+    (tmp_path / "environment.py").write_text(GAME if name == "Game" else PROGRAM)
+    if name == "Game":
+        (mixture / "chat_template.jinja").write_text(FORGETFUL)
+    records = two_steps(
+        runner,
+        coin,
+        tmp_path / "run",
+        f"actor_rollout_ref.model.path={mixture}",
+        f"environment.path={tmp_path}/environment.py:{name}",
+        "environment.tool_parser=hermes",
+        "environment.max_turn_tokens=3",
+        "reward.custom_reward_function.path=null",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    )
+    for record in records:
+        assert record["episode/turns/mean"] == 3.0 and record["episode/branches/mean"] == (
+            3.0 if name == "Game" else 2.0
+        )
+        assert record["moe/replayed"] == 1 and record["moe/router_agreement"] > 0.9
+        assert record["rollout/logprob_diff_max"] < 1e-4
 
 
 FORGETFUL = """

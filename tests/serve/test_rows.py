@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +30,20 @@ def test_a_conversation_a_branch_and_another_prompt_by_hand():
     assert (branch.prompt_ids, branch.response_ids, branch.mask) == ([1, 2], [3, 9, 7], [0, 0, 1])
     assert (branch.turns, branch.log_probs) == ([0, 0, 2], [0.0, 0.0, -2.7])
     assert (other.prompt_ids, other.response_ids, other.mask) == ([8], [1], [1])
+
+
+def test_rows_keep_the_experts_that_each_token_went_to_first():
+    calls = [
+        call(0, [1, 2], [3, 4]),
+        call(1, [1, 2, 3, 4, 5], [6]),
+        call(2, [1, 2, 3, 9], [7]),
+    ]
+    calls = [
+        replace(one, routed=np.full((len(one.prompt_ids) + len(one.token_ids) - 1, 1, 1), one.turn, np.uint8))
+        for one in calls
+    ]
+    # The last token of a turn is computed with the next one; the branch was computed as a whole by its own call.
+    assert [row.routed.ravel().tolist() for row in rows_of(calls)] == [[0, 0, 0, 1, 1], [2, 2, 2, 2]]
 
 
 def test_choices_of_one_request_are_branches_even_if_they_say_the_same():

@@ -157,6 +157,7 @@ class EpisodeDriver:
             prompt_width=self._setup.limits.prompt,
             response_width=self._setup.limits.response,
             pad_id=self._tokens.pad,
+            with_experts=request.with_experts,
         )
         batch.meta_info["temperature"] = request.sampling.temperature
         version = policy_version_of(batch)
@@ -211,6 +212,7 @@ def tasks_of(asked: Asked) -> list[EpisodeTask]:
             request.step,
             held_out=int(index) if asked.validate else None,
             prompt_ids=array("i", ids[is_there].tolist()),
+            with_experts=request.with_experts,
         )
         for key, greedy, ids, is_there, index, prompt, source, reward_model, extra, columns in zip(
             sample_keys(asked.rows), is_greedy, prompts, is_prompt, *(rows[name] for name in names), strict=True

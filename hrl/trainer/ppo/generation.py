@@ -153,9 +153,11 @@ def share_known_experts(batch: DataProto) -> None:
     Args:
         batch: Samples drawn by the same weights, with `routed_experts`.
     """
-    prompts, mask = batch.batch["prompts"].numpy(), batch.batch["attention_mask"].numpy().astype(bool)
-    rows = [row[is_token] for row, is_token in zip(prompts, mask[:, : prompts.shape[1]], strict=True)]
-    known = known_by_beginning(rows, list(batch.non_tensor_batch[ROUTED_EXPERTS]))
+    width, mask = batch.batch["prompts"].shape[1], batch.batch["attention_mask"].numpy().astype(bool)
+    tokens, known = batch.batch["input_ids"].numpy(), list(batch.non_tensor_batch[ROUTED_EXPERTS])
+    known = known_by_beginning([row[of] for row, of in zip(tokens[:, :width], mask[:, :width], strict=True)], known)
+    if "turn_index" in batch.batch:  # what an engine had in its cache may reach into later turns
+        known = known_by_beginning([row[of] for row, of in zip(tokens, mask, strict=True)], known)
     batch.non_tensor_batch[ROUTED_EXPERTS] = object_column(known)
 
 

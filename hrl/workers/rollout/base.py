@@ -109,6 +109,26 @@ class SampleOutput:
     routed: np.ndarray | None = None
 
 
+def check_routed(output: SampleOutput, name: str, context_length: int) -> None:
+    """Refuse an answer without the experts that its tokens went to.
+
+    Args:
+        output: The answer.
+        name: Of the request.
+        context_length: Tokens before it.
+
+    Raises:
+        RolloutError: Names the request, and what came in their place.
+    """
+    wanted = context_length + max(len(output.token_ids) - 1, 0)
+    found = None if output.routed is None else output.routed.shape
+    if found is None or len(found) != 3 or found[0] != wanted:
+        raise RolloutError(
+            f"the engine answered {name} with experts of shape {found}, and {wanted} tokens have passed through it: "
+            "set actor.router_replay.mode=disabled, or R2, which needs nothing of the engine"
+        )
+
+
 def sample_seed(run_seed: int, step: int, uid: str, sample_index: int, *within: int | str) -> int:
     """Return the 32-bit seed of one sample; it does not depend on which engine draws the sample, or when.
 

@@ -33,6 +33,7 @@ from hrl.workers.rollout.base import (
     RolloutEngine,
     RolloutError,
     SampleOutput,
+    check_routed,
     sample_keys,
     sample_seed,
 )
@@ -543,18 +544,15 @@ def with_routed(output: SampleOutput, name: str, prompt_length: int) -> SampleOu
         prompt_length: Tokens of its prompt.
 
     Raises:
-        RolloutError: Names the sample, and what came in their place.
+        RolloutError: See `check_routed`.
     """
-    wanted = prompt_length + max(len(output.token_ids) - 1, 0)
-    found = None if output.routed is None else output.routed.shape
-    if found is not None and len(found) == 3 and found[0] == wanted:
-        return output
-    if output.finish_reason == "abort":
+    try:
+        check_routed(output, name, prompt_length)
+    except RolloutError:
+        if output.finish_reason != "abort":
+            raise
         return replace(output, routed=np.zeros((0, 0, 0), np.uint8))
-    raise RolloutError(
-        f"the engine answered {name} with experts of shape {found}, and {wanted} tokens have passed through it: "
-        "set actor.router_replay.mode=disabled, or R2, which needs nothing of the engine"
-    )
+    return output
 
 
 def check_values(columns: Mapping[str, Tensor], keys: Sequence[tuple[str, int]], vocab_size: int) -> None:

@@ -21,6 +21,7 @@ from hrl.workers.rollout.base import (
     FinishReason,
     RolloutError,
     SampleOutput,
+    check_routed,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class EngineRequest:
         token_ids: `(N,)` int32, the context.
         sampling: How it is sampled, with its own seed.
         may_fail: If the engine can't answer it, it is given up with an empty answer, and all others go on.
+        experts_from: The answer has the experts of the tokens from this one of the context on; None asks for none.
     """
 
     number: int
@@ -49,6 +51,7 @@ class EngineRequest:
     token_ids: np.ndarray
     sampling: SamplingParams
     may_fail: bool = False
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class EngineAnswer:
         token_ids: `(N,)` int32.
         log_probs: `(N,)` float32.
         finish_reason, policy_version: As in `SampleOutput`.
+        routed: `(tokens, L, K)`, the experts that were asked for; None where none were.
     """
 
     number: int
@@ -67,10 +71,13 @@ class EngineAnswer:
     log_probs: np.ndarray
     finish_reason: FinishReason
     policy_version: int
+    routed: np.ndarray | None = None
 
     def output(self) -> SampleOutput:
-        """Return it as engines give it."""
-        return SampleOutput(self.token_ids.tolist(), self.log_probs.tolist(), self.finish_reason, self.policy_version)
+        """Return it as engines give it, with the experts that were asked for."""
+        return SampleOutput(
+            self.token_ids.tolist(), self.log_probs.tolist(), self.finish_reason, self.policy_version, self.routed
+        )
 
 
 @dataclass(frozen=True)
@@ -174,4 +181,11 @@ def _checked(request: EngineRequest, output: SampleOutput, version: int, vocab_s
         wrong = "a log-prob that is not a finite number below 0"
     if wrong is not None:
         raise RolloutError(f"the engine answered {request.name} with {wrong}")
-    return EngineAnswer(request.number, ids.astype(np.int32), log_probs, output.finish_reason, output.policy_version)
+    routed = None
+    if request.experts_from is not None and output.finish_reason != "abort":
+        check_routed(output, request.name, len(request.token_ids))
+        assert output.routed is not None, "since the line above"
+        routed = output.routed[request.experts_from :]
+    return EngineAnswer(
+        request.number, ids.astype(np.int32), log_probs, output.finish_reason, output.policy_version, routed
+    )

@@ -51,6 +51,32 @@ def test_what_ends_together_goes_together() -> None:
     assert count == 3 and given == [[1, 2], [3]]
 
 
+def test_experts_go_along_from_the_token_on_that_was_asked_for_and_have_to_be_there() -> None:
+    routed = np.arange(2, dtype=np.uint8).reshape(2, 1, 1)
+    given: list[np.ndarray | None] = []
+
+    async def answer(*_: object) -> SampleOutput:
+        return SampleOutput([1, 2], [-0.1, -0.1], "stop", 3, routed)
+
+    def ask(experts_from: int | None) -> None:
+        work = iter([EngineWork([replace(request(7), experts_from=experts_from)]), EngineWork(), EngineWork()])
+
+        async def take() -> EngineWork | None:
+            await asyncio.sleep(0.005)
+            return next(work, None)
+
+        engine = SimpleNamespace(generate=answer, policy_version=3)
+        give = lambda answers: given.extend(each.output().routed for each in answers)  # noqa: E731
+        asyncio.run(serve_requests(engine, take, give, VOCAB))
+
+    for first in (0, 1, None):
+        ask(first)
+    assert [None if each is None else each.ravel().tolist() for each in given] == [[0, 1], [1], None]
+    routed = routed[:1]  # as of a context of one token and an answer of one
+    with pytest.raises(RolloutError, match=r"experts of shape \(1, 1, 1\), and 2 tokens have passed through it"):
+        ask(1)
+
+
 def test_a_withdrawn_request_is_cancelled_and_never_answered() -> None:
     cancelled = []
 
