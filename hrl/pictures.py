@@ -3,45 +3,84 @@
 A picture travels as the file that it is (PNG, JPEG, WebP), which is a fraction of its pixels, and all samples of a
 prompt hold one object, which a pickle writes once. It becomes pixels in the process that needs them
 (`hrl.models.pictures`), which keeps them for the next pass.
+
+A video is frames, each a picture's file. Where tokens of a prompt that stand for it follow on each other it is one
+entry of that tuple; where a model's prompts say the time between them, each moment is an entry of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hrl.errors import DatasetError
+from hrl.errors import DatasetError, HrlError
 
 #: Name of the column, as verl calls it. A row without pictures has an empty tuple.
 MULTI_MODAL_DATA = "multi_modal_data"
 _DIGEST_BYTES = 16
 
 
+class PictureError(HrlError, ValueError):
+    """A model, or its folder, can't do with pictures what a run asks of it; the message says what is missing."""
+
+
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a prompt.
+    """A picture of a prompt, or frames of a video that stand in one place of it.
 
     Attributes:
-        data: The picture's file.
-        digest: Of that file. Two pictures of one digest are the same picture.
+        data: The picture's file; of a video, that of its first frame here.
+        digest: Of that file; of a video, of all its frames and how they are shown. Two pictures of one digest are the
+            same picture.
         start: The first of the prompt's tokens that stand for it.
         length: How many tokens do.
+        clip: What a video has beside its first frame; None of a picture.
     """
 
     data: bytes
     digest: str
     start: int
     length: int
+    clip: Clip | None = None
+
+    @property
+    def files(self) -> tuple[bytes, ...]:
+        """The picture's file, or those of a video's frames."""
+        return (self.data,) if self.clip is None else (self.data, *self.clip.frames)
 
     def __repr__(self) -> str:
         return f"Picture({self.digest}, tokens {self.start} to {self.start + self.length - 1})"
 
 
+@dataclass(frozen=True)
+class Clip:
+    """Frames of a video.
+
+    Attributes:
+        frames: The files of those behind the first.
+        grid: How many patches the tower makes of them, in time, down and across.
+        seconds: From one patch in time to the next.
+        moment: Which one of its video it is, where each moment stands in a place of its own.
+    """
+
+    frames: tuple[bytes, ...]
+    grid: tuple[int, int, int]
+    seconds: float
+    moment: int = 0
+
+
 def digest_of(data: bytes) -> str:
     """Return what tells a picture's file from another."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def digest_of_frames(files: Sequence[bytes], grid: tuple[int, int, int], seconds: float) -> str:
+    """Return what tells frames of a video from others, and from the same ones shown larger or slower."""
+    return digest_of(repr(([digest_of(file) for file in files], grid, seconds)).encode())
 
 
 @dataclass(frozen=True)
@@ -77,6 +116,57 @@ class PictureSource:
     def identity(self) -> list[Any]:
         """What tells it from another picture in a resumed run, as plain data."""
         return [self.width, self.height, self.path or digest_of(self.data or b"")]
+
+
+@dataclass(frozen=True)
+class VideoSource:
+    """Where a video is.
+
+    Attributes:
+        width, height: In pixels, of every frame.
+        num_frames: How many there are.
+        rate: Frames per second; None where nobody has said.
+        frames: Where each frame is, in order; none of a film.
+        film: A file that has all frames, such as an animated WebP or GIF, of which some are taken.
+        wanted_rate: Frames per second that are taken of a film; None leaves it to the model's processor.
+    """
+
+    width: int
+    height: int
+    num_frames: int
+    rate: float | None = None
+    frames: tuple[PictureSource, ...] = ()
+    film: PictureSource | None = None
+    wanted_rate: float | None = None
+
+    def read(self, chosen: Sequence[int]) -> list[bytes]:
+        """Return the files of these frames.
+
+        Raises:
+            DatasetError: They can't be read any more.
+        """
+        if self.film is None:
+            return [self.frames[number].read() for number in chosen]
+        from PIL import Image
+
+        found = []
+        with Image.open(io.BytesIO(self.film.read())) as film:
+            for number in chosen:
+                film.seek(number)
+                file = io.BytesIO()
+                film.convert("RGBA" if film.has_transparency_data else "RGB").save(file, "PNG", compress_level=1)
+                found.append(file.getvalue())
+        return found
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from another video in a resumed run, as plain data."""
+        parts = self.frames if self.film is None else (self.film,)
+        return [self.rate, self.wanted_rate, *(part.identity for part in parts)]
+
+
+Shown = PictureSource | VideoSource
+"""What a prompt shows in one place of its text."""
 
 
 def has_pictures(columns: Any) -> bool:

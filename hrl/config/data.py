@@ -49,7 +49,7 @@ class RowsConfig(Section):
     image_key: str = "images"
     """Column of the pictures that the prompt shows, one for each `<image>` of it: paths, or the bytes of files."""
     video_key: str = "videos"
-    """Column of videos; a row that has any is refused."""
+    """Column of the videos that the prompt shows, one for each `<video>` of it: lists or folders of their frames."""
     train_max_samples: MinusOneOrMore = -1
     """Use only this many training rows; -1 uses all."""
     val_max_samples: MinusOneOrMore = -1

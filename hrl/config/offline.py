@@ -71,6 +71,8 @@ class DemonstrationDataConfig(OfflineDataConfig):
 class OfflineModelConfig(ModelConfig):
     """`model.*`: the transformer that is trained."""
 
+    freeze_vision_tower: bool = False
+    """In a run on pictures, leave the part of the model that reads them as it is."""
     fsdp_config: FsdpConfig = section(FsdpConfig)
 
 

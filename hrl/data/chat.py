@@ -85,15 +85,15 @@ def shortened(text: str) -> str:
 def as_messages(prompt: object, key: str, role: str = "user", *, pictures: bool = False) -> list[dict[str, Any]] | str:
     """Return a chat, or a sentence about what is wrong with it; a string is one message of `role`, or a chat as JSON.
 
-    A content is text, a list of parts (text and pictures), or null in a message with other content (an assistant's
-    `tool_calls`). Messages keep all other fields for the chat template, except nulls: Parquet gives every message every
-    field, and templates test whether a field is present.
+    A content is text, a list of parts (text, pictures and videos), or null in a message with other content (an
+    assistant's `tool_calls`). Messages keep all other fields for the chat template, except nulls: Parquet gives every
+    message every field, and templates test whether a field is present.
 
     Args:
         prompt: The value of a row's column.
         key: Name of the column.
         role: Role of the message that a string becomes.
-        pictures: Whether messages may show pictures, in parts `{"type": "image"}`.
+        pictures: Whether messages may show pictures, in parts `{"type": "image"}` and `{"type": "video"}`.
     """
     wrong = wrong_value(prompt, key)
     if wrong is not None:
@@ -149,8 +149,11 @@ def _wrong_content(content: object, *, says_more: bool, pictures: bool) -> str |
             continue
         if not pictures:
             return 'expected parts {"type": "text", "text": …}: hrl trains on text here'
-        if kind != "image":
-            return 'expected parts {"type": "text", "text": …} and {"type": "image"}: hrl trains on text and pictures'
+        if kind not in ("image", "video"):
+            return (
+                'expected parts {"type": "text", "text": …}, {"type": "image"} and {"type": "video"}: hrl trains on '
+                "text, pictures and videos"
+            )
     return None
 
 
@@ -235,7 +238,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         return content
     if content is not None:
-        return "".join(part["text"] if part["type"] == "text" else "<image>" for part in content)
+        return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
     return json.dumps({name: value for name, value in message.items() if name not in ("role", "content")}, default=str)
 
 

@@ -19,6 +19,7 @@ import torch
 from hrl.columns import object_column
 from hrl.data.chat import as_messages, chat_of_text, encode_texts, render_prompt, tools_of, with_tools, wrong_value
 from hrl.data.order import digest_of
+from hrl.data.picture_files import holds_pixels
 from hrl.data.pictures import take_pictures
 from hrl.data.sources import GROUND_TRUTH, DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
@@ -102,6 +103,8 @@ def check_prompt(
     columns: dict[str, Any] = {}
     left_out = []
     for name, value in raw.items():
+        if images and name in (image_key, video_key, prompt_key, MESSAGES) and holds_pixels(value):
+            continue
         try:
             to_plain(value, name)
         except ValueError as error:
@@ -109,7 +112,7 @@ def check_prompt(
                 return wrong_value(value, name, is_text=False) or str(error)
             if name == answer_key:
                 return f"{error} (data.answer_key)"
-            if images and name in (image_key, prompt_key, MESSAGES):
+            if images and name in (image_key, video_key, prompt_key, MESSAGES):
                 continue
             left_out.append((str(name), str(error).partition(";")[0]))  # such as the bytes of a picture
             continue

@@ -1,177 +1,150 @@
-"""Pictures of a row: where they are, which part of the prompt shows them, and which of its tokens stand for them.
+"""Pictures and videos of a row: which part of the prompt shows them, and which of its tokens stand for them.
 
-A row has them in the column `images` (`data.image_key`), in the order of the prompt's placeholders, or in the prompt's
-own parts. A picture is a path, the bytes of a file, a mapping with one of the two (as datasets' `Image` is written to
-Parquet, and as verl's rows have it), or, from Python, a `PIL.Image`. Only a file's header is read with the row; the
-file itself is read when the row is drawn.
+A row has them in the columns `images` and `videos` (`data.image_key`, `data.video_key`), in the order of the prompt's
+placeholders, or in the prompt's own parts; what they may be is said in `hrl.data.picture_files`. Only headers of files
+are read with the row; the files themselves are read when the row is drawn.
 """
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hrl.data.chat import ChatTemplateError
+from hrl.data.picture_files import WrongPictureError, picture_source, video_source
 from hrl.errors import DatasetError
-from hrl.files import expanded
-from hrl.models.pictures import PictureError, PictureProcessor
-from hrl.pictures import Picture, PictureSource, digest_of
+from hrl.models.pictures import PictureProcessor
+from hrl.models.videos import VideoProcessor
+from hrl.pictures import (
+    Clip,
+    Picture,
+    PictureError,
+    PictureSource,
+    Shown,
+    VideoSource,
+    digest_of,
+    digest_of_frames,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLACEHOLDER = "<image>"
-"""Stands for the row's next picture in the text of a prompt, as in verl's rows."""
+IMAGE, VIDEO = "image", "video"
+"""Kinds of what a prompt shows, as its parts call them."""
+PLACEHOLDERS = {IMAGE: "<image>", VIDEO: "<video>"}
+"""What stands for the row's next picture or video in the text of a prompt, as in verl's rows."""
 AUDIO_KEY = "audios"
 """verl's column of sounds (`data.audio_key`)."""
-_PART = {"type": "image"}
-_URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*:", re.IGNORECASE)
-_FILE = "file://"
-_SHOWN = 60
-
-
-class _WrongPictureError(Exception):
-    """What is wrong with a picture of a row, in words."""
+_NAMES = {IMAGE: "picture", VIDEO: "video"}
+_SOURCES: Mapping[str, Any] = {IMAGE: picture_source, VIDEO: video_source}
+_MARKS = re.compile("(" + "|".join(PLACEHOLDERS.values()) + ")")
+_KINDS = {mark: kind for kind, mark in PLACEHOLDERS.items()}
 
 
 def take_pictures(
     raw: Mapping[str, Any], messages: Sequence[dict[str, Any]], image_key: str, video_key: str
-) -> tuple[list[dict[str, Any]], tuple[PictureSource, ...]] | str:
-    """Return the messages with a part for each picture, and the pictures in their order; or what is wrong with them.
+) -> tuple[list[dict[str, Any]], tuple[Shown, ...]] | str:
+    """Return the messages with a part for each picture and video, and these in order; or what is wrong with them.
 
     Args:
         raw: The row.
         messages: Its prompt, from `as_messages`.
         image_key: Column of the pictures (`data.image_key`).
-        video_key: Column of the videos (`data.video_key`), of which none is taken.
+        video_key: Column of the videos (`data.video_key`).
     """
-    for key, named in ((video_key, "videos"), (AUDIO_KEY, "sounds")):
-        if _listed(raw.get(key)):
-            return f"{key!r} has {named}, and hrl shows a model pictures alone: leave the row out, or empty the column"
-    given = _listed(raw.get(image_key))
+    if _listed(raw.get(AUDIO_KEY)):
+        return f"{AUDIO_KEY!r} has sounds, and hrl shows a model none: leave the row out, or empty the column"
+    keys = {IMAGE: image_key, VIDEO: video_key}
     try:
-        pictures = [_source(picture, f"picture {number} of {image_key!r}") for number, picture in enumerate(given)]
-        return _placed(messages, pictures, image_key)
-    except _WrongPictureError as error:
+        given = {
+            kind: [
+                _SOURCES[kind](each, f"{_NAMES[kind]} {number} of {key!r}")
+                for number, each in enumerate(_listed(raw.get(key)))
+            ]
+            for kind, key in keys.items()
+        }
+        return _placed(messages, given, keys)
+    except WrongPictureError as error:
         return str(error)
 
 
 def _listed(value: object) -> list[Any]:
-    """Return the pictures of a column: one that is not in a list is the only one."""
+    """Return what a column shows: one that is not in a list is the only one."""
     if value is None:
         return []
+    if isinstance(value, np.ndarray) and value.dtype != object:  # frames
+        return [value]
     if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes | bytearray):
         return [each for each in value if each is not None]
     return [value]
 
 
 def _placed(
-    messages: Sequence[dict[str, Any]], pictures: list[PictureSource], image_key: str
-) -> tuple[list[dict[str, Any]], tuple[PictureSource, ...]]:
-    """Put a part in the place of each placeholder."""
-    found: list[PictureSource] = []
-    left = list(pictures)
+    messages: Sequence[dict[str, Any]], given: Mapping[str, list[Shown]], keys: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], tuple[Shown, ...]]:
+    """Put a part in the place of each placeholder of which the row's column has something."""
+    found: list[Shown] = []
+    left = {kind: list(sources) for kind, sources in given.items()}
 
-    def taken(where: str) -> PictureSource:
-        if not left:
-            raise _WrongPictureError(
-                f"{where} shows one picture more than {image_key!r} has, which is {len(pictures)}: it needs one for "
-                f"each {PLACEHOLDER} of the prompt"
+    def taken(kind: str, where: str) -> Shown:
+        if not left[kind]:
+            raise WrongPictureError(
+                f"{where} shows one {_NAMES[kind]} more than {keys[kind]!r} has, which is {len(given[kind])}: it needs "
+                f"one for each {PLACEHOLDERS[kind]} of the prompt"
             )
-        return left.pop(0)
+        return left[kind].pop(0)
 
     placed = []
     for position, message in enumerate(messages):
         where, content = f"message {position}", message["content"]
-        if isinstance(content, str) and pictures and PLACEHOLDER in content:
-            parts: list[dict[str, Any]] = []
-            for number, text in enumerate(content.split(PLACEHOLDER)):
-                if number:
-                    parts.append(dict(_PART))
-                    found.append(taken(where))
-                if text:
-                    parts.append({"type": "text", "text": text})
-            message = message | {"content": parts}
-        elif isinstance(content, Sequence) and not isinstance(content, str):
+        if isinstance(content, str):
+            pieces = _MARKS.split(content)
+            shows = [kind for kind in map(_KINDS.get, pieces) if kind is not None and given[kind]]
+            if shows:
+                parts: list[dict[str, Any]] = []
+                for piece in pieces:
+                    kind = _KINDS.get(piece)
+                    if kind is not None and given[kind]:
+                        parts.append({"type": kind})
+                        found.append(taken(kind, where))
+                    elif piece:
+                        parts.append({"type": "text", "text": piece})
+                message = message | {"content": parts}
+        elif isinstance(content, Sequence):
             parts = []
             for part in content:
-                if part["type"] == "text":
+                kind = part["type"]
+                if kind == "text":
                     parts.append({"type": "text", "text": part["text"]})
                     continue
-                own = part.get("image")
-                parts.append(dict(_PART))
-                found.append(taken(where) if own is None else _source(own, f"the picture of {where}"))
+                parts.append({"type": kind})
+                if part.get(kind) is None:
+                    found.append(taken(kind, where))
+                else:
+                    is_alone = kind == IMAGE or isinstance(part[kind], Mapping)
+                    own = part[kind] if is_alone else part  # which may say how fast its frames follow each other
+                    found.append(_SOURCES[kind](own, f"the {_NAMES[kind]} of {where}"))
             message = message | {"content": parts}
         placed.append(message)
-    if left:
-        raise _WrongPictureError(
-            f"{image_key!r} has {len(pictures)} pictures, and the prompt shows {len(pictures) - len(left)}: put "
-            f"{PLACEHOLDER} where each belongs, or a part {_PART}"
-        )
+    for kind, rest in left.items():
+        if rest:
+            number = len(given[kind])
+            raise WrongPictureError(
+                f"{keys[kind]!r} has {number} {_NAMES[kind]}{'s' * (number > 1)}, and the prompt shows "
+                f"{number - len(rest)}: put {PLACEHOLDERS[kind]} where each belongs, or a part { ({'type': kind}) }"
+            )
     return placed, tuple(found)
 
 
-def _source(value: object, where: str) -> PictureSource:
-    """Return where a picture is.
-
-    Raises:
-        _WrongPictureError: It is nowhere, or no picture.
-    """
-    from PIL import Image
-
-    if isinstance(value, Image.Image):
-        buffer = io.BytesIO()
-        value.save(buffer, "PNG")
-        return PictureSource(*value.size, data=buffer.getvalue())
-    if isinstance(value, Mapping):
-        inner = next((value[key] for key in ("bytes", "image", "path") if value.get(key) is not None), None)
-        if inner is None or isinstance(inner, Mapping):
-            raise _WrongPictureError(f"{where} has neither 'bytes' nor 'path' nor 'image': {_brief(value)}")
-        return _source(inner, where)
-    if isinstance(value, bytes | bytearray | memoryview):
-        data = bytes(value)
-        return PictureSource(*_size(io.BytesIO(data), where), data=data)
-    if not isinstance(value, str) or not value:
-        raise _WrongPictureError(
-            f"{where} is {_brief(value)}, expected a path, bytes, or a mapping with one of the two"
-        )
-    if _URL.match(value):
-        raise _WrongPictureError(
-            f"{where} is at {_brief(value)}: a run fetches nothing from addresses. Save the picture, and name its path"
-        )
-    path = expanded(value.removeprefix(_FILE))
-    if not path.is_file():
-        raise _WrongPictureError(f"{where} is {str(path)!r}, and there is no such file (seen from {Path.cwd()})")
-    return PictureSource(*_size(path, where), path=str(path.resolve()))
-
-
-def _size(file: Any, where: str) -> tuple[int, int]:
-    """Return width and height of a picture, from its header."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(file) as image:
-            return image.size
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError) as error:
-        raise _WrongPictureError(f"{where} is no picture that can be read: {str(error)[:_SHOWN]}") from error
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
-
-
 class PictureTokens:
-    """Which tokens of a prompt stand for its pictures.
+    """Which tokens of a prompt stand for its pictures and videos.
 
     Args:
-        tokenizer: Of the trained model. The model's `config.json` and its image processor lie beside it.
+        tokenizer: Of the trained model. The model's `config.json` and its processors' settings lie beside it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -189,40 +162,97 @@ class PictureTokens:
         except PictureError as error:
             raise DatasetError(str(error)) from error
 
-    def spread(self, text: str, pictures: Sequence[PictureSource]) -> str:
-        """Return a rendered prompt in which as many tokens stand for each picture as it takes.
+    @property
+    def videos(self) -> VideoProcessor:
+        """The video processor beside the tokenizer.
 
         Raises:
-            ChatTemplateError: The chat template shows another number of pictures.
-            ValueError: The processor takes no picture of such a shape.
+            DatasetError: There is none, or it is not understood.
         """
-        token = str(self._tokenizer.convert_ids_to_tokens(self.processor.token_id))
-        pieces = text.split(token)
-        if len(pieces) != len(pictures) + 1:
-            raise ChatTemplateError(
-                f"the chat template shows {len(pieces) - 1} pictures ({token}) of a prompt with {len(pictures)}"
-            )
-        spread = [pieces[0]]
-        for picture, piece in zip(pictures, pieces[1:], strict=True):
-            spread += [token * self.processor.num_tokens(picture.width, picture.height), piece]
-        return "".join(spread)
+        try:
+            return self.processor.videos
+        except PictureError as error:
+            raise DatasetError(str(error)) from error
+
+    def num_tokens(self, shown: Shown) -> int:
+        """Return how many tokens stand for a picture or a video, without those between its moments.
+
+        Raises:
+            ValueError: The processor takes none of such a shape.
+        """
+        if isinstance(shown, PictureSource):
+            return self.processor.num_tokens(shown.width, shown.height)
+        return self.videos.num_tokens(self.videos.look(shown).grid)
+
+    def spread(self, text: str, shown: Sequence[Shown]) -> str:
+        """Return a rendered prompt in which as many tokens stand for each picture and video as it takes.
+
+        Raises:
+            ChatTemplateError: The chat template shows another number of pictures or videos.
+            ValueError: The processor takes none of such a shape.
+        """
+        tokens = {IMAGE: self._token(self.processor.token_id)}
+        if self.processor.video_token_id is not None:
+            tokens[VIDEO] = self._token(self.processor.video_token_id)
+        kinds = {token: kind for kind, token in tokens.items()}
+        pieces = re.split("(" + "|".join(map(re.escape, tokens.values())) + ")", text)
+        marks = [kinds[piece] for piece in pieces[1::2]]
+        wanted = [VIDEO if isinstance(each, VideoSource) else IMAGE for each in shown]
+        for kind in (IMAGE, VIDEO):
+            if (number := marks.count(kind)) != wanted.count(kind):
+                token = tokens.get(kind, "the model has no token for one")
+                raise ChatTemplateError(
+                    f"the chat template shows {number} {_NAMES[kind]}s ({token}) of a prompt with {wanted.count(kind)}"
+                )
+        if marks != wanted:
+            raise ChatTemplateError("the chat template shows a prompt's pictures and videos in another order")
+        for number, each in enumerate(shown):
+            at = 2 * number + 1
+            if isinstance(each, PictureSource):
+                pieces[at] *= self.processor.num_tokens(each.width, each.height)
+            else:
+                before, pieces[at], behind = self.videos.spread(each, self._token)
+                pieces[at - 1] = pieces[at - 1].removesuffix(before)
+                pieces[at + 1] = pieces[at + 1].removeprefix(behind)
+        return "".join(pieces)
+
+    def _token(self, number: int) -> str:
+        return str(self._tokenizer.convert_ids_to_tokens(number))
 
     def shows(self, ids: np.ndarray) -> bool:
-        """Return whether a prompt's tokens have one that stands for a part of a picture."""
-        return bool((ids == self.processor.token_id).any())
+        """Return whether a prompt's tokens have one that stands for a part of a picture or a video."""
+        return bool(np.isin(ids, [self.processor.token_id, self.processor.video_token_id or -1]).any())
 
-    def placed(self, ids: np.ndarray, pictures: Sequence[PictureSource]) -> tuple[Picture, ...]:
-        """Return the pictures of a prompt with their places among its tokens.
+    def placed(self, ids: np.ndarray, shown: Sequence[Shown]) -> tuple[Picture, ...]:
+        """Return the pictures and the videos' moments of a prompt with their places among its tokens.
 
         Args:
             ids: `(P,)`, of the text that `spread` returned.
-            pictures: In the order of the prompt.
+            shown: In the order of the prompt.
+
+        Raises:
+            DatasetError: A file can't be read any more.
         """
-        (places,) = np.nonzero(ids == self.processor.token_id)
-        found, start = [], 0
-        for picture in pictures:
-            length = self.processor.num_tokens(picture.width, picture.height)
-            data = picture.read()
-            found.append(Picture(data, digest_of(data), int(places[start]), length))
-            start += length
+        places = iter(np.flatnonzero(ids == self.processor.token_id).tolist())
+        of_videos = iter(np.flatnonzero(ids == self.processor.video_token_id).tolist())
+        found: list[Picture] = []
+        for each in shown:
+            if isinstance(each, PictureSource):
+                length = self.processor.num_tokens(each.width, each.height)
+                data = each.read()
+                found.append(Picture(data, digest_of(data), _run(places, length), length))
+                continue
+            look = self.videos.look(each)
+            files = each.read(look.chosen)
+            for moment, (at, grid) in enumerate(self.videos.moments(look)):
+                (data, *others), length = files[at], self.videos.num_tokens(grid)
+                digest = digest_of_frames([data, *others], grid, look.seconds)
+                clip = Clip(tuple(others), grid, look.seconds, moment)
+                found.append(Picture(data, digest, _run(of_videos, length), length, clip))
         return tuple(found)
+
+
+def _run(places: Any, length: int) -> int:
+    """Return the first of the next places, as many as belong together."""
+    first, *_ = (next(places) for _ in range(length))
+    return int(first)

@@ -37,7 +37,7 @@ from hrl.nearest import listing
 
 if TYPE_CHECKING:
     from hrl.config.data import RowsConfig
-    from hrl.pictures import PictureSource
+    from hrl.pictures import Shown
 
 BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"
@@ -131,12 +131,12 @@ class DataRow:
     Attributes:
         data_source: Chooses the scorer and groups validation metrics.
         origin: File and row, for messages.
-        images: The pictures that its prompt shows, in order.
+        images: The pictures and videos that its prompt shows, in order.
     """
 
     data_source: str = ""
     origin: str = ""
-    images: tuple[PictureSource, ...] = ()
+    images: tuple[Shown, ...] = ()
 
 
 R = TypeVar("R", bound=DataRow)

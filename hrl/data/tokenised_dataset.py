@@ -25,7 +25,7 @@ from hrl.data.sources import DataFiles, DataRow, checked_row, open_table, read_r
 from hrl.data.streamed import Column, StreamedRows
 from hrl.errors import DatasetError
 from hrl.models.tokenizer import token_ids
-from hrl.pictures import MULTI_MODAL_DATA, Picture
+from hrl.pictures import MULTI_MODAL_DATA, Picture, Shown, VideoSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -365,9 +365,19 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     def _pictures(self) -> PictureTokens:
         return PictureTokens(self.tokenizer)
 
-    def picture_tokens(self, width: int, height: int) -> int:
-        """Return how many tokens stand for a picture of this size."""
-        return self._pictures.processor.num_tokens(width, height)
+    def picture_tokens(self, shown: Shown) -> int:
+        """Return how many tokens stand for a picture or a video."""
+        return self._pictures.num_tokens(shown)
+
+    @cached_property
+    def has_videos(self) -> bool:
+        """Whether any prompt that is known shows one."""
+        return any(isinstance(each, VideoSource) for index in self.known for each in self.rows[index].images)
+
+    @property
+    def says_times(self) -> bool:
+        """Whether a video's times are text of the prompt; else they are in its positions."""
+        return self._pictures.videos.says_times
 
     @cached_property
     def has_pictures(self) -> bool:

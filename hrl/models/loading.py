@@ -18,13 +18,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 
 from hrl.models.adapter import AdapterSource
 from hrl.models.experts import follow_experts, use_grouped_products
@@ -141,6 +142,26 @@ def language_model_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if type(config) not in known and type(config) in seeing else AutoModelForCausalLM
 
 
+def classifier_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that builds a model with a scalar head from a config.
+
+    transformers has no classifiers of models that see. Theirs are made here as transformers makes others: the backbone
+    with a linear layer, `score`. It knows them from then on.
+    """
+    known = AutoModelForSequenceClassification._model_mapping
+    if sees(config) and type(config) not in known and type(config) in AutoModel._model_mapping:
+        backbone = AutoModel._model_mapping[type(config)]
+        name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
+        base = next(each for each in backbone.__mro__[1:] if issubclass(each, PreTrainedModel))
+        made = type(name, (GenericForSequenceClassification, base), {"__module__": __name__})
+        AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)
+    return AutoModelForSequenceClassification
+
+
+#: Names in older folders of models that see, and those of today, which transformers knows of its own classes alone.
+_OLDER_NAMES = {r"^visual": "model.visual", r"^model(?!\.(language_model|visual))": "model.language_model"}
+
+
 def attention_of(config: PretrainedConfig) -> str | dict[str, str]:
     """Return the attention of every part of a model that is run packed: the tower's pictures have their own."""
     if not sees(config):
@@ -185,7 +206,8 @@ def load_scalar_model(
         )
     used = deepcopy(exported)
     used.num_labels = 1 if head is None else head.num_labels
-    model, info = _load(AutoModelForSequenceClassification, source, used, dtype, meta=meta)
+    names = _OLDER_NAMES if sees(exported) else None
+    model, info = _load(classifier_class(exported), source, used, dtype, meta=meta, key_mapping=names)
     _require_weights(source.path, model, replace(info, missing=info.missing - {"score.weight", "score.bias"}))
     if head is None:
         if not meta:
@@ -197,7 +219,13 @@ def load_scalar_model(
 
 
 def _load(
-    auto: Any, source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, *, meta: bool
+    auto: Any,
+    source: ModelSource,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    *,
+    meta: bool,
+    key_mapping: dict[str, str] | None = None,
 ) -> tuple[PreTrainedModel, _Mismatch]:
     """Return the model of a transformers class, and how its folder's weights differ from it."""
     options = {
@@ -214,6 +242,7 @@ def _load(
         use_safetensors=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused here, with the name of the folder
+        key_mapping=key_mapping,
         **options,
     )
     return model, _Mismatch(*(frozenset(info[f"{kind}_keys"]) for kind in ("missing", "unexpected", "mismatched")))

@@ -1,4 +1,4 @@
-"""Pictures through a model: from files to pixels, from pixels to the places of a packed row, and their positions.
+"""Pictures and videos through a model: from files to pixels, from pixels to the places of a packed row, and positions.
 
 A model that sees has a tower, which makes a few vectors of a picture, and puts each in the place of a token of the
 prompt that stands for it. Its positions have three axes (M-RoPE, arXiv:2409.12191): a picture's tokens differ by row
@@ -7,6 +7,7 @@ and column, and the text behind it goes on where the larger of the two ends.
 Pixels are made by the image processor of the model's folder, in every process in the same way; positions by the model's
 own `get_rope_index`. So a family is supported if its model has that method, a tower behind `get_image_features`, and
 the number of its tokens follows from a picture's size: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and what is built like them.
+Frames of a video go through the same tower, and take their places in the same way (`hrl.models.videos`).
 
 The tower runs once for every picture of a micro-batch, however many samples show it. Where another rank may run it, it
 runs on a blank picture if there is none: every rank has to join the collectives of its blocks.
@@ -27,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hrl.errors import HrlError
 from hrl.models.hf_config import load_config
-from hrl.pictures import Picture
+from hrl.models.videos import VideoProcessor
+from hrl.pictures import Picture, PictureError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,12 +39,9 @@ if TYPE_CHECKING:
 #: Bytes of pixels that a process keeps.
 _KEPT_BYTES = 512 * 2**20
 _NEEDED = ("get_rope_index", "get_image_features", "get_placeholder_mask")
-_IMAGE, _TEXT = 1, 0
+_TEXT, _IMAGE, _VIDEO = 0, 1, 2
+"""Kinds of a token, as `get_rope_index` takes them."""
 _AXES = 3
-
-
-class PictureError(HrlError, ValueError):
-    """A model, or its folder, can't do with pictures what a run asks of it; the message says what is missing."""
 
 
 # ---- from files to pixels --------------------------------------------------------------------------------------
@@ -51,11 +49,11 @@ class PictureError(HrlError, ValueError):
 
 @dataclass(frozen=True)
 class Pixels:
-    """What the tower reads of one picture.
+    """What the tower reads of one picture, or of a video's frames.
 
     Attributes:
-        patches: `(h * w, C)` float32.
-        grid: 1, h and w: its rows and columns of patches.
+        patches: `(t * h * w, C)` float32.
+        grid: t, h and w: of a video its patches in time, else 1; its rows and columns of patches.
     """
 
     patches: Tensor
@@ -71,6 +69,7 @@ class PictureProcessor:
 
     Attributes:
         token_id: The token that stands for a part of a picture.
+        video_token_id: The token that stands for a part of a video; None if the model has none.
         merge: Patches of a token, in each direction.
 
     Raises:
@@ -81,7 +80,9 @@ class PictureProcessor:
         from transformers import AutoImageProcessor
 
         config = sighted_config(folder, trust_remote_code=trust_remote_code)
+        self._folder, self._config = folder, config
         self.token_id, self.merge = config.image_token_id, config.vision_config.spatial_merge_size
+        self.video_token_id: int | None = getattr(config, "video_token_id", None)
         try:
             self._processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
@@ -97,6 +98,15 @@ class PictureProcessor:
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
         self._kept_bytes = 0
 
+    @functools.cached_property
+    def videos(self) -> VideoProcessor:
+        """The video processor of the folder.
+
+        Raises:
+            PictureError: There is none, or it is not understood.
+        """
+        return VideoProcessor(self._folder, self._config, self.merge)
+
     def num_tokens(self, width: int, height: int) -> int:
         """Return how many tokens stand for a picture of this size.
 
@@ -106,7 +116,7 @@ class PictureProcessor:
         return int(self._processor.get_number_of_image_patches(height, width, {})) // self.merge**2
 
     def pixels(self, picture: Picture) -> Pixels:
-        """Return what the tower reads of a picture, which is kept for a while.
+        """Return what the tower reads of a picture or of a video's frames, which is kept for a while.
 
         Raises:
             PictureError: Another number of tokens stands for it than its pixels make.
@@ -120,6 +130,10 @@ class PictureProcessor:
         return found
 
     def _made(self, picture: Picture) -> Pixels:
+        if picture.clip is not None:
+            return Pixels(
+                self.videos.patches([decoded(file) for file in picture.files], picture.clip.grid), picture.clip.grid
+            )
         with decoded(picture.data) as image:
             made = self._processor(images=[image], return_tensors="pt")
         grid = tuple(made["image_grid_thw"][0].tolist())
@@ -230,16 +244,19 @@ class Sight:
 
         Args:
             tokens: `(L,)` int64.
-            pictures: Those that the sequence shows, in order.
+            pictures: Those that the sequence shows, in order, and its videos' moments.
         """
         kinds = np.full(len(tokens), _TEXT, np.int32)
         for picture in pictures:
-            kinds[picture.start : picture.start + picture.length] = _IMAGE
-        grids = [self.processor.pixels(picture).grid for picture in pictures]
+            kinds[picture.start : picture.start + picture.length] = _IMAGE if picture.clip is None else _VIDEO
+        grids = [self.processor.pixels(picture).grid for picture in pictures if picture.clip is None]
+        clips = [picture.clip for picture in pictures if picture.clip is not None]
         found, _ = self._backbone.get_rope_index(
             input_ids=torch.from_numpy(tokens)[None],
             mm_token_type_ids=torch.from_numpy(kinds)[None],
             image_grid_thw=torch.tensor(grids) if grids else None,
+            video_grid_thw=torch.tensor([clip.grid for clip in clips]) if clips else None,
+            **({"second_per_grid_ts": torch.tensor([clip.seconds for clip in clips])} if clips else {}),
         )
         return np.ascontiguousarray(found[:, 0].numpy().T)
 

@@ -34,7 +34,14 @@ from transformers.utils import logging as transformers_logging
 from hrl.errors import HrlError
 from hrl.models.cut import CROSSED_TOKENS, UNREACHED_TOKENS, cuts
 from hrl.models.hf_config import load_config
-from hrl.models.loading import OWN_ATTENTION, ModelSource, attention_of, language_model_class, prepare
+from hrl.models.loading import (
+    OWN_ATTENTION,
+    ModelSource,
+    attention_of,
+    classifier_class,
+    language_model_class,
+    prepare,
+)
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.exchange import SequenceGroup
 from hrl.models.ops.rope import fix_rope_frequencies, require_long_factors
@@ -229,7 +236,7 @@ class Family:
         return self._class_for(own).from_config(own, attn_implementation=how, **options).eval()
 
     def _class_for(self, config: PretrainedConfig) -> Any:
-        return language_model_class(config) if self.auto is AutoModelForCausalLM else self.auto
+        return language_model_class(config) if self.auto is AutoModelForCausalLM else classifier_class(config)
 
 
 # ---------------------------------------------------------------------------------------------- the two ways to run it

@@ -122,8 +122,8 @@ def look_at_families(
             found = require_right(source, scalar=model.is_scalar)
             if not found.packs_rows:
                 reasons[role] = f"{found.family} can't run packed rows ({found.why_not_packed})"
-            if shows_pictures and not model.is_scalar:
-                require_sight(source)
+            if shows_pictures:
+                require_sight(source, scalar=model.is_scalar)
         if model.replays or model.balances:
             _look_at_experts(findings, model, source)
     if reasons:

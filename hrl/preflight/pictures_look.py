@@ -9,6 +9,7 @@ from hrl.config.arithmetic import Fact, count
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rollout import SERVED
+from hrl.pictures import PictureSource, VideoSource
 from hrl.preflight.findings import Findings
 from hrl.preflight.small_models import runs_on_gpus
 
@@ -25,44 +26,67 @@ def pictures_of(config: RunConfiguration, train_dataset: Any, val_dataset: Any) 
         `shows_pictures`; and `freeze_vision_tower`, which is true as well where no row trains the tower.
     """
     trains, shows = _has_pictures(train_dataset), _has_pictures(val_dataset)
-    frozen = config.actor_rollout_ref.actor.freeze_vision_tower if isinstance(config, PPOTrainerConfig) else False
+    frozen = _frozen(config)[1]
     return {"shows_pictures": trains or shows, "freeze_vision_tower": frozen or not trains}
+
+
+def _frozen(config: RunConfiguration) -> tuple[str, bool]:
+    """Return the key that freezes the tower of the trained model, and whether it does."""
+    if isinstance(config, PPOTrainerConfig):
+        return "actor_rollout_ref.actor.freeze_vision_tower", config.actor_rollout_ref.actor.freeze_vision_tower
+    return "model.freeze_vision_tower", config.model.freeze_vision_tower
 
 
 def _has_pictures(dataset: Any) -> bool:
     return bool(getattr(dataset, "has_pictures", False))
 
 
-def _in_words(dataset: Any) -> str:
-    """Return how many pictures the rows that are known show, and how many tokens stand for the largest."""
-    rows = [dataset.rows[index] for index in dataset.known]
-    numbers = [len(row.images) for row in rows]
-    sizes = {(each.width, each.height) for row in rows for each in row.images}
-    lengths = {dataset.picture_tokens(*size): size for size in sizes}
+def _in_words(dataset: Any, kind: type[PictureSource] | type[VideoSource]) -> str | None:
+    """Return how many pictures or videos the rows that are known show, and how many tokens stand for the largest.
+
+    Args:
+        dataset: Of the rows.
+        kind: Which of the two.
+
+    Returns:
+        None if they show none.
+    """
+    numbers = [sum(isinstance(each, kind) for each in dataset.rows[index].images) for index in dataset.known]
+    if not any(numbers):
+        return None
+    shown = (each for index in dataset.known for each in dataset.rows[index].images if isinstance(each, kind))
+    sizes = {(each.width, each.height, getattr(each, "num_frames", 1)): each for each in shown}
+    lengths = {dataset.picture_tokens(each): size for size, each in sizes.items()}
     most = max(lengths)
-    width, height = lengths[most]
+    width, height, frames = lengths[most]
     few = f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else str(max(numbers))
-    return f"{few} a row, {sum(numbers):,} in all; the largest, {width} × {height} pixels, takes {count(most, 'token')}"
+    what = f"{frames} frames of {width} × {height} pixels" if kind is VideoSource else f"{width} × {height} pixels"
+    return f"{few} a row, {sum(numbers):,} in all; the largest, {what}, takes {count(most, 'token')}"
 
 
-def look_at_pictures(findings: Findings, config: RunConfiguration, *datasets: Any) -> None:
+def look_at_pictures(
+    findings: Findings, config: RunConfiguration, *datasets: Any, rm_reads_others: bool = False
+) -> None:
     """Refuse what reads no pictures in a run whose rows have some.
 
     Args:
         findings: Collects problems.
         config: The validated configuration.
         datasets: Rows to train and to validate on.
+        rm_reads_others: The reward model has a tokenizer or a chat template of its own.
     """
     shown = [dataset for dataset in datasets if _has_pictures(dataset)]
     if not shown:
-        if isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.actor.freeze_vision_tower:
+        key, is_frozen = _frozen(config)
+        if is_frozen:
             findings.notes.append(
-                "actor_rollout_ref.actor.freeze_vision_tower has no effect: no row shows pictures (data.image_key), "
-                "and text trains no tower"
+                f"{key} has no effect: no row shows pictures (data.image_key, data.video_key), and text trains no tower"
             )
         return
     outline = outline_of(config)
-    findings.facts.append(Fact("pictures", _in_words(shown[0])))
+    for name, kind in (("pictures", PictureSource), ("videos", VideoSource)):
+        if (words := _in_words(shown[0], kind)) is not None:
+            findings.facts.append(Fact(name, words))
     findings.unchecked.append(
         "memory: what the tower that reads pictures keeps for its backward pass is not in the account; its weights, "
         "gradients and moments are, as if it were trained"
@@ -74,22 +98,27 @@ def look_at_pictures(findings: Findings, config: RunConfiguration, *datasets: An
         what = f"is {config.actor_rollout_ref.rollout.name}, and the rows have pictures, which servers are not sent."
         findings.problem("actor_rollout_ref.rollout.name", what, "Set it to hf.")
     samples_by_vllm = isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.name == "vllm"
-    if samples_by_vllm and not runs_on_gpus(config):
-        what = "is vllm, and the rows have pictures: on a CPU its log-probs were seen to differ from the model's own."
-        findings.problem("actor_rollout_ref.rollout.name", what, "Set it to hf.")
-    elif samples_by_vllm and importlib.util.find_spec("torchvision") is None:
+    if samples_by_vllm and any(dataset.has_videos and not dataset.says_times for dataset in shown):
+        what = (
+            "is vllm, and the rows have videos whose times are in their positions: vLLM lets the text behind a video "
+            "begin where its time ends, and transformers 5 where its frames end."
+        )
+        findings.problem("actor_rollout_ref.rollout.name", what, "Set it to hf, or take Qwen3-VL.")
+    if samples_by_vllm and importlib.util.find_spec("torchvision") is None:
         what = "is vllm, and the rows have pictures: its classes of models that see import torchvision."
         hint = "Install the torchvision that is built for this torch, or set it to hf."
         findings.problem("actor_rollout_ref.rollout.name", what, hint)
-    elif samples_by_vllm:
+    elif samples_by_vllm and runs_on_gpus(config):
         findings.notes.append(
             "rollout.name=vllm with pictures has not been run on a GPU yet: look at rollout/logprob_diff_mean of the "
             "first step, which says how far its log-probs are from the trainer's"
         )
     for role, model in outline.models.items():
-        if model.is_scalar:
-            what = "reads text alone, and the rows have pictures."
-            findings.problem(model.key, what, f"Do without the {role}: estimators such as grpo need no critic.")
+        if role == "rm" and rm_reads_others:
+            what = (
+                "has a tokenizer or chat template of its own, and the rows have pictures, which only the policy's show."
+            )
+            findings.problem(model.key, what, "Score by a function, or with a model that reads the policy's tokens.")
         elif role == "ref":  # which has a model of its own
             findings.problem(model.key, "is a teacher, which reads text alone, and the rows have pictures.")
         for key, degree in model.degrees.items():

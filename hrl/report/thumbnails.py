@@ -1,18 +1,20 @@
 """Small copies of the pictures that samples show, in the run folder, so that a page and a person can see them.
 
-A prompt's picture is written once for a run, under its digest; a record of `rollouts/` names the file.
+A prompt's picture is written once for a run, under its digest; a record of `rollouts/` names the file. Of a video some
+frames are written.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrl.files import write_whole
-from hrl.pictures import MULTI_MODAL_DATA, Picture
+from hrl.pictures import MULTI_MODAL_DATA, Picture, digest_of
 
 if TYPE_CHECKING:
     from hrl.protocol import DataProto
@@ -23,13 +25,34 @@ _SIDE = 192
 """Longest side in pixels."""
 _MOST_BYTES = 64 * 1024
 """A file that is no larger is kept as it is."""
+_MOST_FRAMES = 4
+"""Of a video, the first and the last among them."""
 _ENDINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg"}
 _KINDS = {"png": "image/png", "jpg": "image/jpeg"}
 
 
 def names_of(pictures: Sequence[Picture]) -> list[str]:
-    """Return the files of a prompt's pictures, relative to the folder `rollouts`."""
-    return [f"{FOLDER}/{picture.digest}.{_ending(picture)}" for picture in pictures]
+    """Return the files of a prompt's pictures and of its videos' frames, relative to the folder `rollouts`."""
+    return [f"{FOLDER}/{digest}.{_ending(data)}" for digest, data in _shown(pictures)]
+
+
+def _shown(pictures: Sequence[Picture]) -> Iterator[tuple[str, bytes]]:
+    """Yield name and file of what is kept of a prompt's pictures, in their order."""
+    video = 0
+
+    def which(picture: Picture) -> tuple[bool, int]:
+        nonlocal video
+        video += picture.clip is None or picture.clip.moment == 0  # a video's other moments belong to the one before
+        return picture.clip is not None, video
+
+    for (is_video, _), group in groupby(pictures, which):
+        if not is_video:
+            yield from ((picture.digest, picture.data) for picture in group)
+            continue
+        frames = [file for picture in group for file in picture.files]
+        last, wanted = len(frames) - 1, min(_MOST_FRAMES, len(frames))
+        chosen = [frames[round(last * number / max(1, wanted - 1))] for number in range(wanted)]
+        yield from ((digest_of(file), file) for file in chosen)
 
 
 def thumbnails(batch: DataProto, rollouts: Path) -> dict[Path, bytes]:
@@ -41,10 +64,10 @@ def thumbnails(batch: DataProto, rollouts: Path) -> dict[Path, bytes]:
     """
     found: dict[Path, bytes] = {}
     for pictures in batch.non_tensor_batch.get(MULTI_MODAL_DATA, ()):
-        for picture, name in zip(pictures, names_of(pictures), strict=True):
+        for name, (_, data) in zip(names_of(pictures), _shown(pictures), strict=True):
             path = rollouts / name
             if path not in found and not path.exists():
-                found[path] = picture.data if _is_small(picture) else _thumbnail(picture.data)
+                found[path] = data if _is_small(data) else _thumbnail(data)
     return found
 
 
@@ -71,13 +94,13 @@ def data_uris(names: Iterable[Any], rollouts: Path) -> list[str]:
     return found
 
 
-def _is_small(picture: Picture) -> bool:
-    return len(picture.data) <= _MOST_BYTES and any(picture.data.startswith(start) for start in _ENDINGS)
+def _is_small(data: bytes) -> bool:
+    return len(data) <= _MOST_BYTES and any(data.startswith(start) for start in _ENDINGS)
 
 
-def _ending(picture: Picture) -> str:
-    if _is_small(picture):
-        return next(ending for start, ending in _ENDINGS.items() if picture.data.startswith(start))
+def _ending(data: bytes) -> str:
+    if _is_small(data):
+        return next(ending for start, ending in _ENDINGS.items() if data.startswith(start))
     return "jpg"
 
 

@@ -13,7 +13,7 @@ from hrl.algos.preference import mean_over_pairs, reward_model_loss
 from hrl.algos.value_loss import value_loss
 from hrl.metrics import Metric
 from hrl.models.loading import load_scalar_model
-from hrl.models.packed_model import PackedMicroBatch, PackedScalarModel, TokenRows
+from hrl.models.packed_model import PackedMicroBatch, PackedScalarModel, TokenRows, Wanted
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
 from hrl.workers.engine.weights import describe_classifier
@@ -70,18 +70,22 @@ class ValueModel:
 
         So `values[:, 0]` is read from the prompt's last token, before anything was sampled.
         """
-        (values,) = self.engine.forward(TokenRows.of(batch), request.plan, self.run, num_outputs=1)
+        (values,) = self._forward(batch, request)
         return DataProto.from_dict(tensors={"values": values})
 
     def compute_scores(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
         """Compute `rm_scores (B,)` float32: the head's number at the last token of prompt and response."""
-        (scores,) = self.engine.forward(TokenRows.of(batch), request.plan, self.run, num_outputs=1, wanted="last")
+        (scores,) = self._forward(batch, request, "last")
         return DataProto.from_dict(tensors={"rm_scores": scores})
 
     def compute_step_scores(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
         """Compute `rm_step_scores (B, R)` float32: the head's number at the token *before* each that the mask marks."""
-        (scores,) = self.engine.forward(TokenRows.of(batch), request.plan, self.run, num_outputs=1)
+        (scores,) = self._forward(batch, request)
         return DataProto.from_dict(tensors={"rm_step_scores": scores})
+
+    def _forward(self, batch: DataProto, request: ScalarRequest[RankPlan], wanted: Wanted = "next") -> list[Tensor]:
+        rows = TokenRows.of(batch, pictures=request.with_pictures)
+        return self.engine.forward(rows, request.plan, self.run, num_outputs=1, wanted=wanted)
 
     def run(self, packed: PackedMicroBatch) -> tuple[Tensor]:
         """Return the head's numbers `(N,)`."""

@@ -352,7 +352,7 @@ def test_tools_may_be_json_and_arguments_keep_their_nulls(tmp_path, tokenizer_wi
         ({"tools": ["f"]}, "'tools' is ['f'], expected a list of JSON schemas"),
         ({"prompt": [{"role": "user", "content": None}]}, "'content' of message 0 of 'prompt' is missing or null"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "one picture more than 'images' has"),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "hrl trains on text and pictures"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "hrl trains on text, pictures and videos"),
         ({"prompt": [{"role": "user", "content": []}]}, "expected a string, a list of parts"),
         ({"prompt": [{"content": "hi"}]}, "'role' of message 0 of 'prompt' is missing or null"),
     ],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+from transformers import Qwen3VLProcessor
 
 from hrl.data.dataset import RLHFDataset
 from hrl.data.offline.demonstrations import DemonstrationDataset
@@ -16,9 +20,9 @@ from hrl.data.tasks import bundled_rows
 from hrl.errors import DatasetError
 from hrl.models.tokenizer import load_tokenizer
 from hrl.pictures import MULTI_MODAL_DATA
-from tests.models.tiny_pictures import SPECIAL, picture, png, save_vl
+from tests.models.tiny_pictures import SPECIAL, frames, picture, png, save_vl
 
-PAD = SPECIAL.index("<|image_pad|>")
+PAD, FILM = SPECIAL.index("<|image_pad|>"), SPECIAL.index("<|video_pad|>")
 FILE = png(picture())
 
 
@@ -95,7 +99,24 @@ def test_pictures_come_in_the_order_of_their_places(seeing: Any, data: SimpleNam
         ({"images": []}, None),  # the text is a text then
         ({"images": [FILE, FILE]}, "'images' has 2 pictures, and the prompt shows 1"),
         ({"images": [FILE], "prompt": "<image> <image>"}, "one picture more than 'images' has, which is 1"),
-        ({"images": [FILE], "videos": ["a.mp4"]}, "'videos' has videos, and hrl shows a model pictures alone"),
+        ({"videos": ["https://example.org/a.mp4"], "prompt": "<video>?"}, "a run fetches nothing from addresses"),
+        ({"videos": ["/no/such.mp4"], "prompt": "<video>?"}, "there is no such file or folder"),
+        ({"videos": [__file__], "prompt": "<video>?"}, "hrl decodes no films such as MP4"),
+        ({"videos": [b"film"], "prompt": "<video>?"}, "hrl decodes no films such as MP4"),
+        ({"videos": [FILE], "prompt": "<video>?"}, "video 0 of 'videos' is one picture"),
+        ({"videos": [[FILE]], "prompt": "<video>?"}, "video 0 of 'videos' has 1 frames"),
+        ({"videos": [[FILE, png(picture(2, 112, 56))]], "prompt": "<video>?"}, "frames of several sizes"),
+        (
+            {"videos": [[FILE, "/no/such.png"]], "prompt": "<video>?"},
+            "frame 1 of video 0 of 'videos' is '/no/such.png'",
+        ),
+        ({"videos": [np.zeros((2, 3, 8, 8))], "prompt": "<video>?"}, "expected uint8 of (frames, height, width, 3)"),
+        (
+            {"videos": [{"video": [FILE] * 2, "max_frames": 4}], "prompt": "<video>?"},
+            "'max_frames', which hrl does not",
+        ),
+        ({"videos": [{"video": [FILE] * 2, "fps": 0}], "prompt": "<video>?"}, "'fps' of video 0 of 'videos' is 0"),
+        ({"videos": [[FILE] * 2], "prompt": "?"}, "'videos' has 1 video, and the prompt shows 0"),
         ({"audios": [b"RIFF"]}, "'audios' has sounds"),
     ],
 )
@@ -119,6 +140,97 @@ def test_a_prompt_too_long_is_never_cut_through_a_picture(seeing: Any, data: Sim
 def test_a_model_that_does_not_see_is_refused(tokenizer: Any, data: SimpleNamespace) -> None:
     with pytest.raises(DatasetError, match="how the model.s prompts show a picture"):
         shown(tokenizer, data, {"prompt": "<image>?", "images": [FILE]})
+
+
+def video(seed: int = 0) -> list[bytes]:
+    return [png(frame) for frame in frames(5, seed=seed)]
+
+
+def test_a_video_may_lie_in_many_places(seeing: Any, data: SimpleNamespace, tmp_path: Path) -> None:
+    folder = tmp_path / "film"
+    folder.mkdir()
+    for number, frame in enumerate(video()):
+        (folder / f"{number + 8}.png").write_bytes(frame)  # 10 comes behind 9
+    given = frames(5)
+    paths = [str(folder / f"{number}.png") for number in range(8, 13)]
+    places: list[Any] = [video(), str(folder), f"file://{folder}", paths, given, [{"path": path} for path in paths]]
+    places += [{"video": paths}, {"video": str(folder), "fps": 2.0}, np.stack([np.array(frame) for frame in given])]
+    rows: list[dict[str, Any]] = [{"prompt": "<video>what?", "videos": [place]} for place in places]
+    rows.append({"prompt": "<video>what?", "videos": str(folder)})
+    parts = [{"type": "video", "video": paths, "fps": 2}, {"type": "text", "text": "what?"}]
+    rows.append({"prompt": [{"role": "user", "content": parts}]})
+    made = shown(seeing, data, *rows)
+    batch = made.batch(range(len(rows)))
+    for row, (found,) in enumerate(batch.non_tensor_batch[MULTI_MODAL_DATA]):
+        assert np.array_equal(made.tokens[row], made.tokens[0])
+        assert found.clip.grid == (3, 4, 4) and found.clip.seconds == 1.0 and found.length == 12
+        assert len(found.files) == 5 and (made.tokens[row][found.start :][:12] == FILM).all()
+        same = batch.non_tensor_batch[MULTI_MODAL_DATA][0][0].digest
+        assert found.digest == same
+    assert not any("videos" in made.rows[row].columns for row in (0, 4, 8))
+    assert made.rows[3].columns["videos"] == [paths]
+
+
+def test_a_film_is_sampled_as_fast_as_the_row_or_the_processor_says(seeing: Any, data: SimpleNamespace) -> None:
+    buffer = io.BytesIO()
+    first, *others = [Image.new("RGB", (56, 56), (number, 0, 0)) for number in range(40)]
+    first.save(buffer, "PNG", save_all=True, append_images=others, duration=100)
+    rows = [{"prompt": "<video>", "videos": [buffer.getvalue()]}]  # 4 s, of which 2 frames a second are taken
+    rows.append({"prompt": "<video>", "videos": [{"bytes": buffer.getvalue(), "fps": 1}]})
+    batch = shown(seeing, data, *rows).batch([0, 1])
+    (found,), (slower,) = batch.non_tensor_batch[MULTI_MODAL_DATA]
+    chosen = np.linspace(0, 39, 8).round().astype(int).tolist()
+    assert [Image.open(io.BytesIO(file)).getpixel((3, 3))[0] for file in found.files] == chosen
+    assert found.clip.grid[0] == 4 and found.clip.seconds == pytest.approx(1.0)
+    assert len(slower.files) == 4 and slower.clip.seconds == pytest.approx(2.0)
+
+
+def test_pictures_and_videos_stand_where_the_prompt_shows_them(tmp_path: Path, data: SimpleNamespace) -> None:
+    tokenizer = load_tokenizer(save_vl(tmp_path, "qwen3_vl"))
+    row = {"prompt": "a <video> b <image> c <video>", "images": [FILE], "videos": [video(), video(7)]}
+    made = shown(tokenizer, data, row)
+    found = made.batch([0]).non_tensor_batch[MULTI_MODAL_DATA][0]
+    assert [picture.clip and picture.clip.moment for picture in found] == [0, 1, 2, None, 0, 1, 2]
+    assert [len(picture.files) for picture in found] == [2, 2, 1, 1, 2, 2, 1]
+    texts = np.array([tokenizer.decode([token]) for token in made.tokens[0]], object)
+    for picture_ in found:
+        assert set(texts[picture_.start :][: picture_.length]) == {
+            "<|image_pad|>" if picture_.clip is None else "<|video_pad|>"
+        }
+    # Two frames a second, two in a moment, whose middle is told; the last one counts twice.
+    outer = "<|vision_start|><0.2 seconds><|vision_start|>%s<|vision_end|><1.2 seconds><|vision_start|>"
+    assert (outer % ("<|video_pad|>" * found[0].length)) in "".join(texts)
+    assert "<2.0 seconds>" in "".join(texts)
+    # As transformers' own processor writes it.
+    own = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    processor = SimpleNamespace(video_processor=own, video_token="V", vision_start_token="<", vision_end_token=">")
+    processor._calculate_timestamps = partial(Qwen3VLProcessor._calculate_timestamps, processor)
+    grid = np.array([(3, *found[0].clip.grid[1:])])
+    metadata = SimpleNamespace(fps=2.0, frames_indices=[0, 1, 2, 3, 4])
+    given = {"video_grid_thw": grid, "video_metadata": [metadata]}
+    written = Qwen3VLProcessor.replace_video_token(processor, given, 0)
+    ours = "".join(texts[: found[3].start])
+    for token, sign in (("<|video_pad|>", "V"), ("<|vision_start|>", "<"), ("<|vision_end|>", ">")):
+        ours = ours.replace(token, sign)
+    assert f"<{written}>" in ours
+
+
+def test_a_folder_that_does_not_say_how_videos_are_read_is_refused(tmp_path: Path, data: SimpleNamespace) -> None:
+    folder = save_vl(tmp_path)
+    row = {"prompt": "<video>?", "videos": [video()]}
+    settings = json.loads((folder / "video_preprocessor_config.json").read_text())
+    for change, message in (
+        ({"video_processor_type": "GlmVideoProcessor"}, "names GlmVideoProcessor; hrl knows"),
+        ({"size": {}}, "has no size.shortest_edge, size.longest_edge"),
+        ({"do_resize": False}, "has do_resize=False"),
+    ):
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(settings | change))
+        with pytest.raises(DatasetError, match=message):
+            shown(load_tokenizer(folder), data, row)
+    for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        (folder / file).unlink()
+    with pytest.raises(DatasetError, match="no image processor that loads"):
+        shown(load_tokenizer(folder), data, row)
 
 
 def test_an_answer_s_pictures_belong_to_its_prompt(seeing: Any, data: SimpleNamespace) -> None:

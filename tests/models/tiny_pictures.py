@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
-#: As Qwen2-VL writes a chat, its pictures and its system message left out.
+#: As Qwen2-VL writes a chat, its system message left out.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -90,7 +92,26 @@ def save_vl(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 5, dtype: t
     tokenizer().save_pretrained(folder)
     size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     Qwen2VLImageProcessorPil(size=size, patch_size=14).save_pretrained(folder)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video_settings(family)))
     return folder
+
+
+def video_settings(family: str) -> dict[str, Any]:
+    """How a video is read: each frame as large as a picture may be; of Qwen3-VL all together as large as six are."""
+    settings = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "resample": 3}
+    settings |= {"image_std": [0.25] * 3, "rescale_factor": 1 / 255, "fps": 2, "min_frames": 4, "max_frames": 16}
+    if family == "qwen3_vl":
+        size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 6 * 112 * 112}
+        return settings | {"video_processor_type": "Qwen3VLVideoProcessor", "size": size}
+    return settings | {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+    }
+
+
+def frames(number: int = 5, *, seed: int = 0, width: int = 60, height: int = 56) -> list[Image.Image]:
+    """A video of noise."""
+    return [picture(seed + 100 * frame, width, height) for frame in range(number)]
 
 
 def picture(seed: int = 0, width: int = 60, height: int = 56) -> Image.Image:

@@ -4,17 +4,19 @@ from types import SimpleNamespace
 
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import PPO
+from hrl.pictures import PictureSource, VideoSource
 from hrl.preflight.findings import Findings
 from hrl.preflight.pictures_look import look_at_pictures
 
 
 def test_a_teacher_reads_text_alone():
-    row = SimpleNamespace(images=[SimpleNamespace(width=8, height=4)])
-    shown = SimpleNamespace(has_pictures=True, rows=[row], known=[0], picture_tokens=lambda width, height: 2)
+    row = SimpleNamespace(images=[PictureSource(8, 4), VideoSource(8, 4, 3)])
+    shown = SimpleNamespace(has_pictures=True, rows=[row], known=[0], picture_tokens=lambda shown: 2)
     config = compose_kind(PPO, ["recipe=distillation", "actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"])
     findings = Findings()
     look_at_pictures(findings, config, shown, None)
     (problem,) = findings.problems
+    assert dict(findings.facts)["videos"].endswith("3 frames of 8 × 4 pixels, takes 2 tokens")
     assert problem.key.startswith("distillation.") and "is a teacher, which reads text alone" in problem.what
 
 

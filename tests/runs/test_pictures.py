@@ -1,4 +1,4 @@
-"""Whole runs on pictures: GRPO with its tower trained or frozen, SFT and DPO; and what a run refuses."""
+"""Whole runs on pictures and videos: GRPO, PPO with a critic, SFT, DPO, a reward model; and what a run refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from hrl.config.offline import DPOTrainerConfig, SFTTrainerConfig
+from hrl.config.offline import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.data.tasks import bundled_rows
 from hrl.errors import HrlError
@@ -17,7 +17,7 @@ from hrl.preflight.given import Given
 from hrl.report.html_report import _last_samples
 from hrl.report.run_folder import read_jsonl
 from hrl.report.samples import read_samples, sample_facts
-from tests.models.tiny_pictures import save_vl
+from tests.models.tiny_pictures import frames, png, save_vl
 from tests.runs.in_process import in_process, run_configured
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -90,6 +90,36 @@ def test_grpo_on_pictures_trains_what_it_is_to_train(model: Path, tmp_path: Path
     _samples_name_their_pictures(tmp_path / "rollouts")
 
 
+def with_videos(**changes: Any) -> list[dict[str, Any]]:
+    """Rows of which two show a picture, and two a video; each with what is given for its number."""
+    rows = [{"prompt": row["prompt"], "images": row["images"]} for row in bundled_rows("shapes/train?size=2&side=64")]
+    films = [[png(frame) for frame in frames(6, seed=seed)] for seed in (1, 2)]
+    rows += [{"prompt": "<video>What moves?", "videos": [{"video": film, "fps": 2}]} for film in films]
+    return [row | {name: each(number) for name, each in changes.items()} for number, row in enumerate(rows)]
+
+
+def test_ppo_on_pictures_and_videos_with_a_critic_that_sees(tmp_path: Path) -> None:
+    model = save_vl(tmp_path / "a model", "qwen3_vl")
+    values = configuration(model, tmp_path / "run")
+    values["data"] |= {"train_files": ["given"], "val_files": [], "train_batch_size": 4, "max_prompt_length": 220}
+    values["algorithm"] = {"adv_estimator": "gae"}
+    values["critic"] = {"optim": {"lr": 1e-2}, "model": {"fsdp_config": {"dtype": "float32"}}}
+    values["actor_rollout_ref"]["actor"] |= {"ppo_mini_batch_size": 4}
+    values["actor_rollout_ref"]["rollout"]["n"] = 1
+    config = PPOTrainerConfig.model_validate(values)
+    run_configured("ppo", config, Given(reward=spread(), train_rows=with_videos()))
+    steps = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in record]
+    assert [step["rollout/logprob_diff_max"] < 1e-4 for step in steps] == [True, True]
+    assert [step["critic/grad_norm"] > 0 for step in steps] == [True, True]
+    # Its head begins at zero, and has learnt something of the returns by then.
+    assert steps[0]["critic/values/mean"] == 0.0 != steps[1]["critic/values/mean"]
+    films = [record for record in read_samples(tmp_path / "run" / "rollouts", 2) if len(record["images"]) == 4]
+    assert len(films) == 2 and all(record["question"].startswith("<video>What") for record in films)
+    given = {file for row in with_videos()[2:] for file in row["videos"][0]["video"]}
+    assert all((tmp_path / "run" / "rollouts" / name).read_bytes() in given for name in films[0]["images"])
+    assert films[0]["prompt"].count("<|video_pad|>") == 3 and "<0.2 seconds>" in films[0]["prompt"]
+
+
 def _samples_name_their_pictures(rollouts: Path) -> None:
     given = {row["images"][0]["bytes"] for row in bundled_rows("shapes/train?size=4&side=64")}
     records = read_samples(rollouts, 2)
@@ -102,32 +132,39 @@ def _samples_name_their_pictures(rollouts: Path) -> None:
     assert 'alt="picture 1 of the prompt" src="data:image/png;base64,' in page
 
 
-@pytest.mark.parametrize(("kind", "schema"), [("sft", SFTTrainerConfig), ("dpo", DPOTrainerConfig)])
-def test_given_answers_about_pictures_train_the_tower_too(model: Path, tmp_path: Path, kind: str, schema: Any) -> None:
-    rows = []
-    for row in bundled_rows("shapes/train?size=4&side=64"):
-        right = row["reward_model"]["ground_truth"]
-        answers = {"completion": right} if kind == "sft" else {"chosen": right, "rejected": str(int(right) % 5 + 1)}
-        rows.append({"prompt": row["prompt"], "images": row["images"], **answers})
+@pytest.mark.parametrize(
+    ("kind", "schema", "frozen"),
+    [
+        ("sft", SFTTrainerConfig, True),
+        ("dpo", DPOTrainerConfig, False),
+        ("dpo", DPOTrainerConfig, True),
+        ("rm", RMTrainerConfig, False),
+    ],
+)
+def test_given_answers_about_pictures_train_the_tower_too(
+    model: Path, tmp_path: Path, kind: str, schema: Any, frozen: bool
+) -> None:
+    if kind == "sft":
+        rows = with_videos(completion=str)
+    else:
+        rows = with_videos(chosen=str, rejected=lambda number: str(number + 1))
     values = configuration(model, tmp_path)
     values["data"] = {"train_files": ["given"], "train_batch_size": 4, "max_length": 160}
     values["model"] = {"path": str(model), "probe": False, "fsdp_config": {"dtype": "float32"}}
+    values["model"]["freeze_vision_tower"] = frozen
     values["optim"] = {"lr": 1e-3}
     del values["actor_rollout_ref"]
     run_configured(kind, schema.model_validate(values), Given(train_rows=rows))
     losses = [record["train/loss"] for record in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in record]
     assert len(losses) == 2 and losses[1] < losses[0]
-    assert change_of(model, tmp_path, TOWER) > 0
+    assert (change_of(model, tmp_path, TOWER) == 0.0) == frozen and change_of(model, tmp_path, TEXT) > 0
 
 
 def test_what_reads_no_pictures_is_refused_before_the_run(model: Path, tmp_path: Path) -> None:
     values = configuration(model, tmp_path)
-    values["algorithm"] = {"adv_estimator": "gae"}
-    values["critic"] = {"model": {"path": str(model)}}
     values["actor_rollout_ref"]["actor"]["fsdp_config"] |= {"tensor_parallel_size": 2}
     values["trainer"]["n_gpus_per_node"] = 2
     with pytest.raises(HrlError) as caught:
         run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(reward=spread()))
     text = str(caught.value)
-    assert "critic.model.path reads text alone" in text
     assert "fsdp_config.tensor_parallel_size is 2, and the rows have pictures" in text

@@ -67,7 +67,7 @@ def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig)
     messages, images = placed
     roles = [message["role"] for message in messages]
     first = roles.index("assistant", found.first_trained) if "assistant" in roles[found.first_trained :] else len(roles)
-    if any(isinstance(part, Mapping) and part["type"] == "image" for part in _parts(messages[first:])):
+    if any(isinstance(part, Mapping) and part["type"] != "text" for part in _parts(messages[first:])):
         return (
             "shows a picture behind the first answer that is trained on, and a row's pictures belong to its prompt: "
             "split the chat into several rows"

@@ -14,6 +14,7 @@ from torch import Tensor
 from hrl.algos.preference import reward_model_loss
 from hrl.cluster.roles import Role
 from hrl.metrics import Metric
+from hrl.pictures import has_pictures
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import OfflineTrainer, pair_scores
 from hrl.workers.requests import RewardModelUpdate, ScalarRequest
@@ -31,12 +32,17 @@ class RMTrainer(OfflineTrainer):
 
     def update(self, batch: DataProto) -> list[dict[str, Metric]]:
         """Make the model score the chosen answers of a batch above the rejected ones."""
-        request = RewardModelUpdate(plan=self.pair_plan(batch), step=self.global_steps, loss_type=self.loss_type)
+        request = RewardModelUpdate(
+            plan=self.pair_plan(batch),
+            step=self.global_steps,
+            loss_type=self.loss_type,
+            with_pictures=has_pictures(batch.non_tensor_batch),
+        )
         return self.workers.model.update_reward_model(batch, request)
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
         """Return loss and scores of every pair; see `pair_scores`."""
-        request = ScalarRequest(plan=self.forward_plan(batch))
+        request = ScalarRequest(plan=self.forward_plan(batch), with_pictures=has_pictures(batch.non_tensor_batch))
         scores = self.workers.model.compute_rm_score(batch, request).batch["rm_scores"].double()
         chosen, rejected = scores[0::2], scores[1::2]
         losses, _ = reward_model_loss(chosen, rejected, batch.batch["margin"][0::2], name=self.loss_type)

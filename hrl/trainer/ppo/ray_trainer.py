@@ -575,7 +575,8 @@ class RayPPOTrainer(TrainingLoop):
         rows, places = batch, slice(None)
         if self.reward_model_rows is not None:
             rows, places = self.reward_model_rows.of(batch, limits)
-        request = ScalarRequest(plan=self.planner.forward(rows, rm.world_size, limits))
+        plan = self.planner.forward(rows, rm.world_size, limits)
+        request = ScalarRequest(plan=plan, with_pictures=has_pictures(rows.non_tensor_batch))
         scores = torch.zeros(len(batch))
         scores[places] = rm.compute_rm_score(rows, request).batch["rm_scores"].float()
         return batch.union(DataProto.from_dict(tensors={"rm_scores": scores}))
@@ -646,7 +647,8 @@ class RayPPOTrainer(TrainingLoop):
         """Add the critic's `values (B, R)`, and `bootstrap_values (B,)` where episodes that were cut off end in one."""
         critic = self.workers.critic
         plan = self.planner.forward(batch, critic.world_size, self.limits["values"])
-        batch = batch.union(critic.compute_values(batch, ScalarRequest(plan=plan)))
+        request = ScalarRequest(plan=plan, with_pictures=has_pictures(batch.non_tensor_batch))
+        batch = batch.union(critic.compute_values(batch, request))
         if self.episodes is not None and self.config.environment.on_truncation == "bootstrap":
             batch.batch["bootstrap_values"] = values_behind_truncations(batch, self._last_values)
         return batch
@@ -684,7 +686,13 @@ class RayPPOTrainer(TrainingLoop):
             shuffle_seed=self._shuffle_seed(),
         )
         has_branches = count_episode_tokens(batch)
-        request = ValueUpdate(plan=plan, step=self.global_steps, has_branches=has_branches, loss=settings)
+        request = ValueUpdate(
+            plan=plan,
+            step=self.global_steps,
+            has_branches=has_branches,
+            loss=settings,
+            with_pictures=has_pictures(batch.non_tensor_batch),
+        )
         metrics.observe(*self.workers.critic.update_critic(batch, request))
 
     def compare_with_sampler(self, batch: DataProto, compared: Collection[int], metrics: StepMetrics) -> None:

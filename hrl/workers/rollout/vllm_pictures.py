@@ -33,14 +33,20 @@ def picture_options(shows_pictures: bool) -> dict[str, Any]:
     Args:
         shows_pictures: Whether prompts have pictures; else the tower is not even run for a measurement.
     """
-    return {
-        "limit_mm_per_prompt": {"image": _MOST_PICTURES if shows_pictures else 0, "video": 0},
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    options: dict[str, Any] = {
+        "limit_mm_per_prompt": dict.fromkeys(("image", "video"), _MOST_PICTURES if shows_pictures else 0),
         "skip_mm_profiling": True,
         # vLLM makes a processor of its own at the start, and never asks it; it wants a tokenizer.
         "skip_tokenizer_init": not shows_pictures,
         # A cache of what vLLM's processor makes, which makes nothing.
         "mm_processor_cache_gb": 0,
     }
+    # Newer versions' towers take raw pixels and scale them, unless told that they were scaled here.
+    if "mm_device_do_normalize" in AsyncEngineArgs.__dataclass_fields__:
+        options["mm_device_do_normalize"] = False
+    return options
 
 
 def input_with_pictures(prompt_ids: list[int], pictures: Sequence[Picture], processor: PictureProcessor) -> Any:
@@ -55,16 +61,29 @@ def input_with_pictures(prompt_ids: list[int], pictures: Sequence[Picture], proc
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-    pixels = [processor.pixels(picture) for picture in pictures]
-    grids = torch.tensor([each.grid for each in pixels])
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    of_prompt = {"pixel_values": torch.cat([each.patches for each in pixels]), "image_grid_thw": grids}
-    return mm_input(
-        prompt_ids,
-        MultiModalKwargsItems.from_hf_inputs(BatchFeature(of_prompt), fields),
-        {"image": [picture.digest for picture in pictures]},
-        {"image": [PlaceholderRange(offset=each.start, length=each.length) for each in pictures]},
-    )
+    fields, of_prompt, digests, places = dict[str, Any](), dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for kind, pixel_values, grid_thw in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        shown = [picture for picture in pictures if _kind(picture) == kind]
+        if not shown:
+            continue
+        pixels = [processor.pixels(picture) for picture in shown]
+        grids = torch.tensor([each.grid for each in pixels])
+        fields |= {
+            pixel_values: MultiModalFieldConfig.flat_from_sizes(kind, grids.prod(-1)),
+            grid_thw: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+        }
+        of_prompt |= {pixel_values: torch.cat([each.patches for each in pixels]), grid_thw: grids}
+        if seconds := [each.clip.seconds for each in shown if kind == "video" and each.clip is not None]:
+            fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+            of_prompt["second_per_grid_ts"] = torch.tensor(seconds)
+        digests[kind] = [picture.digest for picture in shown]
+        places[kind] = [PlaceholderRange(offset=each.start, length=each.length) for each in shown]
+    return mm_input(prompt_ids, MultiModalKwargsItems.from_hf_inputs(BatchFeature(of_prompt), fields), digests, places)
+
+
+def _kind(picture: Picture) -> str:
+    """Return what vLLM is told that a picture is: a video's moment in a place of its own has an image's positions."""
+    return "image" if picture.clip is None or picture.clip.grid[0] == 1 else "video"
