@@ -21,6 +21,8 @@ from hrl.errors import DatasetError, HrlError
 
 #: Name of the column, as verl calls it. A row without pictures has an empty tuple.
 MULTI_MODAL_DATA = "multi_modal_data"
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""What is read. Of the others that Pillow knows some start programs, such as Ghostscript for EPS."""
 _DIGEST_BYTES = 16
 
 
@@ -150,7 +152,7 @@ class VideoSource:
         from PIL import Image
 
         found = []
-        with Image.open(io.BytesIO(self.film.read())) as film:
+        with Image.open(io.BytesIO(self.film.read()), formats=FORMATS) as film:
             for number in chosen:
                 film.seek(number)
                 file = io.BytesIO()

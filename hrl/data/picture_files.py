@@ -1,11 +1,12 @@
 """Where the pictures and videos of a row are: what a column may hold of them.
 
-Only headers of files are read with the row. A video is its frames: a list of pictures, a folder of them, an array, or a
-film that Pillow reads (an animated WebP, GIF or PNG). Nothing else is decoded here.
+A file is read with the row, to its end, so that one that is cut off is found there. A video is its frames: a list of
+pictures, a folder of them, an array, or a film that Pillow reads (an animated WebP, GIF or PNG).
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import re
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from hrl.files import expanded
-from hrl.pictures import PictureSource, VideoSource
+from hrl.pictures import FORMATS, PictureSource, VideoSource
 
 _URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 _FILE = "file://"
+_DATA = "data:image/"
 _SHOWN = 60
 _FRAMES = ("video", "frames", "bytes", "path")
 """Fields of a mapping that hold a video, the first one with a value."""
@@ -35,6 +37,10 @@ _WAY_OUT = (
     'and name the folder: {"video": "frames", "fps": 2}'
 )
 _LEAST = 2
+_OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes of a `PIL.Image` that a PNG has too."""
+_ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)
+"""EXIF's field, and its values for pictures that are stored on their side."""
 
 
 class WrongPictureError(Exception):
@@ -54,7 +60,7 @@ def picture_source(value: object, where: str) -> PictureSource:
     from PIL import Image
 
     if isinstance(value, Image.Image):
-        return _as_png(value)
+        return _as_png(value, where)
     if isinstance(value, Mapping):
         inner = next((value[key] for key in ("bytes", "image", "path") if value.get(key) is not None), None)
         if inner is None or isinstance(inner, Mapping):
@@ -65,6 +71,8 @@ def picture_source(value: object, where: str) -> PictureSource:
         return PictureSource(*_size(io.BytesIO(data), where), data=data)
     if not isinstance(value, str) or not value:
         raise WrongPictureError(f"{where} is {_brief(value)}, expected a path, bytes, or a mapping with one of the two")
+    if value.startswith(_DATA):
+        return picture_source(_of_base64(value.partition(",")[2], where), where)
     path = _local(value, where, "picture")
     if not path.is_file():
         raise WrongPictureError(f"{where} is {str(path)!r}, and there is no such file (seen from {Path.cwd()})")
@@ -157,14 +165,14 @@ def _frames_of_array(value: np.ndarray, where: str) -> list[PictureSource]:
         raise WrongPictureError(
             f"{where} is an array of {value.dtype} of shape {value.shape}, expected uint8 of (frames, height, width, 3)"
         )
-    return [_as_png(Image.fromarray(frame)) for frame in value]
+    return [_as_png(Image.fromarray(frame), where) for frame in value]
 
 
 def _film(file: Path | bytes, wanted_rate: float | None, where: str) -> VideoSource:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as film:
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as film:
             number, size, milliseconds = getattr(film, "n_frames", 1), film.size, 0.0
             for frame in range(number):
                 film.seek(frame)
@@ -193,21 +201,42 @@ def _in_counted_order(file: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _NUMBER.split(file.name)]
 
 
-def _as_png(image: Any) -> PictureSource:
+def part_source(part: Mapping[str, Any], kind: str) -> object:
+    """Return what a part of a message says of where its picture or video is, in whichever form; None if nothing."""
+    found = next((part[key] for key in (kind, "path", "url") if part.get(key) is not None), None)
+    return f"{_DATA}any;base64,{part['base64']}" if found is None and part.get("base64") is not None else found
+
+
+def _of_base64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise WrongPictureError(f"{where} is no base64: {error}") from error
+
+
+def _as_png(image: Any, where: str) -> PictureSource:
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    try:
+        (image if image.mode in _OF_PNG else image.convert("RGB")).save(buffer, "PNG")
+    except (OSError, ValueError) as error:  # its file is read only now
+        raise WrongPictureError(f"{where} is no picture that can be read: {str(error)[:_SHOWN]}") from error
     return PictureSource(image.width, image.height, data=buffer.getvalue())
 
 
 def _size(file: Any, where: str) -> tuple[int, int]:
-    """Return width and height of a picture, from its header."""
+    """Return width and height of a picture as it is shown, and read its file to the end."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(file) as image:
-            return image.size
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError) as error:
-        raise WrongPictureError(f"{where} is no picture that can be read: {str(error)[:_SHOWN]}") from error
+        with Image.open(file, formats=FORMATS) as image:
+            width, height = image.size
+            image.draft("RGB", (1, 1))  # of a JPEG, an eighth of its pixels in each direction
+            image.load()
+            return (height, width) if image.getexif().get(_ORIENTATION, 1) in _LYING else (width, height)
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+        raise WrongPictureError(
+            f"{where} is no picture that can be read ({', '.join(FORMATS)}): {str(error)[:_SHOWN]}"
+        ) from error
 
 
 def _brief(value: object) -> str:

@@ -1,8 +1,8 @@
 """Pictures and videos of a row: which part of the prompt shows them, and which of its tokens stand for them.
 
 A row has them in the columns `images` and `videos` (`data.image_key`, `data.video_key`), in the order of the prompt's
-placeholders, or in the prompt's own parts; what they may be is said in `hrl.data.picture_files`. Only headers of files
-are read with the row; the files themselves are read when the row is drawn.
+placeholders, or in the prompt's own parts; what they may be is said in `hrl.data.picture_files`. Files are looked at
+with the row, and read again when the row is drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hrl.data.chat import ChatTemplateError
-from hrl.data.picture_files import WrongPictureError, picture_source, video_source
+from hrl.data.picture_files import WrongPictureError, part_source, picture_source, video_source
 from hrl.errors import DatasetError
 from hrl.models.pictures import PictureProcessor
 from hrl.models.videos import VideoProcessor
@@ -37,6 +37,8 @@ IMAGE, VIDEO = "image", "video"
 """Kinds of what a prompt shows, as its parts call them."""
 PLACEHOLDERS = {IMAGE: "<image>", VIDEO: "<video>"}
 """What stands for the row's next picture or video in the text of a prompt, as in verl's rows."""
+_OTHER_NAMES = ("image", "images", "picture", "pictures", "img", "image_path")
+"""Columns of pictures in other data sets."""
 AUDIO_KEY = "audios"
 """verl's column of sounds (`data.audio_key`)."""
 _NAMES = {IMAGE: "picture", VIDEO: "video"}
@@ -67,9 +69,26 @@ def take_pictures(
             ]
             for kind, key in keys.items()
         }
-        return _placed(messages, given, keys)
+        placed, shown = _placed(messages, given, keys)
     except WrongPictureError as error:
         return str(error)
+    return _elsewhere(raw, messages, image_key) or (placed, shown)
+
+
+def _elsewhere(raw: Mapping[str, Any], messages: Sequence[dict[str, Any]], image_key: str) -> str | None:
+    """Return what is wrong with a row whose prompt shows a picture, and whose pictures are in another column."""
+    marks = PLACEHOLDERS[IMAGE]
+    if _listed(raw.get(image_key)) or not any(
+        isinstance(message["content"], str) and marks in message["content"] for message in messages
+    ):
+        return None
+    other = next((name for name in _OTHER_NAMES if name != image_key and _listed(raw.get(name))), None)
+    if other is None:
+        return None
+    return (
+        f"the prompt has {marks}, and {image_key!r} has no picture, but the column {other!r} something: if these are "
+        f"the pictures, set data.image_key={other}"
+    )
 
 
 def _listed(value: object) -> list[Any]:
@@ -122,11 +141,12 @@ def _placed(
                     parts.append({"type": "text", "text": part["text"]})
                     continue
                 parts.append({"type": kind})
-                if part.get(kind) is None:
+                own = part_source(part, kind)
+                if own is None:
                     found.append(taken(kind, where))
                 else:
-                    is_alone = kind == IMAGE or isinstance(part[kind], Mapping)
-                    own = part[kind] if is_alone else part  # which may say how fast its frames follow each other
+                    if kind == VIDEO and not isinstance(own, Mapping):
+                        own = {**part, VIDEO: own}  # which may say how fast its frames follow each other
                     found.append(_SOURCES[kind](own, f"the {_NAMES[kind]} of {where}"))
             message = message | {"content": parts}
         placed.append(message)

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from hrl.models.hf_config import load_config
 from hrl.models.videos import VideoProcessor
-from hrl.pictures import Picture, PictureError
+from hrl.pictures import FORMATS, Picture, PictureError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 #: Bytes of pixels that a process keeps.
 _KEPT_BYTES = 512 * 2**20
@@ -134,8 +134,13 @@ class PictureProcessor:
             return Pixels(
                 self.videos.patches([decoded(file) for file in picture.files], picture.clip.grid), picture.clip.grid
             )
-        with decoded(picture.data) as image:
-            made = self._processor(images=[image], return_tensors="pt")
+        try:
+            with decoded(picture.data) as image:
+                made = self._processor(images=[image], return_tensors="pt")
+        except (OSError, SyntaxError) as error:  # Pillow's, for a file that it can't read to its end
+            raise PictureError(
+                f"picture {picture.digest} can't be read ({error}): has its file changed since the run looked at it?"
+            ) from error
         grid = tuple(made["image_grid_thw"][0].tolist())
         if int(np.prod(grid)) != picture.length * self.merge**2:
             raise PictureError(
@@ -161,15 +166,18 @@ class PictureProcessor:
 
 @contextmanager
 def decoded(data: bytes) -> Iterator[Image]:
-    """Open a picture's file as RGB; what is transparent becomes white, as in verl."""
-    from PIL import Image
+    """Open a picture's file as RGB, the right way up; what is transparent becomes white, as in verl."""
+    from PIL import Image, ImageOps
 
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as stored:
+        image = ImageOps.exif_transpose(stored)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             shown = image.convert("RGBA")
             white = Image.new("RGBA", shown.size, "white")
             white.alpha_composite(shown)
             yield white.convert("RGB")
+        elif image.mode.startswith("I;16"):  # Pillow would cut off what is brighter than 255 of 65,535
+            yield Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
         else:
             yield image.convert("RGB")
 
@@ -349,11 +357,3 @@ def shown(backbone: nn.Module, pictures: PackedPictures) -> Iterator[tuple[dict[
         yield {"pixel_values": pictures.patches, "image_grid_thw": pictures.grids}, zero
     finally:
         del backbone.get_placeholder_mask, backbone.get_image_features
-
-
-def tower_of(model: PreTrainedModel) -> nn.Module | None:
-    """Return the part of a model that reads pixels; None if it has none under a name that is known."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("visual", "vision_tower", "vision_model"):
-            return module
-    return None

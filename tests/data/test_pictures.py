@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from functools import partial
@@ -18,6 +19,7 @@ from hrl.data.dataset import RLHFDataset
 from hrl.data.offline.demonstrations import DemonstrationDataset
 from hrl.data.tasks import bundled_rows
 from hrl.errors import DatasetError
+from hrl.models.pictures import decoded
 from hrl.models.tokenizer import load_tokenizer
 from hrl.pictures import MULTI_MODAL_DATA
 from tests.models.tiny_pictures import SPECIAL, frames, picture, png, save_vl
@@ -35,6 +37,15 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def data(config: SimpleNamespace) -> SimpleNamespace:
     config.max_prompt_length, config.shuffle = 200, False
     return config
+
+
+def jpeg(width: int, height: int, orientation: int = 1) -> bytes:
+    """Return a file whose upper half is red and whose lower one is black, with EXIF's orientation."""
+    image, exif, file = Image.new("RGB", (width, height)), Image.Exif(), io.BytesIO()
+    image.paste((255, 0, 0), (0, 0, width, height // 2))
+    exif[0x0112] = orientation
+    image.save(file, "JPEG", exif=exif)
+    return file.getvalue()
 
 
 def shown(tokenizer: Any, config: SimpleNamespace, *rows: dict[str, Any]) -> RLHFDataset:
@@ -97,6 +108,11 @@ def test_pictures_come_in_the_order_of_their_places(seeing: Any, data: SimpleNam
         ({"images": [3]}, "picture 0 of 'images' is 3, expected a path, bytes"),
         ({"images": [{"bytes": None, "path": None}]}, "has neither 'bytes' nor 'path' nor 'image'"),
         ({"images": []}, None),  # the text is a text then
+        ({"images": None, "image": FILE}, "set data.image_key=image"),
+        ({"images": [FILE[:-30]]}, "picture 0 of 'images' is no picture that can be read"),
+        ({"images": [jpeg(64, 64)[:-400]]}, "picture 0 of 'images' is no picture that can be read"),
+        ({"images": [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]}, "is no picture that can be read"),
+        ({"images": ["data:image/png;base64,?"]}, "picture 0 of 'images' is no base64"),
         ({"images": [FILE, FILE]}, "'images' has 2 pictures, and the prompt shows 1"),
         ({"images": [FILE], "prompt": "<image> <image>"}, "one picture more than 'images' has, which is 1"),
         ({"videos": ["https://example.org/a.mp4"], "prompt": "<video>?"}, "a run fetches nothing from addresses"),
@@ -129,6 +145,62 @@ def test_what_is_no_picture_is_refused(
     with pytest.raises(DatasetError) as caught:
         shown(seeing, data, {"prompt": "<image>?"} | row)
     assert message in str(caught.value) and "row 0" in str(caught.value)
+
+
+def test_a_photograph_is_shown_the_right_way_up(seeing: Any, data: SimpleNamespace) -> None:
+    lying = jpeg(56, 112, orientation=6)
+    made = shown(seeing, data, {"prompt": "<image>", "images": [lying]})
+    ((one,),) = made.batch([0]).non_tensor_batch[MULTI_MODAL_DATA]
+    assert (made.rows[0].images[0].width, made.rows[0].images[0].height, one.length) == (112, 56, 8)
+    assert made._pictures.processor.pixels(one).grid == (1, 4, 8)
+    with decoded(lying) as turned:
+        assert turned.getpixel((100, 28))[0] > 200 > 50 > turned.getpixel((10, 28))[0]  # its upper half is red
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "HSV", "F", "YCbCr", "LAB"])
+def test_pictures_of_every_mode_can_be_given(seeing: Any, data: SimpleNamespace, mode: str) -> None:
+    given = (
+        Image.new(mode, (56, 56)) if mode == "LAB" else picture().convert("L" if mode == "F" else "RGB").convert(mode)
+    )
+    assert shown(seeing, data, {"prompt": "<image>", "images": [given]}).rows[0].images[0].width == given.width
+
+
+def test_a_grey_picture_of_16_bits_keeps_its_greys() -> None:
+    grey = np.array([[0, 20000], [40000, 65535]], np.uint16)
+    file = io.BytesIO()
+    Image.fromarray(grey).save(file, "PNG")
+    with decoded(file.getvalue()) as image:
+        assert np.asarray(image)[..., 0].tolist() == [[0, 78], [156, 255]]
+
+
+def test_a_part_of_a_message_may_say_where_its_picture_is_in_any_form(
+    seeing: Any, data: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(FILE)
+    text = base64.b64encode(FILE).decode()
+    forms = [{"path": str(tmp_path / "a.png")}, {"url": f"data:image/png;base64,{text}"}, {"base64": text}]
+    prompts = [[{"role": "user", "content": [{"type": "image", **form}]}] for form in forms]
+    made = shown(seeing, data, *({"prompt": prompt} for prompt in prompts))
+    assert {one.data for (one,) in made.batch(range(3)).non_tensor_batch[MULTI_MODAL_DATA]} == {FILE}
+
+
+def test_pictures_of_a_run_that_was_begun_without_are_refused(seeing: Any, data: SimpleNamespace) -> None:
+    settings = SimpleNamespace(
+        **vars(data),
+        messages_key="messages",
+        completion_key=None,
+        data_source_key="data_source",
+        max_length=200,
+        train_batch_size=1,
+    )
+    asked, answered = {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "two"}
+    late = {"messages": [asked, answered], "images": [FILE]}
+    of_prompts = shown(seeing, data, {"prompt": "<image>?", "images": [FILE]})
+    of_answers = DemonstrationDataset([late], seeing, settings, stop_ids=[2])
+    for made in (of_prompts, of_answers):
+        made.has_pictures = False  # as of a streamed one, of whose first rows none has any
+        with pytest.raises(DatasetError, match="row 0 of the list shows a picture, and none of the rows"):
+            made.batch([0])
 
 
 def test_a_prompt_too_long_is_never_cut_through_a_picture(seeing: Any, data: SimpleNamespace) -> None:
