@@ -2,10 +2,20 @@
 
 from typing import Annotated
 
-from pydantic import NegativeFloat, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NegativeFloat, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.algos.registry import DISTILLATION_TRAITS, DistillationTraits
-from hrl.config.section import NameOf, Section, section
+from hrl.config.section import NameOf, Section, StrList, section
+
+
+class TeacherServerConfig(Section):
+    """`distillation.teacher_models.teacher_model.server`: a teacher that somebody else serves with vLLM's server."""
+
+    urls: StrList = Field(default_factory=list)
+    """Addresses of servers of one model, e.g. `[http://10.0.0.5:8000]`, which score samples by `prompt_logprobs`; none
+    has the run hold the teacher itself."""
+    api_key: str | None = None
+    """`env:NAME`, where the environment variable NAME has the key that all of them take; null sends none."""
 
 
 class TeacherModelConfig(Section):
@@ -13,7 +23,9 @@ class TeacherModelConfig(Section):
 
     model_path: str | None = None
     """Folder or hub id of the teacher, of any architecture with the policy's vocabulary. It takes the place of the
-    reference: `actor_rollout_ref.ref` says how it is sharded and run, `trainer.role_pools` where."""
+    reference: `actor_rollout_ref.ref` says how it is sharded and run, `trainer.role_pools` where. With `server.urls`
+    the name that it has there; null takes the first model there."""
+    server: TeacherServerConfig = section(TeacherServerConfig)
 
 
 class TeacherModelsConfig(Section):

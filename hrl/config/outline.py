@@ -102,7 +102,7 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
     of_policy, of_reference = copies(ACTOR, policy.actor, placement.actor), copies(REF, policy.ref, "ref")
     if config.teacher_path is None:
         of_policy |= of_reference
-    has_own = config.needs_reference and not config.reference_is_actor and config.teacher_path is None
+    has_own = config.builds_reference and config.teacher_path is None
     if has_own and [*of_ref.values()] != [*degrees.values()]:  # else it follows the actor
         degrees |= of_ref
     degrees |= {f"{ROLLOUT}.tensor_model_parallel_size": policy.rollout.tensor_model_parallel_size}

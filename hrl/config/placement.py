@@ -190,8 +190,7 @@ class _NoPlaceError(Exception):
 
 
 def _optional_roles(config: PPOTrainerConfig) -> Mapping[str, bool]:
-    has_ref = config.needs_reference and not config.reference_is_actor
-    return {"ref": has_ref, "critic": config.needs_critic, "rm": config.needs_reward_model}
+    return {"ref": config.builds_reference, "critic": config.needs_critic, "rm": config.needs_reward_model}
 
 
 def _engines_alone(config: PPOTrainerConfig) -> bool:

@@ -51,6 +51,16 @@ class PPOTrainerConfig(WholeConfig):
         return self.needs_reference and trains_adapter and not self.distillation.enabled
 
     @property
+    def teacher_is_served(self) -> bool:
+        """Whether servers score the samples, and no process of the run holds a teacher."""
+        return self.distillation.enabled and bool(self.distillation.teacher_models.teacher_model.server.urls)
+
+    @property
+    def builds_reference(self) -> bool:
+        """Whether a process of the run holds a reference policy, or a teacher in its place, beside the policy."""
+        return self.needs_reference and not self.reference_is_actor and not self.teacher_is_served
+
+    @property
     def learns_from_rewards(self) -> bool:
         """Whether rewards are learnt from, and not measured alone beside a teacher."""
         return not self.distillation.enabled or self.distillation.distillation_loss.use_task_rewards
@@ -67,8 +77,9 @@ class PPOTrainerConfig(WholeConfig):
 
     @property
     def teacher_path(self) -> str | None:
-        """Folder or hub id of the teacher; None without one."""
-        return self.distillation.teacher_models.teacher_model.model_path if self.distillation.enabled else None
+        """Folder or hub id of a teacher that the run holds; None without one."""
+        held = self.distillation.enabled and not self.teacher_is_served
+        return self.distillation.teacher_models.teacher_model.model_path if held else None
 
     @property
     def reward_entries(self) -> tuple[RewardEntry, ...]:
@@ -92,7 +103,7 @@ class PPOTrainerConfig(WholeConfig):
             "actor": MicroBatches.of(policy.actor, ACTOR, *learns, sharding=sharding),
             "log_prob": MicroBatches.of(policy.rollout, ROLLOUT, *scores, sharding=sharding),
         }
-        if self.needs_reference:
+        if self.needs_reference and not self.teacher_is_served:
             # A policy that is its own reference runs in its own groups, whatever those of a reference would be.
             if not self.reference_is_actor:
                 sharding = policy.ref.fsdp_config

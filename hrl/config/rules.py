@@ -50,6 +50,7 @@ _CORRECTION = "algorithm.rollout_correction"
 _ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
 _SHAPING = "reward.shaping"
 _DISTILLATION_LOSS = "distillation.distillation_loss"
+_TEACHER_SERVER = "distillation.teacher_models.teacher_model.server"
 _RESPONSE = ("data.max_prompt_length", "data.max_response_length")
 
 
@@ -715,30 +716,38 @@ def servers_have_addresses(config: PPOTrainerConfig) -> Iterator[Problem]:
         what = f"is {rollout.name}, whose servers are started by somebody else, and {key} names none."
         hint = f"Start servers, and name them: {key}=[http://127.0.0.1:8000]; or use vllm."
         yield Problem(name, what, hint, (key,), Reason.ALTERNATIVE)
-    for url in settings.urls:
-        try:
-            parts = urlsplit(url)
-            host, is_whole = parts.hostname, parts.scheme in ("http", "https") and parts.port != 0
-        except ValueError:
-            host, is_whole, parts = None, False, urlsplit("")
-        if not (is_whole and host):
-            yield Problem(key, f"has {url!r}, which is no address.", "Write http://host:port.")
-        elif parts.username or parts.password or parts.query or parts.fragment:
-            what = "has an address with a login, a query or a fragment in it."
-            yield Problem(key, what, f"Write http://host:port; a key goes to {_SERVER}.api_key.")
-        elif rollout.name == "server" and settings.weights_folder is None and not is_loopback(host):
+    broken = list(_broken_addresses(_SERVER, settings.urls, settings.api_key))
+    yield from broken
+    for url in settings.urls if not broken and rollout.name == "server" and settings.weights_folder is None else ():
+        if not is_loopback(urlsplit(url).hostname or ""):
             what = f"is null, and {url} is not on this machine, whose memory it can't read."
             hint = "Name a folder that both see, or the servers of this machine as http://127.0.0.1:port."
             yield Problem(f"{_SERVER}.weights_folder", what, hint, (key,))
-    roots = [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in settings.urls]
-    if len(set(roots)) < len(roots):
-        yield Problem(key, "names a server twice.", "Name each once.")
     if rollout.name == "sglang" and settings.weights_folder is None and settings.urls:
         what = f"needs a value, because {name} is sglang, which reads weights from a folder."
         yield Problem(f"{_SERVER}.weights_folder", what, "Name one that its servers see too.", (name,))
-    if settings.api_key is not None and not re.fullmatch(r"env:[A-Za-z_]\w*", settings.api_key):
+
+
+def _broken_addresses(section: str, urls: Sequence[str], api_key: str | None) -> Iterator[Problem]:
+    """Yield a problem for what is no address in `urls` of a section, or twice, and for a key that is written out."""
+    key = f"{section}.urls"
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_whole = parts.hostname and parts.scheme in ("http", "https") and parts.port != 0
+        except ValueError:
+            is_whole, parts = False, urlsplit("")
+        if not is_whole:
+            yield Problem(key, f"has {url!r}, which is no address.", "Write http://host:port.")
+        elif parts.username or parts.password or parts.query or parts.fragment:
+            what = "has an address with a login, a query or a fragment in it."
+            yield Problem(key, what, f"Write http://host:port; a key goes to {section}.api_key.")
+    roots = [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
+    if len(set(roots)) < len(roots):
+        yield Problem(key, "names a server twice.", "Name each once.")
+    if api_key is not None and not re.fullmatch(r"env:[A-Za-z_]\w*", api_key):
         what = "is not env:NAME; written out, it would be saved with the run."
-        yield Problem(f"{_SERVER}.api_key", what, "Export the key as an environment variable, and name that.")
+        yield Problem(f"{section}.api_key", what, "Export the key as an environment variable, and name that.")
 
 
 def servers_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -994,8 +1003,16 @@ def a_teacher_is_named_and_read(config: PPOTrainerConfig) -> Iterator[Problem]:
         return
     switch, loss = "distillation.enabled", config.distillation.distillation_loss
     mode, as_reward = f"{_DISTILLATION_LOSS}.loss_mode", f"{_DISTILLATION_LOSS}.use_policy_gradient"
-    if not config.teacher_path:
-        yield Problem(TEACHER, f"needs a value, because {switch} is true.", "Name a folder or hub id.", (switch,))
+    server, temperature = config.distillation.teacher_models.teacher_model.server, f"{ROLLOUT}.temperature"
+    if config.teacher_is_served:
+        yield from _broken_addresses(_TEACHER_SERVER, server.urls, server.api_key)
+        if (value := config.actor_rollout_ref.rollout.temperature) != 1:
+            what = f"is {value:g}, and a served teacher says how likely tokens are at 1."
+            hint = "Set it to 1, or let the run hold the teacher."
+            yield Problem(temperature, what, hint, (f"{_TEACHER_SERVER}.urls",))
+    elif not config.teacher_path:
+        hint = f"Name a folder or hub id, or servers with {_TEACHER_SERVER}.urls."
+        yield Problem(TEACHER, f"needs a value, because {switch} is true.", hint, (switch,))
     penalties = {
         f"{ACTOR}.use_kl_loss": config.actor_rollout_ref.actor.use_kl_loss,
         "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
@@ -1173,8 +1190,12 @@ def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
         if config.reference_is_actor and own != getattr(actor.fsdp_config, name):
             yield f"{REF}.fsdp_config.{name} has no effect: the reference is the policy with its adapter off."
     distilled = config.distillation
-    if not distilled.enabled and distilled.teacher_models.teacher_model.model_path is not None:
-        yield f"{TEACHER} has no effect while distillation.enabled is false."
+    named = distilled.teacher_models.teacher_model
+    for key, is_set in ((TEACHER, named.model_path is not None), (f"{_TEACHER_SERVER}.urls", bool(named.server.urls))):
+        if not distilled.enabled and is_set:
+            yield f"{key} has no effect while distillation.enabled is false."
+    if config.teacher_is_served and "ref" in config.trainer.role_pools:
+        yield "trainer.role_pools.ref has no effect: servers score the samples, and no process of the run."
     if distilled.enabled and distilled.distillation_loss.distillation_loss_coef != distilled.distillation_loss.weight:
         yield f"{_DISTILLATION_LOSS}.distillation_loss_coef has no effect while use_task_rewards is false."
     loss = distilled.distillation_loss

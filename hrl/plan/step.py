@@ -180,7 +180,7 @@ class CostModel:
             yield self._driven("reward", self._learner("rm").forward(work))
         if needs_old_log_prob(config):
             yield self._driven("old_log_prob", self._learner("actor", scores=True).forward(work))
-        if config.needs_reference:
+        if config.needs_reference and not config.teacher_is_served:
             yield self._driven("ref", self._learner("actor" if config.reference_is_actor else "ref").forward(work))
         if config.needs_critic:
             yield self._driven("values", self._learner("critic", scores=True).forward(work))

@@ -12,6 +12,7 @@ from hrl.config.rollout import SERVED
 from hrl.pictures import PictureSource, VideoSource
 from hrl.preflight.findings import Findings
 from hrl.preflight.small_models import runs_on_gpus
+from hrl.workers.rollout.server_http import OF_TEACHER
 
 
 def pictures_of(config: RunConfiguration, train_dataset: Any, val_dataset: Any) -> dict[str, bool]:
@@ -113,6 +114,9 @@ def look_at_pictures(
             "rollout.name=vllm with pictures has not been run on a GPU yet: look at rollout/logprob_diff_mean of the "
             "first step, which says how far its log-probs are from the trainer's"
         )
+    if isinstance(config, PPOTrainerConfig) and config.teacher_is_served:
+        what = "names a teacher, which reads text alone, and the rows have pictures."
+        findings.problem(f"{OF_TEACHER}.urls", what)
     for role, model in outline.models.items():
         if role == "rm" and rm_reads_others:
             what = (

@@ -46,7 +46,7 @@ from hrl.preflight.resume_look import look_at_changes
 from hrl.preflight.reward_look import look_at_reward
 from hrl.preflight.reward_model_look import look_at_reward_model
 from hrl.preflight.run_inputs import run_inputs
-from hrl.preflight.server_look import look_at_servers
+from hrl.preflight.server_look import look_at_served_teacher, look_at_servers
 from hrl.preflight.small_models import look_at_rate
 from hrl.report.live import ShowStage, in_silence
 
@@ -137,6 +137,7 @@ def inspect_run(
     if isinstance(config, PPOTrainerConfig):
         look_at_tokens_of_teacher(findings, config, folders, tokenizer)
         look_at_servers(findings, config, folders.get(next(iter(outline.models))), ids)
+        look_at_served_teacher(findings, config, folders.get(next(iter(outline.models))), tokenizer)
     with stage("reading the rows"):
         train, val = look_at_rows(findings, config, given, tokenizer, ids)
     shown_tools: Sequence[Mapping[str, Any]] | None = []

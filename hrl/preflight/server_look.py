@@ -13,16 +13,20 @@ from hrl.cluster.precision import with_dtypes
 from hrl.config.arithmetic import Fact
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rollout import SERVED
+from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.findings import Findings
 from hrl.preflight.small_models import runs_on_gpus
 from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.host import ENGINES
+from hrl.workers.rollout.scoring_server import ScoringServer, look_at_each, opened
 from hrl.workers.rollout.server_engine import look_at_all
-from hrl.workers.rollout.server_http import ServerGoneError, key_of
+from hrl.workers.rollout.server_http import OF_TEACHER, ServerError, ServerGoneError, key_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from hrl.workers.rollout.server_engine import Server
 
 _LOOK_TIMEOUT_S = 15.0
@@ -73,3 +77,70 @@ def look_at_servers(findings: Findings, config: PPOTrainerConfig, folder: Path |
                     raise found
 
     asyncio.run(look())
+
+
+_SENTENCE = "Übung macht den Meister: 1,000 + 2.5 = ? <|im_end|>\n\tfor x in range(10): 你好"
+"""Tokenised on both sides: letters beyond ASCII, numbers, spaces, and what may be a special token."""
+
+
+def look_at_served_teacher(
+    findings: Findings, config: PPOTrainerConfig, folder: Path | None, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Ask the servers of a teacher whether they read the policy's tokens, and score some as a run will have it.
+
+    Args:
+        findings: Collects problems, and a fact for each server.
+        config: The validated configuration.
+        folder: Of the policy's model; None where it was not found.
+        tokenizer: Of the policy.
+    """
+    if not config.teacher_is_served:
+        return
+    with findings.about(f"{OF_TEACHER}.api_key"):
+        key_of(config.distillation.teacher_models.teacher_model.server.api_key, OF_TEACHER)
+    if findings.problems or folder is None or tokenizer is None:
+        findings.unchecked.append(f"the servers of {OF_TEACHER}.urls, whose tokens are compared with the policy's")
+        return
+    model, loss = config.actor_rollout_ref.model, config.distillation.distillation_loss
+    told = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
+    num_top = loss.topk if config.distils_by_loss and loss.traits.reads_top else 0
+    own = tokenizer.encode(_SENTENCE, add_special_tokens=False)
+
+    async def look() -> None:
+        async with opened(
+            config.distillation.teacher_models.teacher_model,
+            vocabulary=told.get_text_config().vocab_size,
+            timeout_s=_LOOK_TIMEOUT_S,
+            most_at_once=1,
+        ) as servers:
+            found = await look_at_each(servers, config.data.max_prompt_length + config.data.max_response_length)
+            if not any(found):
+                raise ServerGoneError("; ".join(str(server.why_down) for server in servers))
+            for number, (server, text) in enumerate(zip(servers, found, strict=True), 1):
+                if text is None:
+                    findings.notes.append(f"{server.why_down}; the others score until it is there")
+                    continue
+                findings.facts.append(Fact(f"teacher {number}", f"{server.address.url}: {text}"))
+                await _compare_tokens(findings, server, own)
+                try:
+                    await server.score(own[:4], 1, num_top)
+                except ServerError as error:
+                    more = f"; it allows as many with --max-logprobs {num_top}" if num_top else ""
+                    raise ServerError(f"{error}{more}") from error
+
+    with findings.about(f"{OF_TEACHER}.urls"):
+        asyncio.run(look())
+
+
+async def _compare_tokens(findings: Findings, server: ScoringServer, own: list[int]) -> None:
+    """Compare the tokens of a sentence; a server that has no tokenizer can't be asked for them."""
+    try:
+        theirs = await server.tokens_of(_SENTENCE)
+    except ServerError as error:
+        findings.unchecked.append(f"whether {server.address.url} has the policy's tokens: {error}")
+        return
+    if theirs != own:
+        raise ServerError(
+            f"{server.address.url} has another vocabulary than the policy, whose ids it would read as they are: it "
+            f"makes {theirs[:8]} … of a sentence, and the policy {own[:8]} …. Serve a model of the same family"
+        )

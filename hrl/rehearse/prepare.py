@@ -14,10 +14,12 @@ from hrl.cluster.machine import MOST_RANKS_PER_CORE, available_cores
 from hrl.cluster.precision import with_dtypes
 from hrl.config.arithmetic import count
 from hrl.config.compose import YOURS
+from hrl.config.load import load_kind
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rollout import SERVED
 from hrl.config.run_kind import RunKind
+from hrl.config.section import TEACHER, flatten, unflatten
 from hrl.models.hf_config import load_config
 from hrl.models.source import ModelSourceError, describe_model
 from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
@@ -31,6 +33,7 @@ from hrl.preflight.model_look import look_at_heads, look_at_positions
 from hrl.rehearse.adapters import SmallAdapter, small_adapter
 from hrl.rehearse.parts import Rehearsal, RehearsalError
 from hrl.rehearse.smaller import MOST_PROCESSES, TRAIN_ROWS, lost, shapes_of, smaller, with_twins
+from hrl.workers.rollout.server_http import OF_TEACHER
 
 _BATCH = "data.train_batch_size"
 
@@ -69,6 +72,7 @@ def small_run(
     Raises:
         RehearsalError: A model is not there, has no twin, or the run does not fit.
     """
+    config = with_a_teacher_of_its_own(kind, config)
     engine, free = _engine_here(config), float(psutil.virtual_memory().available)
     with found.part("tiny models") as said:
         sources = _described(config)
@@ -94,6 +98,15 @@ def small_run(
     found.changes += [*small.changes, *(change for each in adapters for change in each.changes)]
     found.lost += lost(config, small.config)
     return run
+
+
+def with_a_teacher_of_its_own(kind: RunKind[RunConfiguration], config: RunConfiguration) -> RunConfiguration:
+    """Return a configuration whose teacher is in the run: somebody's servers know no tiny model's tokens."""
+    if not isinstance(config, PPOTrainerConfig) or not config.teacher_is_served:
+        return config
+    values = dict(flatten(config.model_dump(), kind.schema))
+    values |= {f"{OF_TEACHER}.urls": [], TEACHER: config.actor_rollout_ref.model.path}
+    return load_kind(kind, unflatten(values))
 
 
 def _pool_sizes(processes: int | None) -> Iterator[int]:

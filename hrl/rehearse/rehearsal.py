@@ -20,6 +20,7 @@ from hrl.cluster.checkpoints import CheckpointStore
 from hrl.config.arithmetic import count
 from hrl.config.compose import compose_kind, to_yaml
 from hrl.config.outline import RunConfiguration
+from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import RunKind
 from hrl.processes.lifetime import guarded_environment
 from hrl.processes.signals import answer_with
@@ -246,6 +247,8 @@ def _absent(config: RunConfiguration) -> Iterator[tuple[str, str]]:
     yield "memory of a GPU", "computed before a run by `hrl check` there, and by `hrl plan --gpus N --gpu NAME` here"
     yield "NCCL, CUDA IPC, CUDA graphs, sleeping engines, offload", "need GPUs; `make first-light` tries them on one"
     yield "the model's weights and their learning", "the tiny models are random"
+    if isinstance(config, PPOTrainerConfig) and config.teacher_is_served:
+        yield "the served teacher", "a tiny model of the run's own stands for it"
     if config.trainer.nnodes > 1:
         yield f"{config.trainer.nnodes} machines", "all processes are on this one"
     if config.trainer.default_remote_dir is not None:

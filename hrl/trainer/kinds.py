@@ -13,6 +13,7 @@ from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
 from hrl.config.section import WholeConfig
 from hrl.data.dataset import columns_of_rows
 from hrl.data.other_reader import OtherReader
+from hrl.models.hf_config import load_config
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
@@ -31,6 +32,7 @@ from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.ppo.reward_model_rows import RewardModelRows, StepMarks
 from hrl.trainer.ppo.rewards import RewardService
+from hrl.trainer.ppo.served_teacher import ServedTeacher
 
 Services = AbstractContextManager[Mapping[str, Any]]
 C = TypeVar("C", bound=WholeConfig)
@@ -143,7 +145,12 @@ def _services(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Itera
             episodes = services.enter_context(EpisodeDriver(config, given.environment, tokenizer, ready.ids))
         reader = ready.reward_reader
         rows = None if reader is None else RewardModelRows(ready.tokenizer, reader, _step_marks(config, reader))
-        yield {"rewards": rewards, "episodes": episodes, "reward_model_rows": rows}
+        teacher = None
+        if config.teacher_is_served:
+            pupil = config.actor_rollout_ref.model
+            told = load_config(ready.folders["actor"], pupil.override_config, trust_remote_code=pupil.trust_remote_code)
+            teacher = ServedTeacher(config, told.get_text_config().vocab_size)
+        yield {"rewards": rewards, "episodes": episodes, "reward_model_rows": rows, "teacher": teacher}
 
 
 # ---------------------------------------------------------------------- trainers that learn from a data set

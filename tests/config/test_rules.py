@@ -6,6 +6,8 @@ import pytest
 
 from hrl.config import ConfigError
 from hrl.config.load import validate_kind
+from hrl.config.outline import outline_of
+from hrl.config.placement import resolve_placement
 from hrl.config.rules import PPO_RULES, warnings
 from hrl.config.run_kind import PPO
 
@@ -21,6 +23,8 @@ GDPO = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a", "
 BYPASS = {f"{CORRECTION}.bypass_mode": True}
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
 DISTILS = {"distillation.enabled": True, TEACHER: "my/teacher"}
+TEACHER_URLS = "distillation.teacher_models.teacher_model.server.urls"
+SERVED_TEACHER = {"distillation.enabled": True, TEACHER_URLS: ["http://10.0.0.5:8000"]}
 DIVERGENCE = "distillation.distillation_loss"
 
 HERE = "http://127.0.0.1:8000"
@@ -134,6 +138,12 @@ CASES = [
     ({"algorithm.adv_estimator": "rloo", f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n is 1"),
     ({"distillation.enabled": True}, f"{TEACHER} needs a value, because distillation.enabled is true."),
     (DISTILS | {f"{ACTOR}.use_kl_loss": True}, f"{ACTOR}.use_kl_loss is true, but the teacher takes the place"),
+    (
+        SERVED_TEACHER | {f"{ROLLOUT}.temperature": 0.7},
+        f"{ROLLOUT}.temperature is 0.7, and a served teacher says how likely tokens are at 1. Set it to 1, or let the",
+    ),
+    (SERVED_TEACHER | {TEACHER_URLS: ["10.0.0.5:8000"]}, f"{TEACHER_URLS} has '10.0.0.5:8000', which is no address."),
+    (SERVED_TEACHER | {TEACHER_URLS: ["http://a:1", "http://a:1/v1"]}, f"{TEACHER_URLS} names a server twice."),
     (DISTILS | {"algorithm.preference_loss": "sigmoid"}, "distillation.enabled has no effect on algorithm.preference"),
     (DISTILS | {f"{DIVERGENCE}.loss_mode": "k1"}, f"{DIVERGENCE}.loss_mode is k1, whose expected gradient in a loss"),
     (
@@ -461,6 +471,15 @@ def test_one_sample_of_a_prompt_is_enough_where_the_teacher_alone_is_learnt_from
     with pytest.raises(ConfigError, match="algorithm.adv_estimator=grpo compares the samples of a prompt"):
         validate(one)
     validate(one | {f"{DIVERGENCE}.use_task_rewards": False, f"{DIVERGENCE}.loss_mode": "forward_kl_topk"})
+
+
+def test_a_served_teacher_has_no_place_in_the_run():
+    config = validate_kind(PPO, SERVED_TEACHER | {"trainer.role_pools.ref": "global"})
+    assert config.needs_reference and "ref" not in resolve_placement(config).roles | config.micro_batches()
+    assert "ref" not in outline_of(config).models
+    assert any(line.startswith("trainer.role_pools.ref has no effect: servers score") for line in warnings(config))
+    off = validate_kind(PPO, SERVED_TEACHER | {"distillation.enabled": False})
+    assert any(line.startswith(f"{TEACHER_URLS} has no effect while distillation") for line in warnings(off))
 
 
 def test_a_run_without_validation_rows_is_possible():

@@ -98,6 +98,16 @@ RELIED_ON = (
     "vllm.model_executor.layers.logits_processor.LogitsProcessor.org_vocab_size",
     "vllm.v1.executor.multiproc_executor.MultiprocExecutor._init_executor",
     "vllm.v1.executor.uniproc_executor.UniProcExecutor._init_executor",
+    # The fields of `speculative_config` that hrl and its page name, what may draft, and where it lies: apart from the
+    # model whose weights a sync brings.
+    "vllm.config.speculative.SpeculativeConfig.method",
+    "vllm.config.speculative.SpeculativeConfig.model",
+    "vllm.config.speculative.SpeculativeConfig.num_speculative_tokens",
+    "vllm.config.speculative.SpeculativeConfig.prompt_lookup_max",
+    "vllm.config.speculative.SpeculativeConfig.prompt_lookup_min",
+    "vllm.config.speculative.SpeculativeConfig.rejection_sample_method",
+    "vllm.config.speculative.SpeculativeMethod",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.drafter",
     # What `vllm_speculation` replaces and reads.
     "vllm.v1.metrics.loggers.StatLoggerBase.log_engine_initialized",
     "vllm.v1.metrics.loggers.StatLoggerBase.record",

@@ -163,7 +163,7 @@ class Sources:
         return path is not None and path.suffix == ".pyi"
 
     def _describe(self, found: Found, name: str) -> str:
-        """``module``, ``value``, ``def(…)`` with the parameters of a call, or ``class(…)`` with the constructor's."""
+        """``module``, ``value``, ``one of`` a ``Literal``'s words, ``def(…)`` or ``class(…)`` with parameters."""
         if isinstance(found.node, ast.Module):
             return MODULE
         if isinstance(found.node, ast.ClassDef):
@@ -175,7 +175,18 @@ class Sources:
             bound = owner is not None and not isinstance(owner.node, ast.Module)
             bound = bound and not _has_decorator(found.node, "staticmethod")
             return f"def{_parameters(found.node.args, skip=int(bound))}"
-        return VALUE
+        words = sorted(self._words(found))
+        return f"one of {', '.join(words)}" if words else VALUE
+
+    def _words(self, found: Found | None) -> Iterator[str]:
+        """The strings of a ``Literal[…]`` that a name stands for, those of others that it names included."""
+        value = found.node.value if found is not None and isinstance(found.node, ast.Assign) else None
+        if isinstance(value, ast.Subscript) and ast.unparse(value.value).rpartition(".")[2] == "Literal":
+            for item in value.slice.elts if isinstance(value.slice, ast.Tuple) else [value.slice]:
+                if isinstance(item, ast.Constant) and isinstance(item.value, str):
+                    yield item.value
+                else:
+                    yield from self._words(self._named(item, found.module))
 
     def _constructor(self, cls: Found) -> str:
         lineage = list(self._lineage(cls))

@@ -18,6 +18,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hrl.config.rules import _DRAFTS_FROM_THE_CONTEXT
+from hrl.preflight.machine_look import _DRAFTS_ON_CPU
 from tests.contracts.calls import PACKAGE, Call, all_of_hrl, collect, spelled_receivers
 from tests.contracts.record import ABSENT, SIGNATURES, Sources
 
@@ -128,6 +130,14 @@ def test_the_engine_arguments_are_fields_in_every_version(
     assert {
         versions: refusal(call, form) for form, versions in forms_of(call.name).items() if refusal(call, form)
     } == {}
+
+
+def test_every_version_drafts_by_the_methods_that_hrl_and_its_page_name() -> None:
+    named = {*_DRAFTS_FROM_THE_CONTEXT, *_DRAFTS_ON_CPU, "eagle", "eagle3", "mtp", "medusa"}
+    assert all(f"`{method}`" in (PACKAGE.parent / "docs" / "engines.md").read_text() for method in named)
+    methods = forms_of("vllm.config.speculative.SpeculativeMethod")
+    lacks = {versions: named - set(form.removeprefix("one of ").split(", ")) for form, versions in methods.items()}
+    assert not any(lacks.values()), lacks
 
 
 def test_handles_have_the_fields_that_storages_give_and_take() -> None:

@@ -17,7 +17,7 @@ from hrl.models.twin import Sharing, write_twin
 from hrl.rehearse import prepare
 from hrl.rehearse.adapters import small_adapter
 from hrl.rehearse.parts import Rehearsal
-from hrl.rehearse.prepare import small_run
+from hrl.rehearse.prepare import small_run, with_a_teacher_of_its_own
 from hrl.rehearse.smaller import MOST_PROCESSES, Shape, lost, shapes_of, smaller, with_twins
 from tests.models.tiny import SHAPE
 
@@ -279,3 +279,12 @@ def test_an_engine_that_can_not_run_here_is_replaced_and_told():
     rollout = small.config.actor_rollout_ref.rollout
     assert (rollout.name, rollout.tensor_model_parallel_size, rollout.engine_kwargs) == ("hf", 1, {})
     assert ("actor_rollout_ref.rollout.name", "vllm", "hf") in small.changes
+
+
+def test_a_served_teacher_is_not_asked_and_has_a_twin_in_its_place():
+    teacher = "distillation.teacher_models.teacher_model"
+    line = [ROWS, "recipe=distillation", f"{teacher}.server.urls=[http://10.0.0.5:8000]", f"{teacher}.model_path=null"]
+    config = with_a_teacher_of_its_own(PPO, compose_kind(PPO, line))
+    assert not config.teacher_is_served and outline_of(config).models["ref"].path == config.actor_rollout_ref.model.path
+    plain = compose_kind(PPO, [ROWS])
+    assert with_a_teacher_of_its_own(PPO, plain) is plain

@@ -64,21 +64,29 @@ def test_all_colocated_on_two_ranks_with_one_tensor_parallel_engine(runner: Runn
 def test_every_role_apart_with_weights_by_broadcast_until_ctrl_c_ends_the_run_and_its_engine(
     runner: Runner, tmp_path: Path
 ) -> None:
+    """The engine drafts: greedy answers of a random model repeat themselves."""
     folder = tmp_path / "run"
     metrics = folder / "metrics.jsonl"
+    drafts = "{method:ngram,num_speculative_tokens:3,prompt_lookup_min:1,prompt_lookup_max:2}"
     process = runner.start_and_wait(
         folder,
-        lambda: metrics.exists() and metrics.read_text().count("\n") >= 2,
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= 3,
         *PPO,
         *runner.with_reward_model,
         "placement=separate",
         "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={drafts}",
+        "trainer.val_before_train=true",
+        "data.val_max_samples=4",
     )
     os.kill(process.pid, signal.SIGINT)
     run = runner.finish(process, folder, timeout_s=60)
     assert run.returncode == 75, run.output
-    assert [record["step"] for record in run.metrics[:2]] == [1, 2]
-    for record in run.metrics:
+    steps = run.metrics[1:]  # behind the validation
+    assert [record["step"] for record in steps[:2]] == [1, 2]
+    kept, proposed = (steps[0][f"rollout/{name}_tokens"] for name in ("accepted", "draft"))
+    assert 0 < kept <= proposed and steps[0]["rollout/acceptance_rate"] == pytest.approx(kept / proposed)
+    for record in steps:
         assert set(EVERY_ROLE_METRICS) <= record.keys()
         assert record["rollout/logprob_diff_mean"] < 0.02  # also after a large step: the broadcast arrived
         timed = {name: seconds for name, seconds in record.items() if name.startswith("timing_s/")}

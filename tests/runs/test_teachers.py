@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hrl.report.run_folder import read_jsonl
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import TWO_ROWS, Runner
+from tests.workers.rollout.test_scoring_server import ScoringStub
+from tests.workers.rollout.test_server_engine import running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 LOSS = "distillation.distillation_loss"
+TEACHER = "distillation.teacher_models.teacher_model"
 FIRST_LETTERS = 200
 """Tokens that the teacher gives nearly all of its probability to."""
 
@@ -47,10 +51,23 @@ def teacher(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def padded_teacher(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a head of more rows than there are tokens, which it would rather say than any token."""
+    folder = tmp_path_factory.mktemp("padded")
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(teacher), AutoTokenizer.from_pretrained(teacher)
+    model.resize_token_embeddings(len(tokenizer) + 64, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[len(tokenizer) :] = 40.0 * torch.randn(64, model.config.hidden_size)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def steps_of(runner: Runner, teacher: Path, folder: Path, *changes: str) -> list[dict[str, Any]]:
     run_in_process(
         *runner.arguments(folder, *TWO_ROWS), "recipe=distillation",
-        f"distillation.teacher_models.teacher_model.model_path={teacher}", "trainer.total_training_steps=6",
+        f"{TEACHER}.model_path={teacher}", "trainer.total_training_steps=6",
         "actor_rollout_ref.actor.optim.lr=3e-3", "actor_rollout_ref.rollout.n=4", *changes,
     )  # fmt: skip
     return [step for step in read_jsonl(folder / "metrics.jsonl") if "distillation/loss" in step]
@@ -61,6 +78,46 @@ def test_the_policy_nears_its_teacher(runner: Runner, teacher: Path, tmp_path: P
     losses, masses = ([step[f"distillation/{name}"] for step in steps] for name in ("loss", "student_mass"))
     assert losses[-1] < 0.9 * losses[0] and masses[-1] > masses[0]
     assert all(step["timing_s/ref"] > 0 and "actor/pg_loss" not in step for step in steps)
+
+
+def test_what_fills_up_a_teachers_head_is_no_part_of_its_distribution(
+    runner: Runner, teacher: Path, padded_teacher: Path, tmp_path: Path
+) -> None:
+    found = []
+    for number, folder in enumerate((teacher, padded_teacher)):
+        changes = (f"{LOSS}.topk=16", "trainer.total_training_steps=1")
+        (step,) = steps_of(runner, folder, tmp_path / str(number), *changes)
+        found.append([step[f"distillation/{name}"] for name in ("loss", "student_mass", "teacher_mass")])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_teacher_that_is_served_teaches_as_one_that_the_run_holds(
+    runner: Runner, teacher: Path, tmp_path: Path
+) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+
+    @torch.no_grad()
+    def log_probs(tokens: list[int]) -> torch.Tensor:
+        return model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+
+    async def tokenise(request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response({"tokens": tokenizer.encode(text, add_special_tokens=False)})
+
+    stub, found = ScoringStub(log_probs=log_probs, reach=4096), []
+    stub.instead["/tokenize"] = tokenise
+    with running(stub):
+        served = (f"{TEACHER}.server.urls=[{stub.url}]", f"{TEACHER}.model_path=null")
+        for number, changes in enumerate(((), served)):
+            exact = [f"actor_rollout_ref.{role}.fsdp_config.dtype=float32" for role in ("actor", "ref")]
+            changes = (*changes, *exact, f"{LOSS}.topk=16", "trainer.total_training_steps=2")
+            steps = steps_of(runner, teacher, tmp_path / str(number), *changes)
+            names = ("distillation/loss", "distillation/student_mass", "distillation/teacher_mass", "actor/grad_norm")
+            found.append([[step[name] for name in names] for step in steps])
+    assert len(found[0]) == 2 and stub.bodies
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

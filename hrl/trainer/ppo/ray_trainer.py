@@ -72,6 +72,7 @@ from hrl.trainer.ppo.sampler_mismatch import (
 )
 from hrl.trainer.ppo.samples import count_episode_tokens, counted_samples
 from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
+from hrl.trainer.ppo.served_teacher import ServedTeacher
 from hrl.workers.requests import (
     ROW_COLUMNS,
     TEACHER_IDS,
@@ -117,6 +118,7 @@ class RayPPOTrainer(TrainingLoop):
         rewards: Scores finished samples, see `hrl.trainer.ppo.rewards`.
         episodes: Has episodes played, see `hrl.trainer.ppo.episodes`; None where every prompt has one answer.
         reward_model_rows: Makes what a reward model reads that does not read the policy's tokens; None if it does.
+        teacher: Asks the servers of one; None where the run holds it, and without one.
         config, args, named: As for `TrainingLoop`; its datasets hold prompts.
 
     Attributes:
@@ -135,10 +137,12 @@ class RayPPOTrainer(TrainingLoop):
         rewards: RewardService,
         episodes: EpisodeDriver | None = None,
         reward_model_rows: RewardModelRows | None = None,
+        teacher: ServedTeacher | None = None,
         **named: Any,
     ) -> None:
         super().__init__(config, *args, **named)
         self.rewards, self.episodes, self.reward_model_rows = rewards, episodes, reward_model_rows
+        self.teacher = teacher
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.use_critic = config.needs_critic
         self.use_reference_policy = config.needs_reference
@@ -629,16 +633,19 @@ class RayPPOTrainer(TrainingLoop):
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Add `ref_log_prob (B, R)` of the reference policy, or of a teacher, and what else is read of the teacher."""
+        distillation, num_top = self.config.distillation.distillation_loss, 0
+        if self.config.distils_by_loss and distillation.traits.reads_top:
+            num_top = distillation.topk
+        if self.teacher is not None:
+            return batch.union(self.teacher.score(batch, num_top))
         is_actor = self.config.reference_is_actor
         ref = self.workers.actor if is_actor else self.workers.ref
         plan = self.planner.forward(batch, ref.world_size, self.limits["ref"])
-        temperature = temperature_of(batch.meta_info)
-        distillation = self.config.distillation.distillation_loss
         request = LogProbRequest(
             plan=plan,
-            temperature=temperature,
+            temperature=temperature_of(batch.meta_info),
             without_adapter=is_actor,
-            num_top=distillation.topk if self.config.distils_by_loss and distillation.traits.reads_top else 0,
+            num_top=num_top,
             with_pictures=has_pictures(batch.non_tensor_batch),
         )
         return batch.union(ref.compute_ref_log_prob(batch, request))

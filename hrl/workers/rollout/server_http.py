@@ -19,6 +19,9 @@ import aiohttp
 
 from hrl.workers.rollout.base import RolloutError
 
+OF_ROLLOUT, OF_TEACHER = "rollout.server", "distillation.teacher_models.teacher_model.server"
+"""Sections that name servers."""
+_DEADLINES = {OF_ROLLOUT: f"{OF_ROLLOUT}.timeout_s", OF_TEACHER: "trainer.timeouts.call_s"}
 CONNECT_TIMEOUT_S = 10.0
 _SHOWN = 300
 _CHUNK_BYTES = 65_536
@@ -30,7 +33,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class ServerError(RolloutError):
-    """A server of `rollout.server.urls` can't be used. The message names its address and the way out."""
+    """A server that somebody else started can't be used. The message names its address and the way out."""
 
 
 class ServerRefusesError(ServerError):
@@ -50,10 +53,12 @@ class Reply:
     Attributes:
         url: Of the request.
         content: The body.
+        section: Of the configuration, whose `urls` name the server.
     """
 
     url: str
     content: bytes
+    section: str = OF_ROLLOUT
 
     def json(self) -> dict[str, Any]:
         """Return the body as a JSON object.
@@ -69,7 +74,7 @@ class Reply:
             return value
         raise ServerRefusesError(
             f"{self.url} answered with something that is no JSON object: {excerpt(self.content)}; "
-            "does rollout.server.urls name the server itself, and not a page or a proxy before it?"
+            f"does {self.section}.urls name the server itself, and not a page or a proxy before it?"
         )
 
 
@@ -80,12 +85,14 @@ class Address:
         url: `http(s)://host:port`, with or without `/v1`.
         api_key: Sent as a bearer token; None sends none.
         most_at_once: Requests that wait for a turn; see `post`.
+        section: Of the configuration, that has the address and the key.
 
     Attributes:
         url: Without a slash at its end, and without `/v1`.
     """
 
-    def __init__(self, url: str, api_key: str | None, most_at_once: int) -> None:
+    def __init__(self, url: str, api_key: str | None, most_at_once: int, *, section: str = OF_ROLLOUT) -> None:
+        self._section = section
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._gate = asyncio.Semaphore(most_at_once)
@@ -137,14 +144,14 @@ class Address:
             except TimeoutError as error:
                 raise ServerGoneError(
                     f"{url} did not answer to the end within {timeout_s:g} s; is the server overloaded, or the "
-                    "deadline (rollout.server.timeout_s) too short for its longest response?"
+                    f"deadline ({_DEADLINES[self._section]}) too short for its longest response?"
                 ) from error
             except aiohttp.ClientError as error:
                 raise ServerGoneError(f"{url} {_in_words(error)}; does the server run, and is this it?") from error
             except ValueError as error:  # of an address that is none
-                raise ServerRefusesError(f"{url} can't be asked: {error}; see rollout.server.urls") from error
+                raise ServerRefusesError(f"{url} can't be asked: {error}; see {self._section}.urls") from error
             if status not in _BUSY:
-                return _checked(url, status, content)
+                return _checked(url, status, content, self._section)
             pause = _pause(retry_after)
             if time.monotonic() + pause >= end:
                 raise ServerGoneError(f"{url} said for {timeout_s:g} s that it is busy (status {status})")
@@ -167,7 +174,7 @@ class Address:
                 target = excerpt(answer.headers.get("Location", "nowhere").encode())
                 raise ServerRefusesError(
                     f"{url} redirects (status {answer.status}) to {target}, which is not followed: name the address "
-                    "of the server itself in rollout.server.urls"
+                    f"of the server itself in {self._section}.urls"
                 )
             content = bytearray()
             async for piece in answer.content.iter_chunked(_CHUNK_BYTES):
@@ -180,8 +187,8 @@ class Address:
             return answer.status, answer.headers.get("Retry-After"), bytes(content)
 
 
-def key_of(api_key: str | None) -> str | None:
-    """Return the key that `rollout.server.api_key` names, `env:NAME`.
+def key_of(api_key: str | None, section: str = OF_ROLLOUT) -> str | None:
+    """Return the key that a section's `api_key` names, `env:NAME`.
 
     Raises:
         ServerRefusesError: The variable is not set.
@@ -192,7 +199,7 @@ def key_of(api_key: str | None) -> str | None:
     value = os.environ.get(name)
     if not value:
         raise ServerRefusesError(
-            f"the environment variable {name}, which rollout.server.api_key names, is not set: export it where the "
+            f"the environment variable {name}, which {section}.api_key names, is not set: export it where the "
             "run starts"
         )
     return value
@@ -205,17 +212,15 @@ def excerpt(content: bytes) -> str:
     return repr(text) if text else "(nothing)"
 
 
-def _checked(url: str, status: int, content: bytes) -> Reply:
+def _checked(url: str, status: int, content: bytes, section: str) -> Reply:
     if status == 200:
-        return Reply(url, content)
+        return Reply(url, content, section)
     said = f"{url} answered {status}: {excerpt(content)}"
     if status in (401, 403):
-        raise ServerRefusesError(
-            f"{said}; name the variable that has the server's key with rollout.server.api_key=env:NAME"
-        )
+        raise ServerRefusesError(f"{said}; name the variable that has the server's key with {section}.api_key=env:NAME")
     if status >= 500:
         raise ServerGoneError(f"{said}; the server's own log says more")
-    raise ServerRefusesError(f"{said}; is this the server that rollout.name and rollout.server.urls say?")
+    raise ServerRefusesError(f"{said}; is this the server that {section}.urls should name?")
 
 
 def _in_words(error: aiohttp.ClientError) -> str:

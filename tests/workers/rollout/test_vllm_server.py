@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import urllib.request
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from hrl.config.distillation import TeacherModelConfig, TeacherServerConfig
 from hrl.config.rollout import ServerConfig
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.base import EngineDeadError
 from hrl.workers.rollout.host import RolloutHost
+from hrl.workers.rollout.scoring_server import Scores, look_at_each, opened, score_each
 from hrl.workers.rollout.server_http import ServerRefusesError
 from hrl.workers.weight_sync.wire import WeightSyncError
 from tests.workers.rollout import models
@@ -202,6 +205,28 @@ def test_weights_of_another_model_are_refused_at_the_look_and_at_the_sync(make, 
         make(longest=400).start()
     with pytest.raises(WeightSyncError, match=serving.url):
         push(host, other, 1)
+
+
+def test_it_scores_a_text_as_a_teacher_does(host, folder, serving):
+    """Log-probs of the weights that it holds, at a temperature of 1, however it was asked to sample."""
+    model, texts = models.perturb(models.load(folder), 0.1), [(prompt, 1) for prompt in PROMPTS]
+    push(host, model, 1)
+    settings = TeacherModelConfig(server=TeacherServerConfig(urls=[serving.url]))
+
+    async def scores(num_top: int) -> list[Scores]:
+        async with opened(settings, vocabulary=models.VOCAB, timeout_s=60.0, most_at_once=8) as servers:
+            assert await look_at_each(servers, 32) == [f"{folder}, 96 tokens"]
+            return await score_each(servers, texts, num_top)
+
+    for prompt, found in zip(PROMPTS, asyncio.run(scores(4)), strict=True):
+        rows = model(input_ids=torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+        own = rows.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(found.log_probs), own, atol=1e-4, rtol=0.0)
+        top = rows.topk(4)
+        torch.testing.assert_close(torch.from_numpy(found.top_log_probs), top.values, atol=1e-4, rtol=0.0)
+        assert torch.equal(torch.from_numpy(found.top_ids).long(), top.indices)
+    with pytest.raises(ServerRefusesError, match=f"{serving.url}/v1/completions answered 400.* allowed: 20"):
+        asyncio.run(scores(21))
 
 
 def test_a_server_that_ends_is_told_with_its_address(host, folder, serving):
