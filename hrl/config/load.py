@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
@@ -64,7 +64,7 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: Sequence
     config, wrong = _build(values, kind.schema)
     # A wrong value also fails in the defaults derived from it; report it only where it was written.
     found += [_with_synonym(problem, kind) for problem in wrong if any(_overlap(problem.key, key) for key in values)]
-    doubtful.update(problem.key for problem in wrong)
+    doubtful.update(key for problem in wrong for key in (problem.key, _leaf_above(problem.key, kind.schema)))
     for rule in kind.rules:
         sound = [problem for problem in rule(config) if doubtful.isdisjoint((problem.key, *problem.involves))]
         # These values contradict each other; the hint names values that don't.
@@ -265,19 +265,38 @@ def _build(values: Mapping[str, Any], root: type[C]) -> tuple[C, list[Problem]]:
     for detail in details:
         key = ".".join(_key_path(detail, root))
         each = detail["input"] if detail["type"] == "not_registered" else None  # of a list, every unknown name
-        problems.setdefault((key, each), _field_problem(key, detail))
+        problems.setdefault((key, each), _field_problem(key, detail, root))
     sound = {key: value for key, value in values.items() if not any(_overlap(key, bad) for bad, _ in problems)}
     return root.model_validate(unflatten(sound)), list(problems.values())
 
 
 def _key_path(detail: ErrorDetails, root: type[Section]) -> Iterator[str]:
-    """Yield the dotted key of an error, without pydantic's steps into unions and list items."""
+    """Yield the dotted key of an error, without pydantic's steps into unions and list items.
+
+    It goes on into a mapping of sections, whose keys can be written one by one.
+    """
     key = ""
-    for step in detail["loc"]:
+    for place, step in enumerate(detail["loc"], 1):
         key = f"{key}.{step}" if key else str(step)
         yield str(step)
         if key in leaves(root):
+            if _entry_of(key, root) is not None:
+                yield from map(str, detail["loc"][place : place + 2])
             return
+
+
+def _entry_of(key: str, root: type[Section]) -> type[Section] | None:
+    """Return the section that each entry of a mapping is, where a key holds such a mapping."""
+    annotation = leaves(root)[key].field.annotation
+    entry = get_args(annotation)[1] if get_origin(annotation) is dict else None
+    return entry if isinstance(entry, type) and issubclass(entry, Section) else None
+
+
+def _leaf_above(key: str, root: type[Section]) -> str:
+    """Return the key of the schema that a key is, or lies in."""
+    parts = key.split(".")
+    above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((name for name in above if name in leaves(root)), key)
 
 
 _EXPECTED = {
@@ -292,13 +311,18 @@ _EXPECTED = {
 }
 
 
-def _field_problem(key: str, detail: ErrorDetails) -> Problem:
+def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Problem:
     """Rephrase an error of pydantic for the user."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     where = ".".join(map(str, detail["loc"])).removeprefix(key).strip(".")
     item = f"[{where}] " if where else ""
     if kind == "source":
         return Problem(key, context["what"], context["hint"])
+    if kind == "extra_forbidden" and (entry := _entry_of(_leaf_above(key, root), root)) is not None:
+        above, _, name = key.rpartition(".")
+        known = list(entry.model_fields)
+        hint = did_you_mean(name, known, f"{above} has {', '.join(known)}.")
+        return Problem(key, "is not a key of hrl.", hint)
     if kind == "not_registered":
         hint = did_you_mean(str(value), context["known"], f"Known: {', '.join(context['known'])}.")
         return Problem(key, f"names {value!r}, which nothing is registered under.", hint)
@@ -306,8 +330,8 @@ def _field_problem(key: str, detail: ErrorDetails) -> Problem:
         choices = re.findall(r"'([^']*)'", context["expected"])
         hint = did_you_mean(str(value), choices, f"Choose one of {', '.join(choices)}.")
         return Problem(key, f"{item}can't be {_show(value)}.", hint)
-    if kind in _EXPECTED and value == "":
-        what = f"{item}is empty, expected {_EXPECTED[kind]}."
+    if (kind in _EXPECTED or kind == "string_too_short") and value == "":
+        what = f"{item}is empty, expected {_EXPECTED.get(kind, 'text')}."
         return Problem(key, what, "Give it a value, or leave the key out.", reason=Reason.UNREADABLE)
     if kind in _EXPECTED:
         if kind == "list_type" and isinstance(value, str) and value.startswith("["):

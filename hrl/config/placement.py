@@ -1,11 +1,12 @@
 """Which roles run in which processes."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from hrl.algos.registry import estimator_traits
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import PoolOptions
 from hrl.errors import Problem
@@ -70,10 +71,21 @@ class Placement:
             shared.setdefault(tuple(pools), []).append(device)
         return {pools: _by_machine(devices, self.reservations) for pools, devices in shared.items()}
 
+    def is_apart(self, role: str, but: Collection[str] = ()) -> bool:
+        """Return whether no other role of the run is on a role's devices; those in `but` may be."""
+        own = {*self.devices(self.roles[role])}
+        others = (pool for other, pool in self.roles.items() if other != role and other not in but)
+        return all(own.isdisjoint(self.devices(pool)) for pool in others)
+
     @property
     def num_devices(self) -> int:
-        """Number of devices that are reserved."""
+        """Number of devices that are reserved, those of pools on CPUs alone included."""
         return sum(map(sum, self.reservations.values()))
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs that are reserved in a run that has any."""
+        return sum(sum(sizes) for pool, sizes in self.reservations.items() if self.options_of(pool).use_gpu)
 
     @property
     def num_cpus(self) -> int:
@@ -119,6 +131,18 @@ def resolve_placement(config: PPOTrainerConfig) -> Placement:
     reserved = {pool: each for pool, each in sizes.items() if pool in taken | used - derived} if taken else {}
     own = {pool: _by_machine(places[pool], sizes) if pool in places else each for pool, each in sizes.items()}
     return Placement({pool: each for pool, each in own.items() if pool in used}, roles, reserved, places, dict(options))
+
+
+def model_scores_apart(config: PPOTrainerConfig) -> bool:
+    """Return whether a reward model scores while others compute what they do of the same rows.
+
+    It has devices of its own, and nothing may happen to rows between their scores and what comes next: no filter, no
+    greedy samples that are only compared with, no episodes.
+    """
+    may_change = config.algorithm.filter_groups.enable or config.environment.is_used
+    if not config.needs_reward_model or may_change or estimator_traits(config.algorithm.adv_estimator).needs_baseline:
+        return False
+    return resolve_placement(config).is_apart("rm", but=("rollout",))
 
 
 def _built_roles(config: PPOTrainerConfig) -> dict[str, str]:
@@ -209,9 +233,10 @@ def placement_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
             yield Problem(key, "is not a role.", did_you_mean(role, ROLES, f"Roles are {', '.join(ROLES)}."))
         elif pool is None and role != "actor":
             yield Problem(key, "is null, which only the actor can be.", f"Name a pool: {', '.join(pools)}.")
-        elif pool is not None and pool not in pools:
-            known = ", ".join(pools)
-            yield Problem(key, f"names the pool {pool!r}, which trainer.resource_pools lacks.", f"Pools are {known}.")
+        elif pool is not None and pool not in pools and pool not in config.trainer.pool_options:  # which is told below
+            hint = did_you_mean(pool, tuple(pools), f"Pools are {', '.join(pools)}.")
+            what = f"names the pool {pool!r}, which trainer.resource_pools lacks."
+            yield Problem(key, what, hint, ("trainer.resource_pools", "trainer.pool_options"))
     if pools:
         yield from _option_problems(config)
     if "actor_rollout" in wanted and ("actor" in wanted or "rollout" in wanted):
@@ -251,9 +276,10 @@ def _option_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def _broken_options(sizes: _Sizes, options: _Options, known: str) -> Iterator[Problem]:
+    said: set[str] = set()  # pools of circles that were told
     for pool, own in options.items():
-        key = f"trainer.pool_options.{pool}"
-        if pool not in sizes:
+        key, parents = f"trainer.pool_options.{pool}", _parents(own)
+        if pool not in sizes and not parents:
             hint = did_you_mean(pool, tuple(sizes), f"Pools are {known}.")
             yield Problem(key, "is no pool of trainer.resource_pools.", hint, ("trainer.resource_pools",))
             continue
@@ -261,26 +287,48 @@ def _broken_options(sizes: _Sizes, options: _Options, known: str) -> Iterator[Pr
             yield Problem(key, "has split_of beside merge_of.", "Write one of the two.")
             continue
         name = "split_of" if own.split_of is not None else "merge_of"
-        parents = own.merge_of if own.split_of is None else [own.split_of]
+        circles = {parent: above for parent in parents if pool in (above := {parent, *_all_above(parent, options)})}
+        if circles:
+            parent, above = next(iter(circles.items()))
+            if pool not in said:
+                what = f"names {parent!r}, which is itself made of it."
+                yield Problem(f"{key}.{name}", what, "Name another pool.")
+            said |= above
+            continue
         for parent in parents:
-            if parent not in sizes:
-                yield Problem(f"{key}.{name}", f"names the pool {parent!r}, which there is not.", f"Pools are {known}.")
-            elif parent == pool or (parent in options and options[parent].split_of == pool):
-                yield Problem(f"{key}.{name}", f"names {parent!r}, which is itself made of it.", "Name another pool.")
+            if parent not in sizes and not (parent in options and options[parent].is_derived):
+                hint = did_you_mean(parent, tuple(sizes), f"Pools are {known}.")
+                yield Problem(f"{key}.{name}", f"names the pool {parent!r}, which there is not.", hint)
             elif name == "merge_of" and parent in options and options[parent].is_derived:
                 yield Problem(f"{key}.{name}", f"names {parent!r}, which has no devices of its own.", "Name its whole.")
             elif name == "split_of" and parent in options and options[parent].split_of is not None:
                 yield Problem(f"{key}.{name}", f"names {parent!r}, which is a part itself.", "Name its whole.")
-        if name == "merge_of" and parents and all(parent in sizes for parent in parents):
+        if name == "merge_of" and parents and all(each in sizes for each in (pool, *parents)):
             yield from _not_to_be_merged(pool, own, sizes, options)
         if parents and (set_here := sorted(own.model_fields_set & _OF_DEVICES)):
             what = f"belongs to the pool whose devices it takes, {', '.join(parents)}."
             yield Problem(f"{key}.{set_here[0]}", what, f"Write it at trainer.pool_options.{parents[0]}.")
-        if len(own.nodes) > 1 and len(own.nodes) != len(sizes[pool]):
+        if len(own.nodes) > 1 and pool in sizes and len(own.nodes) != len(sizes[pool]):
             what = f"names {len(own.nodes)} nodes, and the pool has processes on {len(sizes[pool])} machine(s)."
             yield Problem(
                 f"{key}.nodes", what, "Name one for all, or one for each.", (f"trainer.resource_pools.{pool}",)
             )
+
+
+def _parents(own: PoolOptions) -> list[str]:
+    return own.merge_of if own.split_of is None else [own.split_of, *own.merge_of]
+
+
+def _all_above(pool: str, options: _Options) -> set[str]:
+    """Return the pools whose devices a pool takes, directly or through others."""
+    above: set[str] = set()
+    waiting = [pool]
+    while waiting:
+        own = options.get(waiting.pop())
+        more = set() if own is None else {*_parents(own)} - above
+        above |= more
+        waiting += more
+    return above
 
 
 _OF_DEVICES = frozenset({"max_colocate_count", "use_gpu", "accelerator_type", "nodes"})

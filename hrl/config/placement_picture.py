@@ -21,7 +21,8 @@ def placement_picture(config: RunConfiguration) -> list[Fact]:
         return []
     placement = resolve_placement(config)
     processes: dict[Device, list[tuple[list[str], int]]] = {}
-    for pool in placement.pools:
+    order = list(placement.roles)
+    for pool in sorted(placement.pools, key=lambda pool: order.index(placement.roles_on(pool)[0])):
         for rank, device in enumerate(placement.devices(pool)):
             processes.setdefault(device, []).append((placement.roles_on(pool), rank))
     lines = []
@@ -41,8 +42,9 @@ def placement_picture(config: RunConfiguration) -> list[Fact]:
 
 def _node_in_words(options: PoolOptions, machine: int) -> str:
     node = options.nodes[0 if len(options.nodes) == 1 else machine - 1] if options.nodes else None
-    said = [*([node] if node else []), *([options.accelerator_type] if options.accelerator_type else [])]
-    said += [] if options.use_gpu else ["CPU"]
+    said = [f"on {node}"] if node else []
+    said += [options.accelerator_type] if options.accelerator_type else []
+    said += [] if options.use_gpu else ["CPUs alone"]
     return f" ({', '.join(said)})" if said else ""
 
 

@@ -918,7 +918,7 @@ def an_engine_rounds_what_it_loads(config: PPOTrainerConfig) -> Iterator[Problem
 def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Engines that are alone sample from the model's folder, to which nothing adds an adapter."""
     model = config.actor_rollout_ref.model
-    if model.trains_adapter and not resolve_placement(config).trains:
+    if model.trains_adapter and config.trainer.role_pools.get("actor", "") is None:
         key = "lora_adapter_path" if model.lora_adapter_path else "lora_rank"
         what = "asks for an adapter, but trainer.role_pools.actor is null: engines sample from the model's folder."
         hint = "Remove it, and name a folder that `hrl export` wrote as the model."

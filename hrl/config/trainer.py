@@ -150,7 +150,7 @@ class PoolOptions(Section):
     it or merged of it. Each reserves a CPU and this part of a GPU."""
     use_gpu: bool = True
     """Whether its processes have GPUs, in a run that has any; false puts its roles on CPUs."""
-    accelerator_type: str | None = None
+    accelerator_type: Annotated[str, Field(min_length=1)] | None = None
     """Ray's name of the accelerator that its nodes must have, such as H100."""
     nodes: Annotated[list[Annotated[str, Field(min_length=1)]], ONE_OR_MANY] = Field(default_factory=list)
     """Ray resources (`big`) or labels of nodes (`rack=a`) that its machines must have: one for all, or one for each."""
@@ -200,16 +200,18 @@ class TrainerConfig(RunConfig):
         machines = max(nodes, 1) if isinstance(nodes, int) else 1  # validation reports anything but a number
         options = tree.get("pool_options")
         options = options if isinstance(options, Mapping) else {}
-        parts = {pool for pool in pools if _option(options, pool, "split_of") is not None}  # of which a number is all
+        whole_of = {pool: _option(options, pool, "split_of") for pool in {*pools, *options}}
+        parts = {pool for pool in pools if whole_of[pool] is not None}  # of which a number is all
         spread = {
             pool: [size] * (1 if pool in parts else machines) if isinstance(size, int) else size
             for pool, size in pools.items()
         }
         for pool in options:
-            whole = spread.get(_option(options, pool, "split_of"))
+            whole = spread.get(whole_of[pool]) if isinstance(whole_of[pool], str) else None
             if pool not in spread and isinstance(whole, list):
                 spread[pool] = whole
-            merged = [spread.get(part) for part in _option(options, pool, "merge_of") or ()]
+            joined = _option(options, pool, "merge_of")
+            merged = [spread.get(part) for part in joined if isinstance(part, str)] if isinstance(joined, list) else []
             if pool not in spread and merged and all(isinstance(sizes, list) for sizes in merged):
                 spread[pool] = [*chain.from_iterable(merged)]  # type: ignore[arg-type]
         return {**tree, "resource_pools": spread}

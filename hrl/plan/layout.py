@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from hrl.config.section import ACTOR
 from hrl.config.variant import BUDGET, with_values
+from hrl.plan.cost import together_s
 from hrl.plan.step import CostModel, StepCost
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -108,7 +109,7 @@ def _ranked(model: CostModel, candidates: Iterable[Changes], *, of_engines: bool
     for changes in candidates:
         whole = (*changes, *_of_other_models(model, changes))
         phases = with_changes(model, whole).phases(of_engines=of_engines)
-        ranked.append(_Candidate(sum(phase.seconds for phase in phases) + charge * len(changes), whole))
+        ranked.append(_Candidate(together_s(phases) + charge * len(changes), whole))
     return sorted(ranked, key=lambda candidate: candidate.seconds)
 
 

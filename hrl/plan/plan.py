@@ -121,6 +121,13 @@ def _check_placement(model: CostModel, devices: int | None) -> None:
     if not placement.trains:
         raise PlanError("trainer.role_pools.actor is null, so nothing learns: only steps that train are planned")
     trainer = model.config.trainer
+    on_cpus = [] if model.hardware.is_cpu else [role for role in placement.roles if not placement.uses_gpu(role)]
+    if on_cpus:
+        pool = placement.devices(placement.roles[on_cpus[0]])[0].pool
+        raise PlanError(
+            f"{', '.join(on_cpus)} would compute on CPUs (trainer.pool_options.{pool}.use_gpu=false), of which a plan "
+            "on GPUs knows nothing: leave the option out to plan it on a GPU"
+        )
     of_others = {pool for pool, options in trainer.pool_options.items() if options.is_derived}
     pooled = sum(sum(sizes) for pool, sizes in trainer.resource_pools.items() if pool not in of_others)
     if devices is not None and pooled != devices:

@@ -128,6 +128,8 @@ def _of_cost(title: str, cost: StepCost, memory: float) -> Iterator[Text]:
     for phase in cost.phases:
         share = phase.seconds / cost.seconds
         yield Text(f"  {_PHASES[phase.name]:16}{phase.seconds:10,.2f} s {share:4.0%}  mostly {phase.largest}")
+    if cost.overlap_s > 0.005:
+        yield Text(f"  {'of these at once':16}{-cost.overlap_s:10,.2f} s")
     peak = max((ledger.peak for ledger in cost.ledgers), key=lambda phase: phase.num_bytes)
     used = f"{gib(peak.num_bytes)} GiB"
     yield Text(f"  {'memory':16}{used:>12}       of {memory / GIB:.1f} GiB, in the phase {peak.name}")
@@ -150,6 +152,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 def _cost_data(cost: StepCost) -> dict[str, Any]:
     return {
         "seconds": cost.seconds,
+        "overlap_seconds": cost.overlap_s,
         "tokens_per_second": cost.tokens_per_second,
         "phases": {phase.name: {"seconds": phase.seconds, "terms": phase.terms} for phase in cost.phases},
         "memory_bytes": cost.peak_bytes,

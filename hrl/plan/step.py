@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
 from hrl.config.arithmetic import step_sizes
 from hrl.config.model import ForwardShardingConfig, FsdpConfig
-from hrl.config.placement import Placement, resolve_placement
+from hrl.config.placement import Placement, model_scores_apart, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.dtypes import dtype_of
 from hrl.plan.assumptions import ON_CPU, ON_GPU, Assumptions
-from hrl.plan.cost import Phase
+from hrl.plan.cost import Phase, together_s
 from hrl.plan.hardware import Hardware
 from hrl.plan.sampling import Engines
 from hrl.plan.shapes import ModelShape, sizes_of
@@ -66,7 +67,12 @@ class StepCost:
     @property
     def seconds(self) -> float:
         """Of the whole step, without validation and checkpoints."""
-        return sum(phase.seconds for phase in self.phases)
+        return together_s(self.phases)
+
+    @property
+    def overlap_s(self) -> float:
+        """By how much the seconds of the phases exceed those of the step, since some run at once; `perf/overlap_s`."""
+        return sum(phase.seconds for phase in self.phases) - self.seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -106,7 +112,7 @@ class CostModel:
         """The constants of this kind of hardware."""
         return ON_CPU if self.hardware.is_cpu else ON_GPU
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """Pools and roles."""
         return resolve_placement(self.config)
@@ -177,13 +183,17 @@ class CostModel:
         """Yield the forwards that the run makes between sampling and updates, and the advantages."""
         config, work = self.config, self.work
         if config.needs_reward_model:
-            yield self._driven("reward", self._learner("rm").forward(work))
+            beside = "rm" if model_scores_apart(config) else None
+            yield self._driven("reward", self._learner("rm").forward(work), beside)
         if needs_old_log_prob(config):
-            yield self._driven("old_log_prob", self._learner("actor", scores=True).forward(work))
+            rejects = bool(config.algorithm.rollout_correction.rollout_rs)  # then others wait for what is left
+            score = self._learner("actor", scores=True).forward(work)
+            yield self._driven("old_log_prob", score, None if rejects else "actor")
         if config.needs_reference and not config.teacher_is_served:
-            yield self._driven("ref", self._learner("actor" if config.reference_is_actor else "ref").forward(work))
+            ref = "actor" if config.reference_is_actor else "ref"
+            yield self._driven("ref", self._learner(ref).forward(work), ref)
         if config.needs_critic:
-            yield self._driven("values", self._learner("critic", scores=True).forward(work))
+            yield self._driven("values", self._learner("critic", scores=True).forward(work), "critic")
         cells = work.sequences * work.longest_response
         yield Phase("adv", {"the driver": self.assumed.advantage_token_s * cells})
 
@@ -193,9 +203,9 @@ class CostModel:
         if config.needs_critic:
             steps, everyone = step_sizes(config, config.critic), replace(work, teaching=1.0)
             update = self._learner("critic").update(everyone, steps.optimizer_steps, steps.mini_batches)
-            yield self._driven("update_critic", update)
+            yield self._driven("update_critic", update, "critic")
         policy, steps = self._learner("actor"), step_sizes(config)
-        yield self._driven("update_actor", policy.update(work, steps.optimizer_steps, steps.mini_batches))
+        yield self._driven("update_actor", policy.update(work, steps.optimizer_steps, steps.mini_batches), "actor")
         terms = sync_s(
             policy.shape,
             policy.shards,
@@ -207,10 +217,20 @@ class CostModel:
         )
         yield Phase("weight_sync", terms)
 
-    def _driven(self, name: str, terms: dict[str, float]) -> Phase:
-        """Return a phase with the driver's part in it."""
+    def _driven(self, name: str, terms: dict[str, float], beside: str | None = None) -> Phase:
+        """Return a phase with the driver's part in it.
+
+        Args:
+            name: Of its timer.
+            terms: Of its ranks.
+            beside: Its role, if it runs beside its neighbours where these are on other devices. On a CPU it does not:
+                all of them compute on the same cores.
+        """
         ranks = max(self.ranks(role) for role in ("actor", "rollout"))
-        return Phase(name, {**terms, DRIVER: driver_s(self.assumed, self.work.tokens, ranks)})
+        devices: frozenset[Hashable] | None = None
+        if beside is not None and not self.hardware.is_cpu:
+            devices = frozenset(self.placement.devices(self.placement.roles[self._role_of(beside)]))
+        return Phase(name, {**terms, DRIVER: driver_s(self.assumed, self.work.tokens, ranks)}, devices)
 
     def engines(self) -> Engines:
         """Return the engines that sample."""
@@ -269,9 +289,12 @@ class CostModel:
         )
 
     def ranks(self, role: str) -> int:
+        """Return the number of processes of a role."""
+        return self.placement.processes(self._role_of(role))
+
+    def _role_of(self, name: str) -> str:
         placement = self.placement
-        role = {"actor": placement.actor, "rollout": placement.rollout}.get(role, role)
-        return placement.processes(role)
+        return {"actor": placement.actor, "rollout": placement.rollout}.get(name, name)
 
     def _device(self, role: str) -> Hardware:
         """Return what one rank of a role computes on."""

@@ -44,9 +44,11 @@ class RunReporter:
         console: The console that shows the run.
         trainer: The section that names the run and its trackers.
         config: The resolved configuration, written to `config.yaml` and sent to the trackers.
-        num_devices: Number of processes, for throughput per device.
         picture: The picture of the run's curve.
         streams: What the run writes to and goes on without.
+
+    Attributes:
+        num_devices: What throughput is divided by: GPUs, or the devices of all pools in a run on CPUs alone.
     """
 
     def __init__(
@@ -56,13 +58,12 @@ class RunReporter:
         trainer: RunConfig,
         config: Mapping[str, Any],
         *,
-        num_devices: int = 1,
         picture: Picture = REWARD,
         streams: StandardStreams | None = None,
     ) -> None:
         self.folder = folder
         self.console = console
-        self.num_devices = num_devices
+        self.num_devices = 1
         self._title = trainer.experiment_name
         self._picture = picture
         self._streams = streams
@@ -230,17 +231,17 @@ class RunReporter:
         judged, self._news = self._health.judge(step, metrics)
         return judged
 
-    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step_done(self, step: int, metrics: Mapping[str, float], ended_at: float) -> None:
         """Report a finished step: write its metrics to the log and the trackers, and show its line.
 
         Args:
             step: Its number, from 1.
             metrics: All of its metrics, with the reporter's `own_metrics` and `judge`.
+            ended_at: When it ended, by `perf_counter`: a validation of it may have ended later.
         """
         self._log(step, metrics)
-        now, before = perf_counter(), self._last_step_at
-        self._last_step_at = now
-        self._pace.step_done(step, metrics, None if before is None else now - before)
+        before, self._last_step_at = self._last_step_at, ended_at
+        self._pace.step_done(step, metrics, None if before is None else ended_at - before)
         self.console.step(step, metrics, self._health.raised, self._pace.left_s())
         for alarm in self._news:
             self.folder.write_alarm(alarm.record())

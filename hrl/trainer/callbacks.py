@@ -83,6 +83,11 @@ class Callback:
         """
 
     @property
+    def listens(self) -> bool:
+        """Whether anybody is told."""
+        return type(self) is not Callback
+
+    @property
     def look_at_checkpoints(self) -> bool:
         """Whether `on_checkpoint` does anything."""
         return type(self).on_checkpoint is not Callback.on_checkpoint
@@ -111,6 +116,11 @@ class Callbacks(Callback):
 
     def on_checkpoint(self, run: RunState, folder: Path) -> None:
         self._call("on_checkpoint", run, lambda: folder)
+
+    @property
+    def listens(self) -> bool:
+        """Whether there is any."""
+        return bool(self._callbacks)
 
     @property
     def look_at_checkpoints(self) -> bool:

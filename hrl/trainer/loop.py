@@ -68,6 +68,14 @@ class _WholeStep(NamedTuple):
     seconds: float
 
 
+class _Measured(NamedTuple):
+    """A step that is done and waits for its validation, to be written down with it."""
+
+    step: int
+    metrics: dict[str, float]
+    ended_at: float
+
+
 class TrainingLoop(ABC):
     """`fit` and what it needs, for any trainer.
 
@@ -136,6 +144,8 @@ class TrainingLoop(ABC):
         self.global_steps = 0
         self.data_position = Position()
         self._upcoming: tuple[DataProto, Position] | None = None
+        self._in_validation: int | None = None
+        self._measured: _Measured | None = None
         self.keeps_validation_samples = True
         self.inputs: Mapping[str, Any] = {}
         self.callbacks: Callback = Callback()
@@ -189,6 +199,19 @@ class TrainingLoop(ABC):
         Args:
             upcoming: The batch that the step will get.
         """
+
+    @property
+    def validates_beside(self) -> bool:
+        """Whether a validation may go on while the next step is made, which then calls `end_validation`."""
+        return False
+
+    def finish_validation(self, step: int) -> dict[str, float]:
+        """Return the `val/...` metrics of a validation that was begun ahead, see `look_ahead`.
+
+        Args:
+            step: After which it comes. The engines still have the weights of that step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} validates beside nothing")
 
     def report_samples(self, batch: DataProto) -> None:
         """Give the reporter the samples of a step, if there are any. Called after the step was reported."""
@@ -263,7 +286,7 @@ class TrainingLoop(ABC):
             self._step_begins()
             self.run_state._advance(self.global_steps)
             metrics = StepMetrics()
-            with self.reporter.step(self.global_steps):
+            with self.reporter.step(self.global_steps), self._measured_step_is_kept():
                 batch, profiles = self._timed_step(batch, metrics)
             metrics |= self.describe(batch) | self.data_metrics() | self._metrics_of_run(store)
             self._report_step(batch, metrics)
@@ -318,9 +341,33 @@ class TrainingLoop(ABC):
         prompt_lens, response_lens = lengths_of(batch)
         tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
         metrics |= self.reporter.own_metrics(tokens)
-        metrics |= self._count_nonfinite(metrics)
-        metrics |= self.reporter.judge(self.global_steps, metrics)
-        self.reporter.step_done(self.global_steps, metrics)
+        self._measured = _Measured(self.global_steps, metrics, perf_counter())
+        if self._in_validation is None:
+            self._write_down()
+
+    def _write_down(self) -> None:
+        """Log and show the step that was measured last."""
+        measured, self._measured, self._in_validation = self._measured, None, None
+        if measured is not None:
+            step, metrics, ended_at = measured
+            metrics |= self._count_nonfinite(step, metrics)
+            metrics |= self.reporter.judge(step, metrics)
+            self.reporter.step_done(step, metrics, ended_at)
+
+    def end_validation(self) -> None:
+        """Wait for the validation that goes on beside this step, if one does, and write down the step that it is of."""
+        if self._measured is not None:
+            self._measured.metrics.update(self.finish_validation(self._measured.step))
+            self._write_down()
+
+    @contextmanager
+    def _measured_step_is_kept(self) -> Iterator[None]:
+        """Write down a step whose validation is not over if the block, which makes the next one, fails."""
+        try:
+            yield
+        except BaseException:
+            self._write_down()
+            raise
 
     def _ends_after(self, batch: DataProto, metrics: StepMetrics) -> bool:
         """Call the callbacks and save, as a logged step asks for; return whether the run ends with it.
@@ -340,6 +387,8 @@ class TrainingLoop(ABC):
         if saved:
             self.save(metrics)
         ends = self.stop.is_asked  # now: what is asked for from here on comes after the next step
+        if ends:
+            self.end_validation()
         if ends and not saved and self.global_steps < self.total_training_steps:
             self._save_to_continue(metrics)
         if failed is not None:
@@ -476,7 +525,7 @@ class TrainingLoop(ABC):
             return {}
         with self.reporter.stage("validating"):
             metrics = self.validate()
-        metrics |= self._count_nonfinite(metrics)
+        metrics |= self._count_nonfinite(self.global_steps, metrics)
         self.reporter.validation_done(self.global_steps, metrics)
         self.callbacks.on_validation(self.run_state, metrics)
         return metrics
@@ -509,12 +558,23 @@ class TrainingLoop(ABC):
             return {}
         try:
             self._look_ahead()
+            if self._goes_on_beside_validation:
+                self._in_validation = self.global_steps
+                return {}
             return self.validate()
         except KeyboardInterrupt:
             if not self.stop.is_late:
                 raise
             self.reporter.console.note(note)
             return {}
+
+    @property
+    def _goes_on_beside_validation(self) -> bool:
+        """Whether nothing asks for the validation before the next step has ended: no checkpoint, callback or signal."""
+        is_saved = self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0)
+        waited_for = is_saved or self.callbacks.listens or self.stop.is_asked or self.stop.grace_s is not None
+        is_of_step = self.global_steps > 0 and self._upcoming is not None
+        return is_of_step and self.validates_beside and not waited_for
 
     def _look_at_the_time(self, phase: str) -> None:
         """Give a step up before one of its phases if it can't be done within the grace, by the time of the last one.
@@ -824,13 +884,13 @@ class TrainingLoop(ABC):
             steps = f"makes the steps {first} to {last}" if first <= last else "makes no step"
             self.reporter.console.note(f"trainer.profile: nothing is profiled in step {named}; this run {steps}")
 
-    def _count_nonfinite(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _count_nonfinite(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Tell of metrics that are not finite, which the log has as null, and count them."""
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if not broken:
             return {}
         named = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
-        self.reporter.console.note(f"step {self.global_steps}: metrics that are not finite: {named}")
+        self.reporter.console.note(f"step {step}: metrics that are not finite: {named}")
         return {"nonfinite/metrics": float(len(broken))}
 
     def _tell_of_skipped_steps(self, metrics: Mapping[str, float]) -> None:

@@ -153,7 +153,6 @@ def running(
                 display,
                 config.trainer,
                 saved_config(config),
-                num_devices=placement.num_devices,
                 picture=made_of.picture,
                 streams=stop.streams if stop else None,
             )
@@ -234,7 +233,9 @@ def _trainer(
     first, *others = kind.notes(config, ready)
     for note in (f"on {device}: {first}", *others):
         reporter.console.note(note)
-    manager = pool_manager_of(ready.outline.placement, use_gpu=device == "cuda")
+    placement = ready.outline.placement
+    reporter.num_devices = placement.num_gpus if device == "cuda" else placement.num_devices
+    manager = pool_manager_of(placement, use_gpu=device == "cuda")
     runtime = Runtime.of(
         config.trainer,
         ready.outline,

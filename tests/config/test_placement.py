@@ -47,10 +47,10 @@ def test_parts_take_the_ranks_of_the_whole_in_their_order() -> None:
 
 def test_pinned_pools_and_those_on_cpus_say_so() -> None:
     assert picture("placement=pinned") == {
-        "train (train): device 0": "actor 0 + ref 0 + critic 0 + rm 0",
-        "sample (sample): device 0": "rollout 0",
+        "train (on train): device 0": "actor 0 + ref 0 + critic 0 + rm 0",
+        "sample (on sample): device 0": "rollout 0",
     }
-    assert picture("placement=cpu_scorers")["scorers (CPU): device 0"] == "ref 0 + rm 0"
+    assert picture("placement=cpu_scorers")["scorers (CPUs alone): device 0"] == "ref 0 + rm 0"
 
 
 def test_a_large_placement_has_a_line_for_neighbours_that_are_alike() -> None:
@@ -102,6 +102,23 @@ def test_what_is_on_a_device_together_is_known() -> None:
         ("cards", "half"): (2,),
         ("cards",): (2,),
     }
+
+
+def test_pools_on_cpus_have_no_gpus() -> None:
+    placement = resolve_placement(compose_cli(["recipe=ppo", *WITH_RM, "placement=cpu_scorers"]))
+    assert (placement.num_gpus, placement.num_devices) == (1, 2)
+    shared = resolve_placement(compose_cli(["recipe=ppo", *WITH_RM, "placement=shared", "trainer.n_gpus_per_node=2"]))
+    assert (shared.num_gpus, shared.num_devices) == (2, 2)
+
+
+def test_merged_devices_hold_what_is_on_their_parts_too() -> None:
+    assert picture("placement=merged") == {
+        "large (on large): device 0": "actor_rollout 0 | critic 0",
+        "small (on small): device 0": "actor_rollout 1 | ref 0 + rm 0",
+    }
+    assert picture("placement=merged", "trainer.nnodes=2")["small, machine 2 (on small): device 0"] == (
+        "actor_rollout 3 | ref 1 + rm 1"
+    )
 
 
 def test_pools_without_options_are_what_they_were() -> None:
@@ -239,6 +256,58 @@ def test_what_can_not_be_placed_is_one_error_with_pool_and_key(
         placed(pools, options, roles)
     (problem,) = [one for one in raised.value.problems if one.key == f"trainer.{key}"]
     assert says in f"{problem.what} {problem.hint}"
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "says"),
+    [
+        (
+            {"max_colocate_cuont": 3},
+            "cards.max_colocate_cuont",
+            "is not a key of hrl. Did you mean max_colocate_count?",
+        ),
+        (
+            {"num_gpus": 0.5},
+            "cards.num_gpus",
+            "is not a key of hrl. trainer.pool_options.cards has max_colocate_count, use_gpu, accelerator_type, nodes,",
+        ),
+        ({"max_colocate_count": -2}, "cards.max_colocate_count", "is -2, must be more than 0"),
+        ({"max_colocate_count": 0.5}, "cards.max_colocate_count", "is 0.5, expected a whole number"),
+        ({"use_gpu": "maybe"}, "cards.use_gpu", "is 'maybe'"),
+        ({"nodes": [""]}, "cards.nodes", "[0] is empty, expected text"),
+        ({"accelerator_type": ""}, "cards.accelerator_type", "is empty, expected text"),
+        ({"split_of": ["cards"]}, "cards.split_of", "is ['cards'], expected text"),
+        ({"merge_of": 3}, "cards.merge_of", "is 3, expected a list"),
+        (3, "cards", "is 3, expected a section with keys below it"),
+    ],
+)
+def test_a_wrong_option_is_the_only_problem_and_named_as_it_is_written(options: Any, key: str, says: str) -> None:
+    """Pools that would follow from it are not missed."""
+    roles = {"actor_rollout": "policy", "ref": "policy", "critic": "policy", "rm": "policy"}
+    with pytest.raises(ConfigError) as raised:
+        placed({"cards": [1]}, {"cards": options, "policy": {"split_of": "cards"}}, roles)
+    (problem,) = raised.value.problems
+    assert problem.key == f"trainer.pool_options.{key}"
+    assert says in f"{problem.what} {problem.hint}"
+
+
+def test_a_circle_of_pools_is_told_once() -> None:
+    roles = {"actor_rollout": "a"}
+    for options in (
+        {"a": {"split_of": "b"}, "b": {"split_of": "c"}, "c": {"split_of": "a"}},
+        {"a": {"merge_of": ["b", "c"]}, "b": {"merge_of": ["a", "c"]}},
+        {"d": {"merge_of": ["a", "e"]}, "e": {"merge_of": ["b", "d"]}},  # of which neither has a size
+    ):
+        with pytest.raises(ConfigError) as raised:
+            placed({"a": 1, "b": 1, "c": 1}, options, roles)
+        (problem,) = raised.value.problems
+        assert problem.what.endswith("which is itself made of it."), problem
+
+
+def test_every_wrong_option_has_a_line() -> None:
+    with pytest.raises(ConfigError) as raised:
+        placed({"a": [1], "b": [1]}, {"a": {"use_gpus": True}, "b": {"node": "x"}}, {"actor_rollout": "a"})
+    assert [problem.hint for problem in raised.value.problems] == ["Did you mean use_gpu?", "Did you mean nodes?"]
 
 
 def test_sizes_that_engines_do_not_divide_name_the_key() -> None:

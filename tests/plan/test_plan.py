@@ -7,6 +7,7 @@ import pytest
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import PPO
 from hrl.errors import ConfigError
+from hrl.plan.cost import Phase, together_s
 from hrl.plan.hardware import GPUS
 from hrl.plan.launch_line import LaunchLine, PlanError
 from hrl.plan.layout import OPTIMIZER_OFFLOAD, SLEEPS, best_layout, with_changes
@@ -247,3 +248,71 @@ def test_a_budget_takes_those_along_that_follow_it():
     changed = with_changes(model, (("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 8192),)).config
     composed = compose_kind(PPO, ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"])
     assert changed.micro_batches() == composed.micro_batches()
+
+
+# ---------------------------------------------------------------------------------------------- phases at once
+
+
+def test_phases_on_devices_of_their_own_take_as_long_as_the_longest_row_of_them():
+    def phase(name, seconds, *devices):
+        return Phase(name, {"work": seconds}, frozenset(devices) if devices else None)
+
+    # The policy's device scores for 3 + 2 s, the critic's for 6, the reward model's for 4; then 5 and 7 s of updates.
+    step = [
+        phase("gen", 10.0), phase("reward", 4.0, "r"), phase("old_log_prob", 3.0, "a"), phase("ref", 2.0, "a"),
+        phase("values", 6.0, "c"), phase("adv", 1.0), phase("update_critic", 5.0, "c"),
+        phase("update_actor", 7.0, "a"), phase("weight_sync", 2.0),
+    ]  # fmt: skip
+    assert together_s(step) == 10 + 6 + 1 + 7 + 2
+    assert together_s([replace(each, devices=frozenset("a") if each.devices else None) for each in step]) == 40
+    assert together_s([replace(each, devices=None) for each in step]) == 40
+    # The whole policy waits for a critic on one of its two devices, and a reference beside the critic does not.
+    shared = [phase("old_log_prob", 3.0, "a", "b"), phase("ref", 2.0, "b"), phase("values", 6.0, "a")]
+    assert together_s(shared) == 3 + 6
+    assert together_s([]) == 0
+
+
+PPO_WITH_MODEL = ("reward.reward_model.enable=true", "algorithm.use_kl_in_reward=true",
+                  "actor_rollout_ref.actor.ppo_mini_batch_size=256")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "together"),
+    [
+        (("placement=separate",), (("reward", "old_log_prob", "ref", "values"), ("update_critic", "update_actor"))),
+        (("placement=colocated",), ()),
+        # Actor and reference share devices, and so do critic and reward model, whose scores others wait for.
+        (("placement=pairs",), ((("old_log_prob", "ref"), "values"), ("update_critic", "update_actor"))),
+        (("placement=separate", "algorithm.rollout_correction.rollout_rs=token_k1",
+          "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0"),
+         (("ref", "values"), ("update_critic", "update_actor"))),
+    ],
+)  # fmt: skip
+def test_a_plan_takes_the_longest_of_the_phases_that_run_at_once(folders, more, together):
+    model = folders["seven"]
+    line = LaunchLine.of(["ppo", *WORK, *PPO_WITH_MODEL, *more, f"actor_rollout_ref.model.path={model}",
+                          f"critic.model.path={model}", f"reward.reward_model.model_path={model}",
+                          "trainer.n_gpus_per_node=8"])  # fmt: skip
+    cost = cost_model(line.config(), H100, Lengths()).cost()
+    seconds = {phase.name: phase.seconds for phase in cost.phases}
+    assert set(seconds) == {"gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor",
+                            "weight_sync"}  # fmt: skip
+    saved = 0.0
+    for group in together:
+        rows = [sum(seconds[name] for name in ([row] if isinstance(row, str) else row)) for row in group]
+        saved += sum(rows) - max(rows)
+    assert cost.overlap_s == pytest.approx(saved) and (saved > 0) == bool(together)
+    assert cost.seconds == pytest.approx(sum(seconds.values()) - saved)
+    assert cost.tokens_per_second == pytest.approx(cost.work.tokens / cost.seconds)
+    on_cpus = cost_model(line.config(), TWO_CORES, Lengths()).cost()
+    assert on_cpus.overlap_s == 0.0, "they share the cores"
+
+
+def test_models_on_cpus_beside_gpus_are_not_planned_as_if_on_gpus(folders):
+    line = LaunchLine.of(["ppo", *WORK, *PPO_WITH_MODEL, "placement=cpu_scorers",
+                          f"actor_rollout_ref.model.path={folders['seven']}", "trainer.n_gpus_per_node=8",
+                          f"reward.reward_model.model_path={folders['seven']}"])  # fmt: skip
+    with pytest.raises(
+        PlanError, match=r"ref, rm would compute on CPUs \(trainer.pool_options.scorers.use_gpu=false\)"
+    ):
+        plan(line, H100, None, Lengths())

@@ -4,6 +4,7 @@ import errno
 import io
 import socket
 from contextlib import closing
+from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +61,8 @@ class Run:
     def step(self, step, show=False, **metrics):
         with self.reporter.step(step), self.reporter.phase("step"), self.reporter.phase("gen"):
             pass
-        self.reporter.step_done(step, metrics | self.reporter.own_metrics(Tokens(response=4, all=8)))
+        own = self.reporter.own_metrics(Tokens(response=4, all=8))
+        self.reporter.step_done(step, metrics | own, perf_counter())
         self.reporter.samples(step, samples(0.0, 1.0), show=show)
 
     def validate(self, step, *scores, first="2"):
@@ -88,7 +90,8 @@ def test_a_run_that_learns_from_data_leaves_a_loss_curve_and_no_samples(tmp_path
     with run.reporter as reporter:
         with reporter.step(1), reporter.phase("step"), reporter.phase("update"):
             pass
-        reporter.step_done(1, {"train/loss": 0.5} | reporter.own_metrics(Tokens(response=4, all=8)))
+        own = reporter.own_metrics(Tokens(response=4, all=8))
+        reporter.step_done(1, {"train/loss": 0.5} | own, perf_counter())
     assert {"loss_curve.png", "report.html"} <= {file.name for file in tmp_path.iterdir()}
     assert not (tmp_path / "rollouts").exists() and not (tmp_path / "reward_curve.png").exists()
     (record,) = records_of(tmp_path)
@@ -278,7 +281,7 @@ def make_steps(run, steps):
     for step in steps:
         metrics = {"timing_s/step": 2.0, "reward/mean": 0.5, "response_length/clip_ratio": 0.9}
         metrics |= run.reporter.judge(step, metrics)
-        run.reporter.step_done(step, metrics)
+        run.reporter.step_done(step, metrics, perf_counter())
 
 
 def test_an_alarm_is_told_once_and_is_in_metrics_and_in_a_file_of_its_own(tmp_path):

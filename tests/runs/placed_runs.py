@@ -32,10 +32,10 @@ class Placed(RayPPOTrainer):
 
 def main() -> None:
     folder, every, runs = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    head = {"num_cpus": 4, "include_dashboard": False, "resources": {"train": 1}}
+    head = {"num_cpus": 4, "include_dashboard": False, "resources": {"train": 1, "large": 1}}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        cluster.add_node(num_cpus=4, resources={"sample": 1})
+        cluster.add_node(num_cpus=4, resources={"sample": 1, "small": 1})
         with ray_cluster(cluster.address):
             for name, arguments in runs.items():
                 own = [f"trainer.default_local_dir={folder / name}", *arguments]

@@ -106,13 +106,26 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         {"actor_rollout": "a", "ref": "b", "critic": "c", "rm": "d"},
     ),
 }
+#: Run → its arguments, for a policy of two ranks beside a critic of one.
+WIDE = {"merged": ("placement=merged",), "spare": ("placement=spare", "trainer.nnodes=2")}
+#: The same, for runs that validate after each step: beside the next one, and before it.
+VALIDATED = {
+    name: (
+        f"placement={placement}",
+        "reward.reward_model.enable=false",
+        "trainer.test_freq=1",
+        "data.val_max_samples=8",
+        "trainer.total_training_steps=2",
+    )
+    for name, placement in (("beside", "pinned"), ("before", "colocated"))
+}
 
 
 @pytest.fixture(scope="module")
 def placed(
     runner: Runner, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Placement → the metrics of its one step, and where its ranks were; all on one Ray of two nodes."""
+) -> dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Run → the metrics of its steps, and where its ranks were; all on one Ray of two nodes."""
     folder = tmp_path_factory.mktemp("placed")
     float32 = [f"{key}.dtype=float32" for key in (
         "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.rollout",
@@ -128,21 +141,26 @@ def placed(
         "trainer.total_training_steps=1",
     ]
     runs = {name: [f"placement={name}", *arguments] for name, (arguments, _) in PLACEMENTS.items()}
+    runs |= {name: [*arguments] for name, arguments in (*WIDE.items(), *VALIDATED.items())}
     command = [sys.executable, "-m", "tests.runs.placed_runs", str(folder), json.dumps(every), json.dumps(runs)]
     environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return {
-        name: (read_jsonl(folder / name / "metrics.jsonl")[0], json.loads((folder / name / "where.json").read_text()))
-        for name in PLACEMENTS
+        name: (read_jsonl(folder / name / "metrics.jsonl"), json.loads((folder / name / "where.json").read_text()))
+        for name in runs
     }
+
+
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    return {metric: value for metric, value in record.items() if not metric.startswith(OF_ITS_OWN)}
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_each_placement_has_its_processes_where_it_says_and_the_numbers_of_any_other(
-    name: str, placed: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    name: str, placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]
 ) -> None:
-    record, where = placed[name]
+    (record,), where = placed[name]
     processes = PLACEMENTS[name][1]
     assert where.keys() == processes.keys() and all(len(ranks) == 1 for ranks in where.values())
     pids = {role: ranks[0][1] for role, ranks in where.items()}
@@ -155,9 +173,30 @@ def test_each_placement_has_its_processes_where_it_says_and_the_numbers_of_any_o
         assert len(set(nodes.values())) == 1, "processes that share a reservation share its node"
     at_once = record.get("perf/overlap_s", 0.0) > 0
     assert at_once == (name in ("cpu_scorers", "split")), "none on one device, or in one process"
-    of_run, of_other = (
-        {metric: value for metric, value in one.items() if not metric.startswith(OF_ITS_OWN)}
-        for one in (record, placed["pinned"][0])
-    )
-    assert of_run == of_other, "the same samples, losses and weights, to the last bit"
-    assert {"actor/weights_checksum", "critic/weights_checksum"} <= of_run.keys()
+    assert untimed(record) == untimed(placed["pinned"][0][0]), "the same samples, losses and weights, to the last bit"
+    assert {"actor/weights_checksum", "critic/weights_checksum"} <= record.keys()
+
+
+def test_a_policy_over_two_merged_pools_is_one_over_two_machines_beside_a_smaller_critic(
+    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]],
+) -> None:
+    (merged,), where = placed["merged"]
+    (spare,), apart = placed["spare"]
+    assert untimed(merged) == untimed(spare)
+    assert {role: [node for node, _ in ranks] for role, ranks in where.items()} == {
+        "actor_rollout": ["train", "sample"], "critic": ["train"], "ref": ["sample"], "rm": ["sample"],
+    }  # fmt: skip
+    pids = {role: [pid for _, pid in ranks] for role, ranks in where.items()}
+    assert pids["ref"] == pids["rm"] and pids["critic"][0] not in pids["actor_rollout"]
+    assert {role: len(ranks) for role, ranks in apart.items()} == {role: len(ranks) for role, ranks in where.items()}
+    assert merged["perf/overlap_s"] > 0, "critic and reference score at once, on devices of the policy's"
+
+
+def test_a_validation_beside_the_next_step_is_the_one_before_it(
+    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]],
+) -> None:
+    beside, before = placed["beside"][0], placed["before"][0]
+    assert [*map(untimed, beside)] == [*map(untimed, before)]
+    assert [any(name.startswith("val/") for name in record) for record in beside] == [True, True]
+    # In the pinned run the second step waits for the first one's validation; the last one is waited for as ever.
+    assert beside[1]["perf/overlap_s"] > 0 and "perf/overlap_s" not in before[1]

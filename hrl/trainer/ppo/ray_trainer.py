@@ -19,7 +19,7 @@ from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.batching.planner import plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.config.alarms import SAMPLER_GAP
-from hrl.config.placement import resolve_placement
+from hrl.config.placement import model_scores_apart, resolve_placement
 from hrl.data.order import Position
 from hrl.data.sampler import PromptSampler, check_choice, load_sampler
 from hrl.metrics import Metric, StepMetrics
@@ -154,6 +154,7 @@ class RayPPOTrainer(TrainingLoop):
         self.drift_gate = DriftGate(config.trainer.alarms[SAMPLER_GAP] or math.inf)
         self.policy_version = -1
         self._begun: list[Asked] = []
+        self._validated: tuple[DataProto, StepMetrics] | None = None
         self._outcomes: list[RewardOutcome] | None = None
         self.sampler = _sampler_of(config, self.train_dataset)
 
@@ -220,7 +221,10 @@ class RayPPOTrainer(TrainingLoop):
         yield StepPhase("adv", self.compute_advantage)
 
     def updates(self) -> Iterator[StepPhase]:
-        """Yield the phases that change weights, which run at once where critic and policy have pools of their own."""
+        """Yield the phases that change weights, which run at once where critic and policy have pools of their own.
+
+        Beside them engines on a pool of their own may still sample the validation of the weights that they have.
+        """
         nothing: frozenset[str] = frozenset()
         actor = self.pool_of(self.placement.actor)
         if self.use_critic:
@@ -230,6 +234,10 @@ class RayPPOTrainer(TrainingLoop):
         else:
             devices = self._devices_of(actor)
             yield StepPhase("old_log_prob", self._compare_all_with_sampler, actor, nothing, nothing, devices)
+        if self._in_validation is not None:
+            engines = self.pool_of(self.placement.rollout)
+            devices = self._devices_of(engines)
+            yield StepPhase("testing", self._wait_for_validation, engines, nothing, nothing, devices)
 
     def _phase(
         self, name: str, method: str, on: str | None, needs: frozenset[str], gives: frozenset[str] | None
@@ -254,6 +262,7 @@ class RayPPOTrainer(TrainingLoop):
         else:
             self.learn(batch, metrics)
             self.finite.learnt(metrics)
+        self.end_validation()  # by the weights that the engines have until now
         with self.phase("weight_sync"):
             metrics |= self.sync_weights()
         self.judge_mismatch(metrics)
@@ -330,15 +339,10 @@ class RayPPOTrainer(TrainingLoop):
     def scores_apart(self) -> bool:
         """Whether the reward model's scores are a phase of their own, `rm`, beside which others can run.
 
-        It has devices of its own, and nothing may happen to rows between their scores and what comes next: no method of
-        a subclass, no filter, no greedy samples that are only compared with, no episodes.
+        Not where a method of a subclass may do anything to rows, see `model_scores_apart`.
         """
-        if not self.use_rm or self._shapes_batch or self.episodes is not None or self.estimator.needs_baseline:
-            return False
-        own = self._devices_of(self.pool_of("rm"))
-        others = [role for role in self.placement.roles if role not in ("rm", "rollout")]
-        is_apart = all(own.isdisjoint(self._devices_of(self.pool_of(role))) for role in others)
-        return is_apart and type(self).compute_reward is RayPPOTrainer.compute_reward
+        is_replaced = self._shapes_batch or type(self).compute_reward is not RayPPOTrainer.compute_reward
+        return model_scores_apart(self.config) and not is_replaced
 
     def _score_by_model(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         return self._with_model_scores(batch)
@@ -423,11 +427,35 @@ class RayPPOTrainer(TrainingLoop):
                 self._asked(self._validation_prompts(), self.global_steps, validate=True),
                 self._asked(upcoming, self.global_steps + 1),
             ]
+            if self._goes_on_beside_validation:  # the trainer waits for those of the step
+                self._begun.reverse()
             for asked in self._begun:
                 self.workers.rollout.begin_sampling(asked.rows, asked.request)
 
-    def _sample(self, prompts: DataProto, metrics: StepMetrics, *, validate: bool = False, wave: int = 0) -> DataProto:
-        step, seed = self.global_steps, seed_of(self.config.trainer.seed, validate=validate)
+    @property
+    def validates_beside(self) -> bool:
+        """Whether a validation may go on while the next step trains: engines have devices of their own.
+
+        Not with `algorithm.filter_groups`, where a step asks the engines for what they have not begun, and not in a
+        subclass that makes steps, validates or looks at a step's metrics in its own way.
+        """
+        own = ("train_step", "validate", "on_step_end")
+        is_replaced = any(getattr(type(self), name) is not getattr(RayPPOTrainer, name) for name in own)
+        engines = self.placement.rollout
+        trains_apart = self.placement.trains and engines != self.placement.actor and self.placement.is_apart(engines)
+        return trains_apart and not is_replaced and not self.config.algorithm.filter_groups.enable
+
+    def _sample(
+        self,
+        prompts: DataProto,
+        metrics: StepMetrics,
+        *,
+        validate: bool = False,
+        wave: int = 0,
+        step: int | None = None,
+    ) -> DataProto:
+        step = self.global_steps if step is None else step
+        seed = seed_of(self.config.trainer.seed, validate=validate)
         asked = next((begun for begun in self._begun if begun.is_for(prompts, step, seed)), None)
         if asked is None:
             self._begun = []  # the engines drop it too
@@ -813,8 +841,28 @@ class RayPPOTrainer(TrainingLoop):
         if self.val_dataset is None:
             return {}
         with self.phase("testing"):
-            counters = StepMetrics()
-            batch = self._validate_batch(self._validation_prompts(), counters)
+            batch, counters = self._validation_samples(self.global_steps)
+        return self._judged(self.global_steps, batch, counters)
+
+    def finish_validation(self, step: int) -> dict[str, float]:
+        """Return what `validate` would have returned after an earlier step, whose weights the engines still have."""
+        if self._validated is None:  # nothing was learnt, beside which it could have been waited for
+            with self.phase("testing"):
+                self._validated = self._validation_samples(step)
+        (batch, counters), self._validated = self._validated, None
+        return self._judged(step, batch, counters)
+
+    def _wait_for_validation(self, batch: DataProto, metrics: StepMetrics) -> None:
+        assert self._in_validation is not None, "there is one"
+        self._validated = self._validation_samples(self._in_validation)
+
+    def _validation_samples(self, step: int) -> tuple[DataProto, StepMetrics]:
+        """Return the scored samples of the validation after a step, and what was counted on the way."""
+        counters = StepMetrics()
+        return self._validate_batch(self._validation_prompts(), counters, step), counters
+
+    def _judged(self, step: int, batch: DataProto, counters: StepMetrics) -> dict[str, float]:
+        """Return the `val/...` metrics of scored samples, and write these down."""
         kept = batch.pop(["kept"]).batch["kept"]
         counted = batch if self.episodes is None else batch.select_idxs(heads_of(batch))  # an episode counts once
         kept_samples = kept if self.episodes is None else kept[heads_of(batch)]
@@ -829,7 +877,7 @@ class RayPPOTrainer(TrainingLoop):
         if self.keeps_validation_samples:
             tracked, samples = self.config.trainer.log_val_generations, rollout_records(scored, self.tokenizer)
             self._write_pictures(scored)
-            self.reporter.validation_samples(self.global_steps, samples, tracked=tracked)
+            self.reporter.validation_samples(step, samples, tracked=tracked)
         return metrics | left_out | validation_troubles(counters) | validation_episodes(counters)
 
     def _validation_prompts(self) -> DataProto:
@@ -838,8 +886,8 @@ class RayPPOTrainer(TrainingLoop):
         prompts: DataProto = rows.batch(range(len(rows)))
         return prompts
 
-    def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:
-        batch = self._with_model_scores(self._sample(prompts, counters, validate=True))
+    def _validate_batch(self, prompts: DataProto, counters: StepMetrics, step: int) -> DataProto:
+        batch = self._with_model_scores(self._sample(prompts, counters, validate=True, step=step))
         if self.episodes is not None:
             of_rows = score_episodes(batch, self.rewards, self.config.environment, counters, validate=True)
             heads = heads_of(batch)
