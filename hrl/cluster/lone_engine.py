@@ -10,7 +10,7 @@ import torch
 from hrl.cluster.machine import available_cores
 from hrl.cluster.precision import with_dtypes
 from hrl.config.model import ModelConfig
-from hrl.config.rollout import SERVED, RolloutConfig
+from hrl.config.rollout import RolloutConfig
 from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource
 from hrl.models.probe import ProbeError, require_right
@@ -36,7 +36,7 @@ def lone_engine(
     Raises:
         RolloutError: The engine is a server that somebody else started, which only a trainer gives weights.
     """
-    if rollout.name in SERVED:
+    if rollout.is_served:
         raise RolloutError(
             f"rollout.name={rollout.name}: nothing here gives the servers weights; ask them themselves, or use "
             "rollout.name=vllm"

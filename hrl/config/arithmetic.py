@@ -15,7 +15,6 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.rollout import SERVED
 from hrl.config.section import REF, Section, WholeConfig, defaults, leaves
 
 
@@ -149,7 +148,7 @@ def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
     rollout, placement = config.actor_rollout_ref.rollout, resolve_placement(config)
     processes, ranks = placement.processes(placement.rollout), rollout.tensor_model_parallel_size
     engines = processes // ranks
-    if rollout.name in SERVED:
+    if rollout.is_served:
         each = -(-step_sizes(config).sequences // max(1, len(rollout.server.urls)))
         yield Fact(
             "engines",

@@ -65,10 +65,6 @@ class WeightSyncConfig(Section):
         return self.timeout_s + SYNC_MARGIN_S
 
 
-SERVED = ("server", "sglang")
-"""Engines that somebody else started, at the addresses of `rollout.server.urls`."""
-
-
 class ServerConfig(Section):
     """`rollout.server`: engines that somebody else started, for `rollout.name=server` (vLLM's) or `sglang`."""
 
@@ -87,8 +83,9 @@ class RolloutConfig(LogProbConfig):
     """`actor_rollout_ref.rollout`: how responses are sampled."""
 
     name: Literal["vllm", "hf", "server", "sglang", "scripted"] = "vllm"
-    """Engine: vllm, hf (transformers, slow, for comparison), server or sglang (servers of vLLM or SGLang that somebody
-    else started, at `rollout.server.urls`), or scripted (tests)."""
+    """Engine: vllm, hf (transformers, slow, for comparison), server (vLLM's servers that somebody else started, at
+    `rollout.server.urls`), sglang (the same of SGLang; without addresses an engine of the run's own, which was never
+    run), or scripted (tests)."""
     n: Annotated[PositiveInt, Unit("samples per prompt")] = follows(_samples)
     """Samples per prompt. Default: 8 for estimators that compare samples of a group (grpo, rloo, …), 1 for others."""
     temperature: PositiveFloat = 1.0
@@ -129,3 +126,8 @@ class RolloutConfig(LogProbConfig):
     server: ServerConfig = section(ServerConfig)
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the engines are servers that somebody else started."""
+        return self.name == "server" or (self.name == "sglang" and bool(self.server.urls))

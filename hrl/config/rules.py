@@ -31,7 +31,7 @@ from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import FUNCTION_NAMES, TAKEN_NAMES, RewardConfig
-from hrl.config.rollout import SERVED, RolloutConfig
+from hrl.config.rollout import RolloutConfig
 from hrl.config.saved import nothing_is_masked
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT, TEACHER
 from hrl.config.trainer import BATCH_SHARE, JSON_CONSOLE
@@ -646,9 +646,9 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
         yield Problem("algorithm.kl_ctrl.kl_coef", what, "Set it above 0, e.g. to 0.1.", (key,))
 
 
-_ENGINES = ("vllm", "hf", "scripted")
+_ENGINES = ("vllm", "sglang", "hf", "scripted")
 
-_ELSEWHERE = ("sglang", "trtllm")
+_ELSEWHERE = ("trtllm",)
 """Engines of verl that hrl does not start."""
 
 _SET_BY = {
@@ -677,6 +677,39 @@ _FIXED = {
 }
 """Arguments of vLLM whose value the rest of a run relies on, and why."""
 
+_SET_BY_FOR_SGLANG = {
+    "model_path": f"{MODEL}.path",
+    "json_model_override_args": f"{MODEL}.override_config",
+    "trust_remote_code": f"{MODEL}.trust_remote_code",
+    "dtype": f"{ROLLOUT}.dtype",
+    "tp_size": f"{ROLLOUT}.tensor_model_parallel_size",
+    "context_length": f"{ROLLOUT}.max_model_len",
+    "max_running_requests": f"{ROLLOUT}.max_num_seqs",
+    "chunked_prefill_size": f"{ROLLOUT}.max_num_batched_tokens",
+    "mem_fraction_static": f"{ROLLOUT}.gpu_memory_utilization",
+    "disable_radix_cache": f"{ROLLOUT}.enable_prefix_caching",
+    "disable_cuda_graph": f"{ROLLOUT}.enforce_eager",
+    "enable_memory_saver": f"{ROLLOUT}.free_cache_engine",
+}
+"""Arguments of SGLang that hrl has a key for."""
+
+_FIXED_FOR_SGLANG = {
+    "device": "the engine is where its rank is",
+    "enable_deterministic_inference": "samples follow their seeds",
+    "sampling_defaults": "sampling follows the keys, not the model's folder",
+    "preferred_sampling_params": "sampling follows the keys",
+    "skip_tokenizer_init": "engines get and return only token ids",
+    "weight_version": "every answer names the weights of its sync",
+    **dict.fromkeys(("dp_size", "pp_size", "nnodes"), "every process has an engine of its own"),
+}
+"""Arguments of SGLang whose value the rest of a run relies on, and why."""
+
+
+_OF_ENGINES = {
+    "vllm": ("vLLM's", _SET_BY, _FIXED),
+    "sglang": ("SGLang's", _SET_BY_FOR_SGLANG, _FIXED_FOR_SGLANG),
+}
+
 
 def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Problem]:
     """`engine_kwargs` is keyed by engine and has no argument that hrl has a key for or fixes."""
@@ -689,12 +722,13 @@ def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Proble
                 continue
             hint = did_you_mean(engine, _ENGINES, f"Write it as {{vllm: {{{engine}: ...}}}}.")
             yield Problem(_ENGINE_KWARGS, f"has {engine!r}, which is not an engine with arguments.", hint)
-        elif engine == "vllm":
+        elif engine in _OF_ENGINES:
+            of, set_by, fixed = _OF_ENGINES[engine]
             for name in arguments:
-                if name in _SET_BY:
-                    yield Problem(_ENGINE_KWARGS, f"sets vLLM's {name}.", f"Set {_SET_BY[name]}.", (_SET_BY[name],))
-                elif name in _FIXED:
-                    yield Problem(_ENGINE_KWARGS, f"sets vLLM's {name}, which is fixed: {_FIXED[name]}.", "Remove it.")
+                if name in set_by:
+                    yield Problem(_ENGINE_KWARGS, f"sets {of} {name}.", f"Set {set_by[name]}.", (set_by[name],))
+                elif name in fixed:
+                    yield Problem(_ENGINE_KWARGS, f"sets {of} {name}, which is fixed: {fixed[name]}.", "Remove it.")
 
 
 _SERVER = f"{ROLLOUT}.server"
@@ -704,10 +738,10 @@ def servers_have_addresses(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Engines that somebody else started have addresses, each once, and a key that a variable holds."""
     rollout, key, name = config.actor_rollout_ref.rollout, f"{_SERVER}.urls", f"{ROLLOUT}.name"
     settings = rollout.server
-    if rollout.name in SERVED and settings.urls and rollout.engine_kwargs.get(rollout.name):
+    if rollout.is_served and settings.urls and rollout.engine_kwargs.get(rollout.name):
         what = f"has arguments, and {name} is {rollout.name}, whose servers have those that they were started with."
         yield Problem(f"{_ENGINE_KWARGS}.{rollout.name}", what, "Remove them.", (name,))
-    if rollout.name not in SERVED:
+    if not rollout.is_served:
         if settings.urls:
             what = f"has addresses, and {name} is {rollout.name}, which runs in the run itself."
             yield Problem(key, what, f"Set {name}=server (vLLM's) or sglang, or remove them.", (name,))
@@ -754,7 +788,7 @@ def servers_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator[Problem]:
     """What only an engine of the run's own can do is refused with engines that somebody else started."""
     policy = config.actor_rollout_ref
     name, key = policy.rollout.name, f"{ROLLOUT}.name"
-    if name not in SERVED or list(placement_problems(config)):
+    if not policy.rollout.is_served or list(placement_problems(config)):
         return
     placement = resolve_placement(config)
     if not placement.trains:
@@ -763,12 +797,25 @@ def servers_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator[Problem]:
     elif placement.rollout != placement.actor:
         what = f"names a pool, and {key}={name}: the servers are not in the run's processes."
         yield Problem("trainer.role_pools.rollout", what, "Remove it.", (key,))
+
+
+def engines_of_others_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """What hrl asks of its own vLLM alone is refused with servers and with SGLang."""
+    policy = config.actor_rollout_ref
+    name, key = policy.rollout.name, f"{ROLLOUT}.name"
+    if name not in ("server", "sglang"):
+        return
     if policy.rollout.enable_rollout_routing_replay:
-        what = f"is R3, and {key}={name}: servers do not return the experts that tokens went to."
+        what = f"is R3, and {key}={name}, whose engines are not asked for the experts that tokens went to."
         yield Problem(f"{ACTOR}.router_replay.mode", what, "Set it to R2, or disabled.", (key,))
     if policy.model.trains_adapter and not policy.model.lora.merge:
-        what = f"is false, and {key}={name}: servers get whole models."
+        what = f"is false, and {key}={name}, whose engines get whole models."
         yield Problem(f"{MODEL}.lora.merge", what, "Set it to true.", (key,))
+    for part, off in (("top_p", 1.0), ("top_k", -1)):
+        value = getattr(policy.rollout, part)
+        if name == "sglang" and value != off:
+            what = f"is {value}, and {key} is sglang, which returns log-probs among all tokens, not among these."
+            yield Problem(f"{ROLLOUT}.{part}", what, f"Set it to {off:g}.", (key,))
 
 
 #: What vLLM's `quantization` may be beside a trainer: it rounds weights of 16 or 32 bits as they are loaded.
@@ -1048,6 +1095,7 @@ PPO_RULES: tuple[Rule, ...] = (
     engines_are_told_what_is_theirs,
     servers_have_addresses,
     servers_can_do_what_is_asked,
+    engines_of_others_can_do_what_is_asked,
     gradients_have_their_range,
     weights_are_cut_where_they_can_be,
     an_optimizer_steps_where_it_can,

@@ -18,6 +18,7 @@ from hrl.nearest import nearest
 from hrl.preflight.findings import Findings
 from hrl.processes.evidence import free_shared_memory
 from hrl.report.tracking import installed_trackers
+from hrl.workers.rollout import sglang_engine
 from hrl.workers.rollout.vllm_engine import require_supported, vllm_folder, vllm_version
 
 
@@ -50,6 +51,13 @@ def look_at_4_bits(findings: Findings, outline: Outline) -> None:
 
 def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
     """Check that the engine's package is installed in a version that works and accepts the configured arguments."""
+    if rollout.name == "sglang" and not rollout.is_served:
+        with findings.about("actor_rollout_ref.rollout.name"):
+            sglang_engine.require_supported(sglang_engine.sglang_folder())
+        findings.notes.append(
+            "actor_rollout_ref.rollout.name=sglang was never run with SGLang: look at rollout/logprob_diff_mean of the "
+            "first step, which says how far its log-probs are from the trainer's"
+        )
     if rollout.name != "vllm":
         return
     package = vllm_folder()

@@ -20,7 +20,6 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig, 
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.rollout import SERVED
 from hrl.models.dtypes import dtype_of
 from hrl.models.footprint import Footprint
 from hrl.models.four_bit import BYTES_PER_WEIGHT
@@ -694,7 +693,7 @@ def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str
         models = [_model_of(config, role, sizes, placement, device) for role in roles if role != "rollout"]
         of = f"pool {names[0]}" if len(names) == 1 else f"pools {', '.join(names)}"
         pool = _Pool(f"each GPU of {of}", processes, models)
-        if placement.rollout in roles and config.actor_rollout_ref.rollout.name not in SERVED:
+        if placement.rollout in roles and not config.actor_rollout_ref.rollout.is_served:
             engine = _engine_of(config, sizes["actor"], shares="rollout" not in roles, is_synced=placement.trains)
             pool = pool._replace(engine=engine, engines=max(1, processes // tensor_parallel))
         pools.append(pool)

@@ -8,7 +8,6 @@ from typing import Any
 from hrl.config.arithmetic import Fact, count
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.rollout import SERVED
 from hrl.pictures import PictureSource, VideoSource
 from hrl.preflight.findings import Findings
 from hrl.preflight.small_models import runs_on_gpus
@@ -95,8 +94,10 @@ def look_at_pictures(
     if isinstance(config, PPOTrainerConfig) and config.environment.is_used:
         what = "is set, and the rows have pictures: an episode's turns are text."
         findings.problem("environment.path", what, "Leave it out, or the pictures.")
-    if isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.name in SERVED:
-        what = f"is {config.actor_rollout_ref.rollout.name}, and the rows have pictures, which servers are not sent."
+    if isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.name in ("server", "sglang"):
+        what = (
+            f"is {config.actor_rollout_ref.rollout.name}, and the rows have pictures, which its engines are not sent."
+        )
         findings.problem("actor_rollout_ref.rollout.name", what, "Set it to hf.")
     samples_by_vllm = isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.name == "vllm"
     if samples_by_vllm and any(dataset.has_videos and not dataset.says_times for dataset in shown):

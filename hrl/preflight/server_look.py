@@ -12,14 +12,13 @@ import torch
 from hrl.cluster.precision import with_dtypes
 from hrl.config.arithmetic import Fact
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.rollout import SERVED
 from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.findings import Findings
 from hrl.preflight.small_models import runs_on_gpus
 from hrl.workers.rollout.base import EngineSetup
-from hrl.workers.rollout.host import ENGINES
+from hrl.workers.rollout.host import engine_of
 from hrl.workers.rollout.scoring_server import ScoringServer, look_at_each, opened
 from hrl.workers.rollout.server_engine import look_at_all
 from hrl.workers.rollout.server_http import OF_TEACHER, ServerError, ServerGoneError, key_of
@@ -44,7 +43,7 @@ def look_at_servers(findings: Findings, config: PPOTrainerConfig, folder: Path |
         folder: Of the policy's model; None where it was not found.
         ids: Its tokens.
     """
-    if config.actor_rollout_ref.rollout.name not in SERVED:
+    if not config.actor_rollout_ref.rollout.is_served:
         return
     config = with_dtypes(config, "cuda" if runs_on_gpus(config) else "cpu")
     rollout = config.actor_rollout_ref.rollout
@@ -59,7 +58,7 @@ def look_at_servers(findings: Findings, config: PPOTrainerConfig, folder: Path |
         folder, model.override_config, trust_remote_code=model.trust_remote_code, max_model_len=longest
     )
     setup = EngineSetup(rollout, source, ids, torch.device("cpu"))
-    module, name = ENGINES[rollout.name]
+    module, name = engine_of(rollout)
     kind: type[Server] = getattr(importlib.import_module(module), name).kind
 
     async def look() -> None:

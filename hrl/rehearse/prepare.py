@@ -17,7 +17,6 @@ from hrl.config.compose import YOURS
 from hrl.config.load import load_kind
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.rollout import SERVED
 from hrl.config.run_kind import RunKind
 from hrl.config.section import TEACHER, flatten, unflatten
 from hrl.models.hf_config import load_config
@@ -39,11 +38,12 @@ _BATCH = "data.train_batch_size"
 
 
 def _engine_here(config: RunConfiguration) -> str | None:
-    """Return the engine in place of a vLLM that can't run on a CPU, or of servers; None where the line's can."""
+    """Return the engine in place of one that can't run on a CPU, or of servers; None where the line's can."""
     if not isinstance(config, PPOTrainerConfig):
         return None
     name = config.actor_rollout_ref.rollout.name
-    if name in SERVED:  # which belong to somebody, and are not to be given a tiny model's weights
+    # Servers belong to somebody, and are not to be given a tiny model's weights; SGLang's engine needs a GPU.
+    if name in ("server", "sglang"):
         return "hf"
     if name != "vllm":
         return None

@@ -17,7 +17,6 @@ from hrl.algos.registry import ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS
 from hrl.config.arithmetic import changed_values
 from hrl.config.compose import compose_kind
 from hrl.config.override import as_override
-from hrl.config.rollout import SERVED
 from hrl.config.run_kind import PPO
 from hrl.config.saved import masked_keys
 from hrl.config.section import flatten
@@ -180,8 +179,8 @@ def keys_of_the_run(
         for key, (value, _) in changed_values(config).items()
         if _is_in(key, kept) and not _is_in(key, left_out)
     }
-    if own.get(_ENGINE) in SERVED:  # servers of a run are not asked about its model: it may be over
-        del own[_ENGINE]
+    if config.actor_rollout_ref.rollout.is_served:  # servers of a run are not asked about its model: it may be over
+        own.pop(_ENGINE, None)
     return {key: value for key, value in own.items() if not _is_set(_INSTEAD_OF.get(key), overrides)}
 
 

@@ -98,9 +98,11 @@ def test_a_hint_that_would_mislead_is_not_given(key, wrong):
         ("recipe=gpro", "Did you mean grpo?"),
         ("algorithm.adv_estimator=grop", "Did you mean grpo?"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gvpo", "Known: "),
-        ("actor_rollout_ref.rollout.name=sglang", "rollout.server.urls=[http://127.0.0.1:8000]; or use vllm."),
+        ("actor_rollout_ref.rollout.name=server", "rollout.server.urls=[http://127.0.0.1:8000]; or use vllm."),
         ("trainer.device=npu", "models run on NVIDIA GPUs or on CPUs; use auto."),
-        ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", "Remove them."),
+        ("actor_rollout_ref.rollout.engine_kwargs.trtllm.max_batch_size=4", "Remove them."),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=2", "Set actor_rollout_ref.rollout.tensor_model"),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.skip_tokenizer_init=false", "Remove it."),
         ("actor_rollout_ref.rollout.engine_kwargs.swap_space=4", "Write it as {vllm: {swap_space: ...}}."),
     ],
 )
@@ -110,7 +112,7 @@ def test_a_wrong_value_gets_the_right_one(override, hint):
 
 
 def test_arguments_of_an_engine_that_is_refused_are_not_refused_as_well():
-    line = ["actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.engine_kwargs.sglang.mem=1"]
+    line = ["actor_rollout_ref.rollout.name=trtllm", "actor_rollout_ref.rollout.engine_kwargs.trtllm.mem=1"]
     (problem,) = config_problems(PPO, ["data.train_files=rows.parquet", *line])
     assert problem.key == "actor_rollout_ref.rollout.name"
 

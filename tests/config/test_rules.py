@@ -71,10 +71,19 @@ CASES = [
         },
         f"trainer.role_pools.actor is null, and {ROLLOUT}.name=server: nobody would give the servers the weights",
     ),
-    (served() | {f"{ACTOR}.router_replay.mode": "R3"}, "servers do not return the experts that tokens went to."),
+    (served() | {f"{ACTOR}.router_replay.mode": "R3"}, "whose engines are not asked for the experts that tokens went"),
+    ({f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p is 0.9, and {ROLLOUT}.name is sglang"),
+    (
+        {f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.top_k": 20},
+        "log-probs among all tokens, not among these. Set it to -1",
+    ),
+    (
+        {f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2},
+        f"{ROLLOUT}.tensor_model_parallel_size is 2, which the sglang engine can't do.",
+    ),
     (
         served() | {f"{MODEL}.lora_rank": 8},
-        f"{MODEL}.lora.merge is false, and {ROLLOUT}.name=server: servers get whole",
+        f"{MODEL}.lora.merge is false, and {ROLLOUT}.name=server, whose engines get whole",
     ),
     (
         {f"{MODEL}.load_in_4bit": True},

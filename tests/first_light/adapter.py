@@ -13,32 +13,26 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.adapter import AdapterSource
 from hrl.models.loading import ModelSource, load_causal_lm
-from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
+from hrl.models.packed_model import PackedCausalLM
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.engine.engine import Engine
-from hrl.workers.requests import SamplingParams, Training
+from hrl.workers.requests import Training
 from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.host import RolloutHost
 from tests.first_light.random_model import SHAPES, config_of, fsdp_section, join_alone, one_step, optim_section
 from tests.first_light.report import Findings
+from tests.first_light.sampled import NOISE, apart, sampled
 from tests.first_light.stages import Setup
 
 ADAPTER = AdapterSource(16, 32, "all-linear", None, use_rslora=False, path=None, seed=0, merge=False)
-NUM_SAMPLES, PROMPT_TOKENS, MAX_TOKENS = 8, 32, 32
-#: Mean difference of a log-prob between trainer and engine, both in bfloat16.
-NOISE = 0.05
 #: A rate with which one step of a new adapter is seen in what is sampled.
 RATE = 2e-2
-TIMEOUT_S = 200.0
 
 
 def run(setup: Setup, findings: Findings) -> None:
@@ -83,9 +77,10 @@ def _beside(
 
 def _follow(host: RolloutHost, trainer: Engine, findings: Findings, label: str) -> None:
     adapter_bytes = sum(2 * parameter.numel() for parameter in trainer.optimizer.parameters)  # type: ignore[union-attr]
-    rows, log_probs = _sampled(host, "before")
-    apart = _apart(trainer, rows, log_probs)
-    findings.below(f"{label}a new adapter: log-probs differ from the engine's, mean", apart, NOISE)
+    rows, log_probs = sampled(host, "before")
+    findings.below(
+        f"{label}a new adapter: log-probs differ from the engine's, mean", apart(trainer, rows, log_probs), NOISE
+    )
     for version in (1, 2):
         count = len(rows.prompts)
         report = one_step(trainer, rows, (tuple(range(count)),))
@@ -93,10 +88,10 @@ def _follow(host: RolloutHost, trainer: Engine, findings: Findings, label: str) 
         findings.add(
             f"{label}step {version}: gradient norm of the adapter", f"{report.grad_norm:.3g}", "applied", sound
         )
-        rows, log_probs = _sampled(host, f"stale {version}")
+        rows, log_probs = sampled(host, f"stale {version}")
         findings.add(
             f"{label}step {version}: the engine's log-probs before the sync differ, mean",
-            f"{_apart(trainer, rows, log_probs):.3g}",
+            f"{apart(trainer, rows, log_probs):.3g}",
         )
         started = time.perf_counter()
         sync = host.push_weights(
@@ -119,35 +114,7 @@ def _follow(host: RolloutHost, trainer: Engine, findings: Findings, label: str) 
             "all",
             read_back == sync.tensors,
         )
-        rows, log_probs = _sampled(host, f"fresh {version}")
+        rows, log_probs = sampled(host, f"fresh {version}")
         findings.below(
-            f"{label}sync {version}: log-probs differ from the engine's, mean", _apart(trainer, rows, log_probs), NOISE
+            f"{label}sync {version}: log-probs differ from the engine's, mean", apart(trainer, rows, log_probs), NOISE
         )
-
-
-def _sampled(host: RolloutHost, name: str) -> tuple[TokenRows, list[list[float]]]:
-    """Responses to one prompt, and their log-probs by the engine."""
-    prompt = list(range(5, 5 + PROMPT_TOKENS))
-    sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS)
-    asked = [host.generate(prompt, replace(sampling, seed=seed), f"{name} {seed}") for seed in range(NUM_SAMPLES)]
-    outputs = [future.result(TIMEOUT_S) for future in asked]
-    lengths = np.array([len(output.token_ids) for output in outputs])
-    responses = np.zeros((NUM_SAMPLES, int(lengths.max())), np.int64)
-    for row, output in enumerate(outputs):
-        responses[row, : lengths[row]] = output.token_ids
-    trained = np.arange(responses.shape[1])[None] < lengths[:, None]
-    rows = TokenRows([np.array(prompt)] * NUM_SAMPLES, responses, lengths, trained)
-    return rows, [list(output.log_probs) for output in outputs]
-
-
-def _apart(trainer: Engine, rows: TokenRows, log_probs: list[list[float]]) -> float:
-    """Mean difference of the trainer's and the engine's log-probs of the same tokens."""
-    count = len(rows.prompts)
-    plan = RankPlan((MiniBatchPlan((tuple(range(count)),), int(rows.trained.sum()), count, 1),))
-
-    def compute(packed: PackedMicroBatch) -> tuple[Tensor]:
-        return (trainer.module(packed, 1.0, False).log_prob,)
-
-    (found,) = trainer.forward(rows, plan, compute, num_outputs=1)
-    own = torch.cat([torch.tensor(row) for row in log_probs])
-    return float((found[torch.from_numpy(rows.trained)] - own).abs().mean())

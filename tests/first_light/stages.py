@@ -34,9 +34,10 @@ STAGES = (
     Stage("sleep", "sleep", 300, ("vllm",)),
     Stage("adapter", "adapter", 360, ("vllm", "tensordict", "peft")),
     Stage("quickstart", "quickstart", 600, ALL_OF_HRL),
+    Stage("sglang", "sglang", 480, ("sglang", "tensordict")),
     Stage("peer", "peer", 600, (*ALL_OF_HRL, "trl", "datasets")),
 )
-"""45 minutes without the last, which has what the others leave of theirs."""
+"""45 minutes without the last two, which have what the others leave of theirs."""
 
 
 @dataclass(frozen=True)

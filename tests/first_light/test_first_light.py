@@ -53,7 +53,8 @@ def test_a_stage_runs_on_a_cpu_and_keeps_its_bounds(tmp_path: Path, name: str) -
 
 def test_bare_stages_are_those_that_need_no_package() -> None:
     assert tuple(stage.name for stage in STAGES if not stage.needs) == BARE
-    assert sum(stage.deadline_s for stage in STAGES if stage.name != "peer") <= runner.BUDGET_S  # it has what is left
+    with_what_is_left = ("sglang", "peer")
+    assert sum(stage.deadline_s for stage in STAGES if stage.name not in with_what_is_left) <= runner.BUDGET_S
 
 
 @pytest.mark.engine
@@ -65,6 +66,25 @@ def test_a_stage_with_an_engine_runs_on_a_cpu(tmp_path: Path, stage: str) -> Non
         tmp_path / "first-light.md"
     ).read_text() + (tmp_path / f"{stage}.log").read_text()[-3000:]
     assert f"| **{stage}** |" in (tmp_path / "first-light.md").read_text()
+
+
+def test_the_stage_of_sglang_runs_with_the_stub_in_its_place(tmp_path: Path, monkeypatch) -> None:
+    stub = Path(__file__).parents[1] / "workers" / "rollout" / "sglang_stub"
+    monkeypatch.syspath_prepend(str(stub))
+    monkeypatch.setenv("PYTHONPATH", str(stub))
+    assert main(["--stage", "sglang", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0, (
+        tmp_path / "first-light.md"
+    ).read_text() + (tmp_path / "sglang.log").read_text()[-3000:]
+    found = [row.what for row in read_rows(tmp_path / "sglang.jsonl")]
+    for way in ("server", "engine"):
+        for version in (1, 2):
+            assert f"{way}: sync {version}: log-probs differ from the trainer's, mean" in found
+
+
+def test_without_sglang_its_stage_is_left_out(tmp_path: Path) -> None:
+    (stage,) = (stage for stage in STAGES if stage.name == "sglang")
+    (result,) = runner.run_stages([stage], Setup("cpu", True, str(tmp_path)))
+    assert (result.status, result.reason) == (ABSENT, "sglang not installed")
 
 
 # ---------------------------------------------------------------------------------------------- the runner

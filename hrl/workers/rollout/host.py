@@ -47,6 +47,7 @@ from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncErr
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
+    from hrl.config.rollout import RolloutConfig
     from hrl.workers.requests import SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,9 @@ ENGINES = {
     "hf": ("hrl.workers.rollout.hf_engine", "HfEngine"),
     "scripted": ("hrl.workers.rollout.scripted", "ScriptedEngine"),
     "server": ("hrl.workers.rollout.vllm_server", "VllmServers"),
-    "sglang": ("hrl.workers.rollout.sglang_server", "SglangServers"),
+    "sglang": ("hrl.workers.rollout.sglang_engine", "SglangEngine"),
 }
+_SGLANGS_SERVERS = ("hrl.workers.rollout.sglang_server", "SglangServers")
 START_TIMEOUT_S = 600.0
 GENERATE_TIMEOUT_S = 1800.0
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -69,6 +71,11 @@ RECEIVE_MARGIN_S = 10.0
 
 OnSample = Callable[[int, list[int], str], None]
 """Called with (row, token ids, finish reason) when a sample ends, one call at a time, on a thread of its own."""
+
+
+def engine_of(config: RolloutConfig) -> tuple[str, str]:
+    """Return module and class of the configured engine."""
+    return _SGLANGS_SERVERS if config.name == "sglang" and config.is_served else ENGINES[config.name]
 
 
 class RolloutHost:
@@ -93,7 +100,7 @@ class RolloutHost:
         self._sync: WeightSync | None = None
         self._num_waves = 0
         self._begun: list[_Wave] = []
-        module, kind = ENGINES[setup.config.name]
+        module, kind = engine_of(setup.config)
         self.engine: RolloutEngine = getattr(importlib.import_module(module), kind)(setup)
 
     @property

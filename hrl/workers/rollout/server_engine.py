@@ -3,8 +3,8 @@
 All ranks of a run sample from all servers; the first rank gives them the weights. A server is used for a policy version
 only once it has said that it holds that version, as this run sent it, and an answer counts only if the server says so
 after it: a server that was started anew in between, or that another run has taken, is found before its samples are
-used. A server that does not answer is left alone until the next sync, and its requests go to the others with the
-same seeds.
+used. A server that falters, after some tries, hands its requests to the others with the same seeds, and is used again
+once it says that it is well and still holds this version. One that is gone is left alone until the next sync.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import logging
 import math
 import resource
 import sys
+import time
 import zlib
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from hrl.pictures import Picture
@@ -31,7 +32,15 @@ from hrl.workers.rollout.base import (
     RolloutError,
     SampleOutput,
 )
-from hrl.workers.rollout.server_http import Address, ServerGoneError, ServerRefusesError, key_of
+from hrl.workers.rollout.server_http import (
+    Address,
+    Patience,
+    ServerError,
+    ServerFaltersError,
+    ServerGoneError,
+    ServerRefusesError,
+    key_of,
+)
 from hrl.workers.weight_sync.wire import WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -40,15 +49,27 @@ T = TypeVar("T")
 LOOK_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 30.0
 """For one question about a server's health; SGLang takes up to 20 s to answer it."""
-_HEALTH_INTERVAL_S = 10.0
+QUESTION_TIMEOUT_S = 120.0
+"""For the question which weights a server holds, all its tries together: it is answered between two iterations."""
+QUESTION = Patience(4, try_s=30.0)
+HEALTH_INTERVAL_S = 10.0
 _MOST_UNHEALTHY = 3
-"""Questions in a row without a good answer after which a server is taken for dead."""
+"""Questions in a row without a good answer after which a server is taken to falter."""
+_MOST_FALLS = 3
+"""Between two syncs; a server that falters more often is left alone until the next one."""
+COMEBACK_S = 60.0
+"""How long a request waits for a server that falters, where no other is left."""
+_COMEBACK_LOOK_S = 0.25
 _SHARE_OF_SYNC = 0.25
 """Of a sync's deadline for each of its calls to a server: one that hangs leaves time for the others."""
 _LEAST_SPREAD = 4
 """Requests by which a server may be ahead before the next with the same prompt goes elsewhere."""
 _BYTES_OF_REPLY, _BYTES_OF_TOKEN = 1 << 20, 4096
 """Bounds of an answer: a token comes with its text, perhaps as escapes, and its log-prob."""
+
+
+HALF_WRITTEN = "weights"
+"""In what a look tells: that they are not those of one version, and why."""
 
 
 class Server(ABC):
@@ -62,6 +83,7 @@ class Server(ABC):
         address: How it is asked.
         url: Its address, for messages.
         why_down: Why it is not used; None while it is.
+        may_return: It may be used again before the next sync, if it says that it holds the right weights.
         outstanding: Requests of this rank that it works on.
         confirmed: Policy version that it said it holds, before it was first sampled from.
     """
@@ -73,21 +95,31 @@ class Server(ABC):
         self.address = Address(url, key_of(setup.config.server.api_key), max(1, min(setup.config.max_num_seqs, files)))
         self.url = self.address.url
         self.why_down: str | None = None
+        self.may_return = False
         self.outstanding = 0
         self.confirmed: int | None = None
+        self._falls = 0
         self._fell = asyncio.Event()
 
-    def fall(self, reason: str) -> None:
-        """Stop using the server until the next sync."""
+    def fall(self, reason: str, *, may_return: bool = False) -> None:
+        """Stop using the server: until it is well again, where it may return; else until the next sync."""
         if self.why_down is None:
-            self.why_down = reason
+            self._falls += 1
+            self.why_down, self.may_return = reason, may_return and self._falls <= _MOST_FALLS
             self._fell.set()
-            logger.warning("%s is left alone until the next weight sync: %s", self.url, reason)
+            until = "it is well again" if self.may_return else "the next weight sync"
+            logger.warning("%s is left alone until %s: %s", self.url, until, reason)
 
-    def rise(self) -> None:
-        """Use the server again."""
-        self.why_down = self.confirmed = None
+    def rise(self, confirmed: int | None = None) -> None:
+        """Use the server again.
+
+        Args:
+            confirmed: The version that it says it holds; None where a sync will bring one.
+        """
+        self.why_down, self.may_return, self.confirmed = None, False, confirmed
         self._fell = asyncio.Event()
+        if confirmed is None:
+            self._falls = 0
 
     async def while_up(self, work: Awaitable[T]) -> T:
         """Return the result of work that the server does; raise, and cancel it, when the server falls meanwhile.
@@ -100,7 +132,7 @@ class Server(ABC):
             await asyncio.wait({task, fell}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise ServerGoneError(str(self.why_down))
+            raise ServerGoneError(str(self.why_down))  # which `fall` knows already
         finally:
             task.cancel()
             fell.cancel()
@@ -126,11 +158,12 @@ class Server(ABC):
         """Sample one response; its version is that which the server said it holds when it had finished."""
 
     @abstractmethod
-    async def held_version(self) -> int:
-        """Return the policy version that the server holds.
+    async def held_version(self, timeout_s: float = QUESTION_TIMEOUT_S) -> int:
+        """Return the policy version that the server holds; where it falters, it is asked again within the deadline.
 
         Raises:
             ServerGoneError: It holds none that this run sent.
+            ServerFaltersError: It does not answer.
         """
 
     def most_bytes(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> int:
@@ -186,6 +219,8 @@ class ServedEngine(RolloutEngine, Generic[S]):
                 server.fall(str(failure))
             elif isinstance(failure, BaseException):
                 raise failure
+            elif half := failure.get(HALF_WRITTEN):
+                logger.warning("%s: its weights are %s", server.url, half)
         self._up()
         self._unusable = "no weights have been sent to the servers"
         self._watching = [asyncio.create_task(self._watch(server)) for server in self.servers]
@@ -215,18 +250,37 @@ class ServedEngine(RolloutEngine, Generic[S]):
     ) -> SampleOutput:
         if pictures:
             raise RolloutError(f"request {request_id} shows pictures, which servers are not sent: set rollout.name=hf")
-        tried: set[str] = set()
+        tried: dict[str, str] = {}
+        end = math.inf
         while True:
-            server = self._choose(prompt_ids, tried)
-            tried.add(server.url)
+            try:
+                server = self._choose(prompt_ids, tried)
+            except EngineDeadError:
+                end = min(end, time.monotonic() + COMEBACK_S)
+                if not await self._one_returns(end):
+                    raise
+                tried.clear()
+                continue
+            tried[server.url] = "the request failed"
             server.outstanding += 1
             try:
                 return await server.while_up(self._sample(server, prompt_ids, sampling, request_id))
             except ServerGoneError as error:
-                server.fall(str(error))
+                tried[server.url] = str(error)
+                server.fall(str(error), may_return=isinstance(error, ServerFaltersError))
                 self._counts["rollout/failovers"] += 1
             finally:
                 server.outstanding -= 1
+
+    async def _one_returns(self, end: float) -> bool:
+        """Wait until a server is used that was not, no longer than to `end`; return whether there is one."""
+        while time.monotonic() < end:
+            if any(server.why_down is None for server in self.servers):
+                return True
+            if not any(server.may_return for server in self.servers):
+                return False
+            await asyncio.sleep(_COMEBACK_LOOK_S)
+        return False
 
     async def _sample(
         self, server: S, prompt_ids: list[int], sampling: SamplingParams, request_id: str
@@ -254,11 +308,11 @@ class ServedEngine(RolloutEngine, Generic[S]):
     def _out_of_vocabulary(self, token_ids: Sequence[int]) -> int | None:
         return next((token for token in token_ids if not 0 <= token < self.setup.tokens.vocab_size), None)
 
-    def _choose(self, prompt_ids: list[int], tried: Collection[str]) -> S:
+    def _choose(self, prompt_ids: list[int], tried: Mapping[str, str]) -> S:
         """Return the server for a prompt: the same for all its samples, which share its cache there, if it has room."""
         up = [server for server in self._up() if server.url not in tried]
         if not up:
-            raise self._none_left()
+            raise self._none_left(tried)
         most = math.ceil(1.25 * sum(server.outstanding for server in up) / len(up)) + _LEAST_SPREAD
         prompt = array("q", prompt_ids).tobytes()
         ranked = sorted(up, key=lambda server: zlib.crc32(server.url.encode(), zlib.crc32(prompt)))
@@ -270,10 +324,11 @@ class ServedEngine(RolloutEngine, Generic[S]):
             raise self._none_left()
         return up
 
-    def _none_left(self) -> EngineDeadError:
+    def _none_left(self, tried: Mapping[str, str] | None = None) -> EngineDeadError:
         if not self.servers:
             return EngineDeadError(f"{self.name}: not started, or shut down")
-        reasons = "; ".join(f"{server.url}: {server.why_down or 'the request failed'}" for server in self.servers)
+        known = tried or {}
+        reasons = "; ".join(f"{server.url}: {server.why_down or known.get(server.url)}" for server in self.servers)
         return EngineDeadError(
             f"no server of rollout.server.urls is left that can sample ({reasons}). Start them again, and the run with "
             "them: it goes on from its newest checkpoint"
@@ -283,8 +338,12 @@ class ServedEngine(RolloutEngine, Generic[S]):
         """Ask a server for a sign of life now and then: one that hangs with open connections does not say so."""
         unhealthy = 0
         while True:
-            await asyncio.sleep(_HEALTH_INTERVAL_S)
-            if server.why_down is not None or not server.outstanding:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            if server.why_down is not None:
+                unhealthy = 0
+                await self._take_back(server)
+                continue
+            if not server.outstanding:
                 unhealthy = 0
                 continue
             try:
@@ -293,7 +352,25 @@ class ServedEngine(RolloutEngine, Generic[S]):
             except RolloutError as error:
                 unhealthy += 1
                 if unhealthy >= _MOST_UNHEALTHY:
-                    server.fall(f"{unhealthy} times in a row without a sign of life: {error}")
+                    server.fall(f"{unhealthy} times in a row without a sign of life: {error}", may_return=True)
+
+    async def _take_back(self, server: S) -> None:
+        """Use a server again that has faltered, if it is well and holds the version that is sampled from."""
+        if not server.may_return or self._next_version is not None or self._unusable is not None:
+            return
+        try:
+            await server.health()
+            held = await server.held_version()
+        except ServerFaltersError:
+            return
+        except (ServerError, WeightSyncError) as error:
+            server.may_return = False
+            logger.warning("%s does not come back before the next weight sync: %s", server.url, error)
+            return
+        # Not if a sync has begun meanwhile, which brings all servers back by itself.
+        if held == self.policy_version and self._next_version is None and server.may_return:
+            server.rise(confirmed=held)
+            logger.warning("%s is used again: it is well, and holds version %d", server.url, held)
 
     # ------------------------------------------------------------------ weights
 
@@ -328,7 +405,7 @@ class ServedEngine(RolloutEngine, Generic[S]):
         results = list[T]()
         for server, result in await self._each(self._up(), call):
             if isinstance(result, ServerGoneError):
-                server.fall(str(result))
+                server.fall(str(result))  # till the next sync: whether it has finished this one, nobody knows
             elif isinstance(result, ServerRefusesError):
                 raise WeightSyncError(str(result)) from result
             elif isinstance(result, BaseException):

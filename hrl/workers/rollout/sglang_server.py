@@ -17,8 +17,15 @@ from hrl.files import expanded
 from hrl.models.hf_config import load_config
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
-from hrl.workers.rollout.server_engine import HEALTH_TIMEOUT_S, ServedEngine, Server, read_tokens
-from hrl.workers.rollout.server_http import Reply, ServerGoneError, ServerRefusesError
+from hrl.workers.rollout.server_engine import (
+    HEALTH_TIMEOUT_S,
+    QUESTION,
+    QUESTION_TIMEOUT_S,
+    ServedEngine,
+    Server,
+    read_tokens,
+)
+from hrl.workers.rollout.server_http import ServerGoneError, ServerRefusesError, excerpt
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.saved_folder import SavedFolderWriter
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
@@ -96,7 +103,8 @@ class SglangServer(Server):
         stop = self.setup.tokens.stop
         prompt = [stop[0] if stop else 0]
         body = generate_request(prompt, SamplingParams(max_tokens=1), stop)
-        read_generated(await self.address.post(GENERATE, body, timeout_s=timeout_s), stop, "of the look at the server")
+        reply = await self.address.post(GENERATE, body, timeout_s=timeout_s)
+        read_generated(reply.json(), reply.url, stop, "of the look at the server")
         return {"model": str(model.get("model_path")), "version": f"SGLang {server.get('version')}"}
 
     async def health(self) -> None:
@@ -111,12 +119,13 @@ class SglangServer(Server):
             timeout_s=self.setup.config.server.timeout_s,
             most_bytes=self.most_bytes(prompt_ids, sampling),
         )
-        token_ids, log_probs, reason, weights = read_generated(reply, self.setup.tokens.stop, request_id)
+        whole = reply.json()
+        token_ids, log_probs, reason, weights = read_generated(whole, reply.url, self.setup.tokens.stop, request_id)
         return SampleOutput(token_ids, log_probs, reason, self._version_of(weights))
 
-    async def held_version(self) -> int:
+    async def held_version(self, timeout_s: float = QUESTION_TIMEOUT_S) -> int:
         """Ask which weights the server holds."""
-        info = (await self.address.get(MODEL_INFO, timeout_s=HEALTH_TIMEOUT_S)).json()
+        info = (await self.address.get(MODEL_INFO, timeout_s=timeout_s, patience=QUESTION)).json()
         return self._version_of(info.get("weight_version"))
 
     async def take(self, folder: Path, version: int, timeout_s: float) -> str:
@@ -128,7 +137,8 @@ class SglangServer(Server):
         body = update_request(folder, f"{_PREFIX}-{self.setup.run_mark}-{version}")
         answer = (await self.address.post(UPDATE, body, timeout_s=timeout_s)).json()
         if answer.get("success") is not True:
-            raise ServerRefusesError(f"{self.url}{UPDATE} did not take the weights: {answer.get('message')!r}")
+            said = excerpt(str(answer.get("message")))
+            raise ServerRefusesError(f"{self.url}{UPDATE} did not take the weights: {said}")
         await self.address.post(f"{FLUSH}?timeout={_FLUSH_TIMEOUT_S:g}", timeout_s=timeout_s)
         body = {"action": "checksum"}
         reply = await self.address.post(CHECK, body, timeout_s=timeout_s, most_bytes=_MOST_CHECKSUM_BYTES)
@@ -143,8 +153,8 @@ class SglangServer(Server):
         if is_ours and parts[1] == self.setup.run_mark:
             return int(parts[2])
         raise ServerGoneError(
-            f"{self.url} holds weights {weights!r}, which this run has not sent: was it started anew, or does another "
-            "run use it?"
+            f"{self.url} holds weights {excerpt(str(weights))}, which this run has not sent: was it started "
+            "anew, or does another run use it?"
         )
 
     def _require_fit(self, model: Mapping[str, Any], server: Mapping[str, Any]) -> None:
@@ -245,42 +255,42 @@ class SglangServers(ServedEngine[SglangServer]):
 
 
 def read_generated(
-    reply: Reply, stop: Sequence[int], request_id: str
+    whole: Mapping[str, Any], of: str, stop: Sequence[int], request_id: str
 ) -> tuple[list[int], list[float], FinishReason, str | None]:
     """Return tokens, log-probs, the reason of the end, and the name of the weights of an answer of `/generate`.
 
     Args:
-        reply: Of the server.
+        whole: The answer.
+        of: Who gave it, for messages.
         stop: Tokens at which a response ends.
         request_id: Of the request, for messages.
 
     Raises:
         ServerRefusesError: It lacks one of these, has a response of several weights, or ended at another token.
     """
-    whole = reply.json()
     info = whole.get("meta_info")
     if not isinstance(info, dict):
-        raise ServerRefusesError(f"{reply.url} answered request {request_id} without meta_info: is it SGLang's server?")
+        raise ServerRefusesError(f"{of} answered request {request_id} without meta_info: is it SGLang's server?")
     entries = info.get("output_token_logprobs")
     if not (isinstance(entries, list) and all(isinstance(entry, list) and len(entry) >= 2 for entry in entries)):
         entries = []
     finish = info.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, dict) else None
+    kind = kind if isinstance(kind, str) else None
     token_ids, numbers, reason = read_tokens(
-        reply.url, request_id, whole.get("output_ids"), [entry[0] for entry in entries], _FINISH_REASONS.get(kind)
+        of, request_id, whole.get("output_ids"), [entry[0] for entry in entries], _FINISH_REASONS.get(kind)
     )
     if token_ids != [entry[1] for entry in entries]:
-        raise ServerRefusesError(f"{reply.url} answered request {request_id} with log-probs of other tokens")
+        raise ServerRefusesError(f"{of} answered request {request_id} with log-probs of other tokens")
     if reason == "stop" and token_ids[-1:] and token_ids[-1] not in stop:
         raise ServerRefusesError(
-            f"{reply.url} ended request {request_id} at token {token_ids[-1]}, and responses end at {list(stop)}: its "
+            f"{of} ended request {request_id} at token {token_ids[-1]}, and responses end at {list(stop)}: its "
             "model's folder names another end than the run's"
         )
     weights = info.get("weight_version")
     spans = info.get("weight_versions")
-    versions = {span.get("version") for span in spans if isinstance(span, dict)} if isinstance(spans, list) else set()
-    if versions - {weights}:
-        raise ServerRefusesError(
-            f"{reply.url} sampled request {request_id} with weights of {sorted(map(str, versions))}"
-        )
+    versions = [span.get("version") for span in spans if isinstance(span, dict)] if isinstance(spans, list) else []
+    if any(version != weights for version in versions):
+        found = excerpt(", ".join(sorted(set(map(str, versions)))))
+        raise ServerRefusesError(f"{of} sampled request {request_id} with weights of {found}")
     return token_ids, numbers, reason, weights if isinstance(weights, str) else None

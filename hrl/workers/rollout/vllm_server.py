@@ -11,14 +11,25 @@ import asyncio
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from hrl.models.hf_config import load_config
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
-from hrl.workers.rollout.server_engine import HEALTH_TIMEOUT_S, ServedEngine, Server, read_tokens
-from hrl.workers.rollout.server_http import Reply, ServerGoneError, ServerRefusesError
+from hrl.workers.rollout.server_engine import (
+    HALF_WRITTEN,
+    HEALTH_TIMEOUT_S,
+    QUESTION,
+    QUESTION_TIMEOUT_S,
+    ServedEngine,
+    Server,
+    read_tokens,
+)
+from hrl.workers.rollout.server_http import ONCE, A, Answer, Patience, Reply, ServerGoneError, ServerRefusesError, read
 from hrl.workers.weight_sync import shared_memory
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
@@ -27,6 +38,53 @@ _FINISH_REASONS: dict[Any, FinishReason] = {"stop": "stop", "length": "length", 
 _RPC = "/collective_rpc"
 _MOST_REPORT_BYTES = 1 << 24
 _RESET_PAUSE_S = 0.2
+_LONGEST_ERROR = 2000
+_SHARE_OF_QUESTIONS = 0.05
+_LONGEST_WAIT_S = 1.0
+"""For the answers of others, so that one question stands for all of them."""
+
+
+class _Model(Answer):
+    id: str
+
+
+class _Models(Answer):
+    """Of `/v1/models`."""
+
+    data: Annotated[list[_Model], Field(min_length=1)]
+
+
+class _State(Answer):
+    """What `RolloutWorkerExtension.hrl_state` says."""
+
+    mark: str | None
+    version: int | None
+    half_written: bool = False
+
+
+class _Look(Answer):
+    """What `RolloutWorkerExtension.hrl_look` says."""
+
+    model: str
+    sizes: dict[str, Any]
+    dtype: str
+    max_model_len: int
+    logprobs_mode: str
+    generation_config: str
+    cuts_seeded_prompts: bool = False
+    rounds_logits: bool = False
+    data_parallel_size: int = 1
+    half_written: bool = False
+
+
+class _Report(Answer):
+    """A `ReceiverReport`."""
+
+    receiver: str
+    version: int
+    tensors: int
+    nbytes: int
+    read_back: int
 
 
 def server_command(setup: EngineSetup, url: str, *, on_cpu: bool = False) -> str:
@@ -56,22 +114,22 @@ class VllmServer(Server):
         self._model: str | None = None
         self._asking = asyncio.Lock()
         self._next_answer: asyncio.Task[int] | None = None
+        self._num_waiting = 0
+        self._all_wait = asyncio.Event()
+        self._ask_not_before = 0.0
 
     async def look(self, timeout_s: float) -> dict[str, str]:
         """Check health, model, settings and what an answer has; see `Server.look`."""
         await self.address.get("/health", timeout_s=timeout_s)
-        models = (await self.address.get("/v1/models", timeout_s=timeout_s)).json()
-        try:
-            self._model = str(models["data"][0]["id"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise ServerRefusesError(f"{self.url}/v1/models names no model: is it vLLM's server?") from error
+        models = await self.address.get("/v1/models", timeout_s=timeout_s)
+        self._model = read(_Models, models.json(), models.url).data[0].id
         found = await self._looked(timeout_s)
         self._require_fit(found)
+        told = {"model": f"{self._model}, {found.dtype}", "longest": f"{found.max_model_len} tokens"}
+        if found.half_written:  # which it may not survive to sample from, and which a sync mends
+            return told | {HALF_WRITTEN: "half written by a sync that did not end; the first sync of a run mends them"}
         await self._try(timeout_s)
-        return {
-            "model": f"{self._model}, {found['dtype']}",
-            "longest": f"{found['max_model_len']} tokens",
-        }
+        return told
 
     async def health(self) -> None:
         """Ask `/health`."""
@@ -88,28 +146,26 @@ class VllmServer(Server):
         token_ids, log_probs, reason = read_completion(reply, prompt_ids, request_id)
         return SampleOutput(token_ids, log_probs, reason, await self._held_from_now())
 
-    async def held_version(self) -> int:
+    async def held_version(self, timeout_s: float = QUESTION_TIMEOUT_S) -> int:
         """Ask every process of the server which weights it holds."""
-        states = await self._call("hrl_state", timeout_s=HEALTH_TIMEOUT_S)
-        versions = {state["version"] for state in states}
-        marks = {state["mark"] for state in states}
-        if len(marks) == 1 and len(versions) == 1:
-            mark, version = marks.pop(), versions.pop()
-            if mark == self.setup.run_mark and version is not None:
-                return int(version)
+        states = await self._call("hrl_state", kind=_State, timeout_s=timeout_s, patience=QUESTION)
+        held = {(state.mark, state.version) for state in states}
+        for mark, version in held:
+            if len(held) == 1 and mark == self.setup.run_mark and version is not None:
+                return version
         raise ServerGoneError(
             f"{self.url} does not hold weights that this run has sent: was it started anew, or does another run use it?"
         )
 
     async def begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int, timeout_s: float) -> None:
         """Announce a sync to every process of the server."""
-        states = await self._call("hrl_state", timeout_s=timeout_s)
-        if any(state["mark"] != self.setup.run_mark for state in states):
-            await self._call("hrl_join_run", self.setup.run_mark, timeout_s=timeout_s)
+        states = await self._call("hrl_state", kind=_State, timeout_s=timeout_s)
+        if any(state.mark != self.setup.run_mark for state in states):
+            await self._do("hrl_join_run", self.setup.run_mark, timeout_s=timeout_s)
         else:
-            await self._call("hrl_weights_abort", timeout_s=timeout_s)  # what is left of a sync that failed
+            await self._do("hrl_weights_abort", timeout_s=timeout_s)  # what is left of a sync that failed
         try:
-            await self._call("hrl_weights_begin", manifest.to_plain(), dict(handle), version, timeout_s=timeout_s)
+            await self._do("hrl_weights_begin", manifest.to_plain(), dict(handle), version, timeout_s=timeout_s)
         except WeightSyncError as error:
             if handle["kind"] != shared_memory.KIND:
                 raise
@@ -120,11 +176,11 @@ class VllmServer(Server):
 
     async def load(self, index: int, timeout_s: float) -> None:
         """Have a published bucket taken by every process of the server."""
-        await self._call("hrl_weights_load", index, timeout_s=timeout_s)
+        await self._do("hrl_weights_load", index, timeout_s=timeout_s)
 
     async def commit(self, timeout_s: float) -> list[ReceiverReport]:
         """Have the weights written, and the prefix cache dropped, which fails while somebody else's requests run."""
-        answers = await self._call("hrl_weights_commit", timeout_s=timeout_s)
+        answers = await self._call("hrl_weights_commit", kind=_Report, timeout_s=timeout_s)
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         while not (await self.address.post("/reset_prefix_cache", timeout_s=timeout_s)).json().get("success"):
@@ -134,79 +190,111 @@ class VllmServer(Server):
                     "weights would be used: does somebody else send it requests? A run needs servers of its own"
                 )
             await asyncio.sleep(_RESET_PAUSE_S)
-        return [ReceiverReport(**{**answer, "receiver": f"{self.url} {answer['receiver']}"}) for answer in answers]
+        return [
+            ReceiverReport(
+                f"{self.url} {answer.receiver}", answer.version, answer.tensors, answer.nbytes, answer.read_back
+            )
+            for answer in answers
+        ]
 
-    async def abort(self, timeout_s: float) -> bool:
-        """Drop a sync in every process of the server."""
-        answers = await self._call("hrl_weights_abort", timeout_s=timeout_s)
-        return all(answer["intact"] for answer in answers)
+    async def abort(self, timeout_s: float) -> int:
+        """Drop a sync in every process of the server, and return the version that it holds then.
+
+        Raises:
+            ServerGoneError: None that is whole and of this run.
+        """
+        await self._do("hrl_weights_abort", timeout_s=timeout_s)
+        return await self.held_version(timeout_s)
 
     async def _held_from_now(self) -> int:
         """Return the version of a question that is asked after this call; those who wait together ask it once."""
+        self._num_waiting += 1
+        if self._num_waiting >= self.outstanding:
+            self._all_wait.set()
         if self._next_answer is None:
             self._next_answer = asyncio.create_task(self._ask_in_turn())
-        return await asyncio.shield(self._next_answer)
+        try:
+            return await asyncio.shield(self._next_answer)
+        finally:
+            self._num_waiting -= 1
 
     async def _ask_in_turn(self) -> int:
         async with self._asking:
+            # The question is asked of every process of the server, between two iterations. So it waits for further
+            # answers to stand for, until it takes no more than its share of the time, or no request is under way.
+            loop = asyncio.get_running_loop()
+            self._all_wait.clear()
+            with suppress(TimeoutError):
+                if self._num_waiting < self.outstanding:
+                    await asyncio.wait_for(self._all_wait.wait(), max(self._ask_not_before - loop.time(), 0.0))
             self._next_answer = None
-            return await self.held_version()
+            began = loop.time()
+            try:
+                return await self.held_version()
+            finally:
+                took = loop.time() - began
+                self._ask_not_before = loop.time() + min(took / _SHARE_OF_QUESTIONS, _LONGEST_WAIT_S)
 
-    async def _call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
+    async def _do(self, method: str, *args: Any, timeout_s: float) -> None:
+        """Call a method of the extension whose answers say nothing; see `_call`."""
+        await self._call(method, *args, kind=Answer, timeout_s=timeout_s)
+
+    async def _call(
+        self, method: str, *args: Any, kind: type[A], timeout_s: float, patience: Patience = ONCE
+    ) -> list[A]:
         """Call a method of the extension in every process of the server, and return the answers."""
         body = {"method": method, "args": list(args)}
-        reply = await self.address.post(_RPC, body, timeout_s=timeout_s, most_bytes=_MOST_REPORT_BYTES)
+        reply = await self.address.post(
+            _RPC, body, timeout_s=timeout_s, most_bytes=_MOST_REPORT_BYTES, patience=patience
+        )
         answers = reply.json().get("results")
         if not (isinstance(answers, list) and answers and all(isinstance(answer, dict) for answer in answers)):
             raise ServerRefusesError(f"{reply.url} gave no results of {method}: is it vLLM's server?")
         for answer in answers:
             if "error" in answer:
-                raise WeightSyncError(f"{self.url}: {answer['error']}")
-        return answers
+                raise WeightSyncError(f"{self.url}: {str(answer['error'])[:_LONGEST_ERROR]}")
+        return [read(kind, answer, f"{reply.url} answered {method}") for answer in answers]
 
-    async def _looked(self, timeout_s: float) -> dict[str, Any]:
+    async def _looked(self, timeout_s: float) -> _Look:
         how = f"start it with\n  {server_command(self.setup, self.url)}"
         try:
-            answers = await self._call("hrl_look", timeout_s=timeout_s)
+            answers = await self._call("hrl_look", kind=_Look, timeout_s=timeout_s)
         except ServerRefusesError as error:
             raise ServerRefusesError(f"{self.url} takes no weights ({error}): {how}") from error
         except ServerGoneError as error:
             raise ServerRefusesError(f"{self.url} has no worker extension of hrl ({error}): {how}") from error
-        first = answers[0]
-        missing = {"model", "sizes", "dtype", "max_model_len", "logprobs_mode", "generation_config"} - first.keys()
-        if missing:
-            raise ServerRefusesError(f"{self.url} has the extension of another version of hrl: {how}")
-        return first
+        any_half = any(answer.half_written for answer in answers)
+        return answers[0].model_copy(update={"half_written": any_half})
 
-    def _require_fit(self, found: Mapping[str, Any]) -> None:
+    def _require_fit(self, found: _Look) -> None:
         """Refuse a server whose model or settings are not this run's; says which, and how it is started."""
         source, config = self.setup.model, self.setup.config
         own = load_config(
             source.path, source.override_config, trust_remote_code=source.trust_remote_code
         ).get_text_config()
         wrong = [
-            f"its model {found['model']} has {name}={theirs}, and {source.path} has {getattr(own, name, None)}"
-            for name, theirs in found["sizes"].items()
+            f"its model {found.model} has {name}={theirs}, and {source.path} has {getattr(own, name, None)}"
+            for name, theirs in found.sizes.items()
             if theirs != getattr(own, name, None)
         ]
-        if found["dtype"] != config.dtype:
-            wrong.append(f"its weights are {found['dtype']}, and those that it gets {config.dtype} (rollout.dtype)")
-        if found["max_model_len"] < source.max_model_len:
-            wrong.append(f"its longest sequence is {found['max_model_len']}, and the run's {source.max_model_len}")
-        if found["logprobs_mode"] != "processed_logprobs":
+        if found.dtype != config.dtype:
+            wrong.append(f"its weights are {found.dtype}, and those that it gets {config.dtype} (rollout.dtype)")
+        if found.max_model_len < source.max_model_len:
+            wrong.append(f"its longest sequence is {found.max_model_len}, and the run's {source.max_model_len}")
+        if found.logprobs_mode != "processed_logprobs":
             wrong.append(
-                f"its log-probs are {found['logprobs_mode']}, which are not those of the distribution that it samples"
+                f"its log-probs are {found.logprobs_mode}, which are not those of the distribution that it samples"
             )
-        if found["generation_config"] != "vllm":
+        if found.generation_config != "vllm":
             wrong.append("it takes settings of sampling from the model's folder")
-        if found.get("cuts_seeded_prompts"):
+        if found.cuts_seeded_prompts:
             wrong.append("it cuts prompts, which on a CPU fails for requests with a seed (--no-enable-chunked-prefill)")
-        if found.get("rounds_logits"):
+        if found.rounds_logits:
             wrong.append("it rounds logits, by which log-probs move (--hf-overrides)")
-        if found.get("data_parallel_size", 1) > 1:
+        if found.data_parallel_size > 1:
             wrong.append("it has several engines behind one address (--data-parallel-size): start one server for each")
         if wrong:
-            command = server_command(self.setup, self.url, on_cpu=bool(found.get("cuts_seeded_prompts")))
+            command = server_command(self.setup, self.url, on_cpu=found.cuts_seeded_prompts)
             raise ServerRefusesError(
                 f"{self.url} does not fit this run: {'; '.join(wrong)}. Start it with\n  {command}"
             )
@@ -250,11 +338,11 @@ class VllmServers(ServedEngine[VllmServer]):
 
     async def _abort_weights(self) -> bool:
         up = [server for server in self.servers if server.why_down is None]
-        for server, result in await self._each(up, lambda server: server.abort(self._call_s)):
-            if isinstance(result, BaseException):
-                server.fall(f"it did not answer the abort of a weight sync: {result}")
-            elif not result:
-                server.fall("its weights are of two versions, because a weight sync was aborted")
+        for server, held in await self._each(up, lambda server: server.abort(self._call_s)):
+            if isinstance(held, BaseException):
+                server.fall(f"a weight sync was aborted, after which {held}")
+            elif held != self.policy_version:  # the sync failed elsewhere, when this one had finished
+                server.fall(f"it holds version {held} already, whose sync was aborted")
         return any(server.why_down is None for server in up)
 
 
@@ -315,5 +403,6 @@ def read_completion(
         raise ServerRefusesError(f"{reply.url} answered request {request_id} to another prompt than it was sent")
     log_probs = choice.get("logprobs")
     log_probs = log_probs.get("token_logprobs") if isinstance(log_probs, dict) else None
-    reason = _FINISH_REASONS.get(choice.get("finish_reason"))
+    finish = choice.get("finish_reason")
+    reason = _FINISH_REASONS.get(finish) if isinstance(finish, str) else None
     return read_tokens(reply.url, request_id, choice.get("token_ids"), log_probs, reason)

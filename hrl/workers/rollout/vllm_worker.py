@@ -375,13 +375,20 @@ class RolloutWorkerExtension:
         return self.hrl_state()
 
     def hrl_state(self) -> dict[str, Any]:
-        """Return the mark of the run that gives this process weights, and their version; None without whole ones."""
+        """Return the mark of the run that gives this process weights, and their version; None without whole ones.
+
+        Also whether they are half written, by a sync that is under way or whose sender died.
+        """
         mark = getattr(self, "_hrl_mark", None)
         receiver = None if mark is None else self._hrl_receiver
         has_some = receiver is not None and receiver.has_received and receiver.intact
         if has_some and self._hrl_sample_of_weights() != self._hrl_committed:
             has_some = False  # somebody has loaded others by another way
-        return {"mark": mark, "version": receiver.served_version if has_some else None}  # type: ignore[union-attr]
+        return {
+            "mark": mark,
+            "version": receiver.served_version if has_some else None,  # type: ignore[union-attr]
+            "half_written": receiver is not None and not receiver.intact,
+        }
 
     def _hrl_sample_of_weights(self) -> int:
         """Return a checksum of the first bytes of every parameter, as they lie in memory."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_file, shared_memory
 from hrl.workers.weight_sync.wire import (
@@ -84,6 +85,7 @@ class WeightReceiver:
     Attributes:
         served_version: Policy version of the last good sync.
         intact: Whether all weights of the model are those of `served_version`.
+        digest: Of the last good sync's checksums, equal for equal weights; empty before the first one.
     """
 
     def __init__(self, writer: ModelWriter, name: str, rank_in_engine: int = 0) -> None:
@@ -97,6 +99,7 @@ class WeightReceiver:
         self._sync: _Incoming | None = None
         self._said_nothing_reads_back = False
         self.served_version = 0
+        self.digest = ""
         self.intact = True
 
     @property
@@ -167,6 +170,7 @@ class WeightReceiver:
         self._writer.finish(manifest.kept)
         read_back = self._read_back(sync)
         self._known_good, self.served_version, self.intact = manifest, sync.version, True
+        self.digest = xxh3_64_hexdigest(repr(sync.checksums).encode())
         self._end_sync()
         return ReceiverReport(self._name, sync.version, len(manifest.tensors), manifest.nbytes, read_back)
 
@@ -174,7 +178,6 @@ class WeightReceiver:
         """Drop the sync under way, if any, and return `intact`."""
         if self._sync is not None and self._sync.writing:
             self._writer.cancel()
-            self.intact = False
         self._end_sync()
         return self.intact
 
@@ -190,7 +193,7 @@ class WeightReceiver:
 
     def _write(self, sync: _Incoming, index: int, data: Tensor) -> None:
         if not sync.writing:
-            sync.writing = True
+            sync.writing, self.intact = True, False  # from here to the end of the commit, also if no abort ever comes
             self._writer.begin()
         bucket = sync.manifest.buckets[index]
         weights = self._views.get(index)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -16,9 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_64
 
+from hrl.workers.weight_sync.own_place import OwnPlace
 from hrl.workers.weight_sync.wire import WeightSyncError, tensor_checksums
 
-_NAME = "hrl-model-"
+_NAME = "hrl-model"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
@@ -27,7 +25,7 @@ class SavedFolderWriter:
     """Writes each sync into a folder of its own, beside which that of the sync before stays until it is dropped.
 
     Args:
-        model: Folder of the model, whose configuration and tokenizer are copied.
+        model: Folder of the model, whose configuration, tokenizer and weights that are not trained are copied.
         root: Where the folders are made. What killed processes have left there is removed.
 
     Attributes:
@@ -38,11 +36,11 @@ class SavedFolderWriter:
     def __init__(self, model: Path, root: Path) -> None:
         self._model = model
         self._root = root.resolve()
-        self._own: Path | None = None
-        self._lock: int | None = None
+        self._own: OwnPlace | None = None
         self._number = 0
         self._next: Path | None = None
         self._files: dict[str, str] = {}
+        self._kept: dict[str, str] = {}  # of those that are not trained, in the last folder that was finished
         self._sums = xxh3_64()
         self.folder: Path | None = None
         self.digest = ""
@@ -55,15 +53,11 @@ class SavedFolderWriter:
         """
         try:
             if self._own is None:
-                _remove_what_was_left(self._root)
-                self._own = self._root / f"{_NAME}{secrets.token_hex(8)}"
-                self._own.mkdir()
-                self._lock = os.open(self._own, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with suppress(OSError):  # of a file system without locks, where nobody removes what was left
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._own = OwnPlace(self._root, _NAME, is_folder=True)
             self._number += 1
-            self._next = self._own / str(self._number)
+            self._next = self._own.path / str(self._number)
             self._next.mkdir()
+            self._own.touch()
             for file in self._model.iterdir():
                 if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHTS):
                     shutil.copyfile(file, self._next / file.name)
@@ -94,23 +88,47 @@ class SavedFolderWriter:
         """Write the list of the files, and have all of it on the disk.
 
         Raises:
-            WeightSyncError: Something is not sent, so that the folder would not be whole; or the disk refuses.
+            WeightSyncError: The model's folder lacks something that is not sent, or the disk refuses.
         """
         folder = self._open()
-        if kept:
-            raise WeightSyncError(
-                f"{len(kept)} tensors that are not trained, such as {next(iter(kept))!r}, are not sent, and a server "
-                "that reads a folder needs all: train them too, or use rollout.name=vllm"
-            )
         try:
+            kept_files = self._bring_kept(folder, frozenset(kept))
+            self._files |= kept_files
             index = {"metadata": {}, "weight_map": self._files}
             (folder / _INDEX).write_text(json.dumps(index))
             for file in folder.iterdir():
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise self._refused(error) from error
         self.folder, self._next, self.digest = folder, None, self._sums.hexdigest()
+        self._kept = kept_files
+
+    def _bring_kept(self, folder: Path, kept: frozenset[str]) -> dict[str, str]:
+        """Put what is not sent into a folder, and return the file of each name; from the second time on by links."""
+        if self.folder is not None and self._kept.keys() == kept:
+            for file in set(self._kept.values()):
+                try:
+                    os.link(self.folder / file, folder / file)
+                except OSError:  # of a file system without links
+                    shutil.copyfile(self.folder / file, folder / file)
+            return self._kept
+        files: dict[str, str] = {}
+        for source in sorted(self._model.glob("*.safetensors")) if kept else []:
+            with safe_open(source, "pt") as opened:
+                names = sorted(kept.intersection(opened.keys()) - files.keys())
+                if names:
+                    file = f"kept-{source.name}"
+                    save_file({name: opened.get_tensor(name) for name in names}, folder / file, {"format": "pt"})
+                    files |= dict.fromkeys(names, file)
+        missing = sorted(kept - files.keys())
+        if missing:
+            raise WeightSyncError(
+                f"{len(missing)} tensors that are not trained, such as {missing[0]!r}, are not sent, and {self._model} "
+                "does not have them in *.safetensors under that name: a server that reads a folder needs all. Train "
+                "them too, or use rollout.name=vllm"
+            )
+        return files
 
     def cancel(self) -> None:
         """Remove the folder that was not finished."""
@@ -130,7 +148,7 @@ class SavedFolderWriter:
         """Remove the folders of syncs before the last one."""
         if self._own is None:
             return
-        for folder in self._own.iterdir():
+        for folder in self._own.path.iterdir():
             if folder != self.folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -138,10 +156,7 @@ class SavedFolderWriter:
         """Remove all that was written. Harmless when repeated."""
         own, self._own, self.folder = self._own, None, None
         if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            own.remove()
 
     def _open(self) -> Path:
         if self._next is None:
@@ -153,15 +168,3 @@ class SavedFolderWriter:
             f"rollout.server.weights_folder={self._root} can't take the weights: {error}; make room there, or name "
             "another folder that this machine can write and the servers can read"
         )
-
-
-def _remove_what_was_left(root: Path) -> None:
-    """Remove folders of processes that no longer live: whoever lives holds a lock on its own."""
-    for folder in root.glob(f"{_NAME}*"):
-        with suppress(OSError):
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(handle)

@@ -7,23 +7,21 @@ cache may still hold of an earlier sync has that one's seal, and is refused.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hrl.workers.weight_sync.own_place import OwnPlace
 from hrl.workers.weight_sync.sender import SenderTransport
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 
 KIND = "shared_file"
-_NAME = "hrl-weights-"
+_NAME = "hrl-weights"
 
 
 class SharedFileSender(SenderTransport):
@@ -41,22 +39,18 @@ class SharedFileSender(SenderTransport):
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
         self._manifest = manifest
-        self._path = folder.resolve() / f"{_NAME}{secrets.token_hex(8)}"
         try:
-            _remove_what_was_left(self._path.parent)
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._place: OwnPlace | None = OwnPlace(folder.resolve(), _NAME, is_folder=False)
         except OSError as error:
             raise WeightSyncError(
                 f"rollout.server.weights_folder={folder}: {error.strerror}; name a folder that this machine can write "
                 "and the servers can read"
             ) from error
-        self._fd: int | None = fd
-        with suppress(OSError):  # of a file system without locks, where nobody removes what was left
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._path = self._place.path
         try:
             # Written, not only made longer: a full disk is an error here, and a signal in a mapped page.
-            os.posix_fallocate(fd, 0, manifest.all_buckets_bytes)
-            self._memory: mmap.mmap | None = mmap.mmap(fd, manifest.all_buckets_bytes)
+            os.posix_fallocate(self._place.handle, 0, manifest.all_buckets_bytes)
+            self._memory: mmap.mmap | None = mmap.mmap(self._place.handle, manifest.all_buckets_bytes)
         except OSError as error:
             self._memory = None
             self.close()
@@ -77,16 +71,16 @@ class SharedFileSender(SenderTransport):
 
     def publish(self, index: int) -> None:
         """Have what was written so far on the disk, where other machines see it."""
-        if self._memory is not None and self._fd is not None:
+        if self._memory is not None and self._place is not None:
             self._memory.flush()
-            os.fsync(self._fd)
+            os.fsync(self._place.handle)
+            self._place.touch()
 
     def close(self) -> None:
         self._data = self._memory = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-            self._path.unlink(missing_ok=True)
+        place, self._place = self._place, None
+        if place is not None:
+            place.remove()
 
 
 class SharedFileReader:
@@ -124,11 +118,3 @@ class SharedFileReader:
                 f"cannot open {self._path} ({error.strerror}): rollout.server.weights_folder has to be a folder that "
                 "the server sees under the same name"
             ) from error
-
-
-def _remove_what_was_left(folder: Path) -> None:
-    """Remove files of senders that no longer live: whoever lives holds a lock on its own."""
-    for path in folder.glob(f"{_NAME}*"):
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)

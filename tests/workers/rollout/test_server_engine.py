@@ -20,9 +20,10 @@ from aiohttp import web
 from hrl.config.rollout import ServerConfig, WeightSyncConfig
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout import server_engine, server_http, vllm_server
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError
 from hrl.workers.rollout.host import LoopThread, RolloutHost
-from hrl.workers.rollout.server_http import ServerRefusesError
+from hrl.workers.rollout.server_http import Patience, ServerRefusesError
 from hrl.workers.weight_sync.wire import WeightSyncError
 from tests.workers.rollout import models
 from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
@@ -158,6 +159,14 @@ def make(folder, hosts) -> Callable[..., RolloutHost]:
     return make
 
 
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch) -> None:
+    """What takes seconds in a run takes tenths of one here."""
+    monkeypatch.setattr(server_http, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(server_engine, "HEALTH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(server_engine, "COMEBACK_S", 1.0)
+
+
 def push(host: RolloutHost, model: Any, version: int = 1):
     return host.push_weights(version, models.specs(model, torch.float32), models.parameters(model))
 
@@ -254,7 +263,7 @@ def test_an_answer_that_is_none_is_one_error_with_the_address(make, model, handl
 def test_a_server_that_does_not_finish_its_answer_is_left_alone(make, model, handler, said):
     good, bad = Stub(), Stub()
     with running(good, bad):
-        host = make(good, bad, server={"timeout_s": 0.5})
+        host = make(good, bad, server={"timeout_s": 0.5 if handler is dribble else 20.0})
         host.start()
         push(host, model)
         bad.instead["/v1/completions"] = good.instead["/v1/completions"] = handler
@@ -450,4 +459,248 @@ def test_a_cancelled_batch_is_withdrawn_and_requests_at_once_are_bounded(make, m
         while stub.now:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert stub.cancelled == 4 and stub.most_at_once == 4
+        # One that waits may begin when another is withdrawn, before it is withdrawn itself.
+        assert stub.cancelled >= 4 and stub.most_at_once == 4
+
+
+# ---------------------------------------------------------------------------------- servers that falter
+
+
+def broken(status: int = 500) -> Handler:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(status=status, text="EngineDeadError")
+
+    return handler
+
+
+def asked(stub: Stub, method: str, *first: Handler) -> Handler:
+    """Answers the first questions of a method in place of the stub, and leaves it all others."""
+    left = list(first)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if body["method"] == method and left:
+            return await left.pop(0)(request)
+        return web.json_response({"results": [stub.rpc(body["method"], *body["args"])]})
+
+    return handler
+
+
+def results(*answers: Any) -> Handler:
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response({"results": list(answers)})
+
+    return handler
+
+
+async def late(_: web.Request) -> web.Response:
+    await asyncio.sleep(10.0)
+    return web.Response()
+
+
+def fallen(host: RolloutHost) -> dict[str, str | None]:
+    return {server.url: server.why_down for server in host.engine.servers}
+
+
+def until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_one_failure_makes_no_server_fall(make, model, monkeypatch):
+    monkeypatch.setattr(vllm_server, "QUESTION", Patience(4, try_s=0.3))
+    stub = Stub()
+    with running(stub):
+        host = make(stub)
+        host.start()
+        push(host, model)
+        stub.bodies.clear()
+        left = [broken(503), half, broken(500)]
+
+        async def at_first(request: web.Request) -> web.StreamResponse:
+            if left:
+                return await left.pop(0)(request)
+            return web.json_response(await stub.complete(await request.json()))
+
+        stub.instead["/v1/completions"] = at_first
+        stub.instead["/collective_rpc"] = asked(stub, "hrl_state", broken(500), late, half)
+        sample(host, 2)
+        assert not left and fallen(host) == {stub.url: None} and host.take_counts() == {}
+        stub.instead["/v1/completions"] = broken(502)
+        with pytest.raises(EngineDeadError, match=f"{stub.url}/v1/completions answered 502: 'EngineDeadError'"):
+            sample(host)
+
+
+def test_a_server_that_falters_is_used_again_once_it_is_well_and_holds_the_version(make, model):
+    good, bad = Stub(), Stub()
+    with running(good, bad):
+        host = make(good, bad)
+        host.start()
+        push(host, model, 7)
+        whole = sample(host, 16)
+        bad.instead["/v1/completions"] = bad.instead["/health"] = broken(503)
+        assert torch.equal(whole.batch["responses"], sample(host, 16).batch["responses"])
+        assert "answered 503" in fallen(host)[bad.url]
+        bad.instead.clear()
+        until(lambda: fallen(host)[bad.url] is None)
+        joined, bad.bodies = bad.calls["hrl_join_run"], []
+        assert torch.equal(whole.batch["responses"], sample(host, 16).batch["responses"])
+        assert bad.bodies and bad.calls["hrl_join_run"] == joined == 1  # without a sync
+
+        bad.instead["/v1/completions"] = broken(503)
+        bad.state = {"mark": None, "version": None}  # it is started anew
+        sample(host, 16)
+        until(lambda: not any(server.may_return for server in host.engine.servers))
+        bad.instead.clear()
+        time.sleep(0.3)
+        assert fallen(host)[bad.url] is not None
+
+
+def test_where_no_other_is_left_a_request_waits_for_a_server_that_falters_and_not_without_end(make, model):
+    stub = Stub()
+    with running(stub):
+        host = make(stub)
+        host.start()
+        push(host, model)
+        stub.instead["/v1/completions"] = broken(503)
+        back = threading.Timer(0.4, stub.instead.clear)
+        back.start()
+        sample(host)
+        assert host.take_counts() == {"rollout/failovers": 1.0}
+        stub.instead["/v1/completions"] = broken(500)  # it says of itself that it is well
+        began = time.monotonic()
+        with pytest.raises(EngineDeadError, match="answered 500"):
+            sample(host)
+        assert time.monotonic() - began < 5.0
+
+
+def test_questions_about_the_weights_stand_for_many_answers_and_hold_up_no_single_one(make, model, monkeypatch):
+    monkeypatch.setattr(vllm_server, "_SHARE_OF_QUESTIONS", 1e-4)
+    monkeypatch.setattr(vllm_server, "_LONGEST_WAIT_S", 10.0)
+    stub = Stub(delay_s=0.0)
+    with running(stub):
+        host = make(stub, max_num_seqs=8)
+        host.start()
+        push(host, model)
+        began = time.monotonic()
+        for _ in range(4):
+            sample(host)
+        stub.calls.clear()
+        stub.delay_s = 0.05
+        sample(host, 64)  # eight at a time
+        assert 1 <= stub.calls["hrl_state"] <= 16
+        assert time.monotonic() - began < 10.0
+
+
+# ---------------------------------------------------------------------------------- syncs that end half-way
+
+
+def test_after_an_abort_only_servers_with_the_old_weights_serve_on(make, model):
+    done, failed = Stub(), Stub()
+    with running(done, failed):
+        host = make(done, failed)
+        host.start()
+        push(host, model, 1)
+        failed.instead["/collective_rpc"] = asked(failed, "hrl_weights_commit", results({"error": "no room"}))
+        with pytest.raises(WeightSyncError, match=f"{failed.url}: no room"):
+            push(host, model, 2)
+        assert (done.state["version"], failed.state["version"]) == (2, 1)
+        done.bodies, failed.bodies = [], []
+        assert sample(host, 16).meta_info["policy_version"] == 1
+        assert failed.bodies and not done.bodies
+        assert fallen(host)[done.url] == "it holds version 2 already, whose sync was aborted"
+        push(host, model, 3)
+        sample(host, 16)
+        assert done.bodies and fallen(host) == {done.url: None, failed.url: None}
+
+
+def test_where_no_server_has_the_old_weights_after_an_abort_nothing_is_sampled(make, model, caplog):
+    async def busy(_: web.Request) -> web.Response:
+        return web.json_response({"success": False})
+
+    stub = Stub()
+    with running(stub):
+        host = make(stub, weight_sync=WeightSyncConfig(bucket_mb=1, timeout_s=2.0))
+        host.start()
+        push(host, model, 1)
+        stub.instead["/reset_prefix_cache"] = busy
+        with pytest.raises(WeightSyncError, match="did not drop its prefix cache"):
+            push(host, model, 2)
+        assert "still serving" not in caplog.text
+        with pytest.raises(EngineUnusableError, match="the weight sync to version 2 was aborted"):
+            sample(host)
+
+
+def test_a_server_that_a_dead_run_has_half_written_is_mended_by_the_next_one(make, model, caplog):
+    stub = Stub(changed={"half_written": True}, instead={"/v1/completions": broken(500)})
+    with running(stub):
+        host = make(stub)
+        host.start()  # without a sample of what it has now
+        assert f"{stub.url}: its weights are half written by a sync that did not end" in caplog.text
+        stub.instead.clear()
+        push(host, model, 1)
+        sample(host)
+
+
+# ---------------------------------------------------------------------------------- fields of another type
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "said"),
+    [
+        ("hrl_state", {"mark": ["run"], "version": 1}, r"hrl_state: mark is \['run'\], where hrl expects text"),
+        ("hrl_state", {"mark": "", "version": "1"}, "hrl_state: version is '1', where hrl expects an integer"),
+        ("hrl_state", {"mark": "", "version": True}, "hrl_state: version is True, where hrl expects an integer"),
+        ("hrl_state", {"version": 1}, "hrl_state: mark is missing, where hrl expects one"),
+        ("hrl_state", {"mark": "\ud800" * 4000, "version": {}}, "hrl_state: version is {}, where"),
+        ("hrl_weights_commit", {"receiver": "worker"}, "hrl_weights_commit: version is missing"),
+        (
+            "hrl_weights_commit",
+            {"receiver": "worker", "version": 2, "tensors": None, "nbytes": 1, "read_back": 1},
+            "hrl_weights_commit: tensors is None, where hrl expects an integer",
+        ),
+        ("hrl_weights_begin", 3, "gave no results of hrl_weights_begin"),
+        ("hrl_weights_begin", {"error": {"deep": 1}}, "'deep': 1"),
+    ],
+)
+def test_an_answer_of_the_extension_with_a_field_of_another_type_is_one_error(make, model, method, answer, said):
+    stub = Stub()
+    with running(stub):
+        host = make(stub)
+        host.start()
+        push(host, model, 1)
+        stub.instead["/collective_rpc"] = asked(stub, method, results(answer))
+        with pytest.raises((RolloutError, WeightSyncError), match=f"{stub.url}.*{said}") as caught:
+            push(host, model, 2)
+            sample(host)
+        assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("path", "reply", "said"),
+    [
+        ("/v1/models", {"data": []}, r"/v1/models: data is \[\], where hrl expects at least one"),
+        ("/v1/models", {"data": "m"}, "/v1/models: data is 'm', where hrl expects a list"),
+        ("/collective_rpc", {"results": [{"mark": None, "version": None}]}, "hrl_look: model is missing"),
+        ("/v1/completions", {"choices": [{"finish_reason": ["stop"], "token_ids": [9]}]}, "without a log-prob"),
+        (
+            "/v1/completions",
+            {"choices": [{"finish_reason": {}, "token_ids": [9], "logprobs": {"token_logprobs": [-1.0]}}]},
+            "without a reason for its end",
+        ),
+    ],
+)
+def test_a_look_at_fields_of_another_type_is_one_error(make, path, reply, said):
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response(reply)
+
+    stub = Stub(instead={path: handler})
+    with running(stub), pytest.raises(ServerRefusesError, match=f"(?s){stub.url}.*{said}"):
+        make(stub).start()
+
+
+@pytest.mark.parametrize("retry_after", ["nan", "-inf", "inf", "1e999", "soon"])
+def test_a_pause_that_a_server_asks_for_is_bounded(retry_after):
+    assert 0.1 <= server_http._pause(retry_after) <= 30.0

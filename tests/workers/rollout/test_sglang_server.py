@@ -177,7 +177,7 @@ def test_servers_that_make_different_weights_of_a_folder_are_found(make, folder)
         ({"meta_info": {"output_token_logprobs": None}}, "without a log-prob of each token"),
         ({"meta_info": {"finish_reason": None}}, "without a reason for its end"),
         ({"output_ids": [9], "meta_info": {"output_token_logprobs": [[-1.0, 9, None]]}}, "ended .* at token 9"),
-        ({"meta_info": {"weight_versions": [{"version": "other", "start": 0, "end": 1}]}}, "with weights of .'other'"),
+        ({"meta_info": {"weight_versions": [{"version": "other", "start": 0, "end": 1}]}}, "with weights of 'other'"),
     ],
 )
 def test_an_answer_that_is_none_is_refused(make, folder, answer, said):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from hrl.workers.weight_sync import own_place
+from hrl.workers.weight_sync.own_place import OwnPlace, remove_what_was_left, this_machine
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.saved_folder import SavedFolderWriter
 from hrl.workers.weight_sync.sender import WeightSync
@@ -104,12 +107,23 @@ def test_a_saved_folder_has_the_new_weights_beside_the_models_other_files(tmp_pa
     assert list(place.iterdir()) == []
 
 
-def test_what_is_not_sent_is_missed_in_a_folder(tmp_path, model):
+def test_what_is_not_sent_comes_from_the_models_folder(tmp_path, model):
+    save_file({"tower": torch.arange(4.0), "norm": torch.zeros(3)}, model / "model.safetensors")
     writer = begun_with(tmp_path, model)
-    with pytest.raises(WeightSyncError, match="1 tensors that are not trained, such as 'tower', are not sent"):
+    for _ in range(2):
         writer.finish(["tower"])
+        index = json.loads((writer.folder / "model.safetensors.index.json").read_text())["weight_map"]
+        found = {name: load_file(writer.folder / file)[name] for name, file in index.items()}
+        assert torch.equal(found["tower"], torch.arange(4.0)) and torch.equal(found["norm"], torch.ones(3))
+        assert found.keys() == {"tower", "norm"}
+        writer.drop_earlier()
+        writer.begin()
+        writer.write([("norm", torch.ones(3))])
+    with pytest.raises(WeightSyncError, match="1 tensors that are not trained, such as 'other', are not sent, and"):
+        writer.finish(["tower", "other"])
     writer.cancel()
-    assert all(not list(own.iterdir()) for own in tmp_path.glob("hrl-model-*"))
+    writer.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
 
 
 def begun_with(place: Path, model: Path) -> SavedFolderWriter:
@@ -120,9 +134,9 @@ def begun_with(place: Path, model: Path) -> SavedFolderWriter:
 
 
 def test_what_a_killed_process_left_is_removed_and_what_lives_stays(tmp_path, model):
-    left = tmp_path / "hrl-model-0123456789abcdef"
-    left.mkdir()
-    (tmp_path / "hrl-weights-0123456789abcdef").touch()
+    left = tmp_path / f"hrl-model-{this_machine()}-0123456789abcdef"
+    (left / "1").mkdir(parents=True)
+    (tmp_path / f"hrl-weights-{this_machine()}-0123456789abcdef").touch()
     first = begun_with(tmp_path, model)
     second = begun_with(tmp_path, model)
     manifest = Manifest.build([("norm", torch.float32, (3,))], 1 << 20)
@@ -132,3 +146,54 @@ def test_what_a_killed_process_left_is_removed_and_what_lives_stays(tmp_path, mo
     for each in (first, second, *senders):
         each.close()
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
+
+
+def aged(path: Path, days: float) -> Path:
+    then = time.time() - days * 86_400
+    os.utime(path, (then, then))
+    return path
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_another_machine_left_goes_after_a_week_without_a_sign_of_life(tmp_path, is_folder):
+    """Its locks may not be seen here; those of this machine are."""
+    names = [f"kind-{machine}-{n}" for machine in ("other.12345678", "") for n in range(3)]
+    for name in names:
+        (tmp_path / name).mkdir() if is_folder else (tmp_path / name).touch()
+    old = [aged(tmp_path / name, 8.0) for name in names if not name.endswith("0")]
+    living = OwnPlace(tmp_path, "kind", is_folder=is_folder)
+    assert not any(path.exists() for path in old) and sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [names[0], names[3], living.path.name]
+    )
+    aged(living.path, 8.0)
+    remove_what_was_left(tmp_path, "kind")
+    assert living.path.exists()  # its lock is held
+    living.touch()
+    assert time.time() - living.path.stat().st_mtime < 60.0
+    living.remove()
+    assert not living.path.exists()
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_nobody_finds_a_place_that_is_not_locked_yet(tmp_path, monkeypatch, is_folder):
+    """Another process looks just before the lock is taken, and once it is."""
+    lock, seen = own_place.fcntl.flock, []
+
+    def looks_first(handle: int, how: int) -> None:
+        monkeypatch.setattr(own_place.fcntl, "flock", lock)
+        remove_what_was_left(tmp_path, "kind")
+        lock(handle, how)
+        seen.append(sorted(path.name[0] for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr(own_place.fcntl, "flock", looks_first)
+    place = OwnPlace(tmp_path, "kind", is_folder=is_folder)
+    assert seen == [["."]]
+    remove_what_was_left(tmp_path, "kind")
+    assert place.path.exists() and [path.name for path in tmp_path.iterdir()] == [place.path.name]
+    place.remove()
+    (tmp_path / f".kind-{this_machine()}-1").touch()  # of a process that was killed before it could name it
+    remove_what_was_left(tmp_path, "kind")
+    assert len(list(tmp_path.iterdir())) == 1
+    aged(tmp_path / f".kind-{this_machine()}-1", 0.1)
+    remove_what_was_left(tmp_path, "kind")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,48 @@
+"""What an engine has sampled, and how far its log-probs are from the trainer's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hrl.batching.plan import MiniBatchPlan, RankPlan
+from hrl.models.packed_model import PackedMicroBatch, TokenRows
+from hrl.workers.engine.engine import Engine
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.host import RolloutHost
+
+NUM_SAMPLES, PROMPT_TOKENS, MAX_TOKENS = 8, 32, 32
+NOISE = 0.05
+"""Mean difference of a log-prob between trainer and engine, both in bfloat16."""
+TIMEOUT_S = 200.0
+
+
+def sampled(host: RolloutHost, name: str) -> tuple[TokenRows, list[list[float]]]:
+    """Responses to one prompt, and their log-probs by the engine."""
+    prompt = list(range(5, 5 + PROMPT_TOKENS))
+    sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS)
+    asked = [host.generate(prompt, replace(sampling, seed=seed), f"{name} {seed}") for seed in range(NUM_SAMPLES)]
+    outputs = [future.result(TIMEOUT_S) for future in asked]
+    lengths = np.array([len(output.token_ids) for output in outputs])
+    responses = np.zeros((NUM_SAMPLES, int(lengths.max())), np.int64)
+    for row, output in enumerate(outputs):
+        responses[row, : lengths[row]] = output.token_ids
+    trained = np.arange(responses.shape[1])[None] < lengths[:, None]
+    rows = TokenRows([np.array(prompt)] * NUM_SAMPLES, responses, lengths, trained)
+    return rows, [list(output.log_probs) for output in outputs]
+
+
+def apart(trainer: Engine, rows: TokenRows, log_probs: list[list[float]]) -> float:
+    """Mean difference of the trainer's and the engine's log-probs of the same tokens."""
+    count = len(rows.prompts)
+    plan = RankPlan((MiniBatchPlan((tuple(range(count)),), int(rows.trained.sum()), count, 1),))
+
+    def compute(packed: PackedMicroBatch) -> tuple[Tensor]:
+        return (trainer.module(packed, 1.0, False).log_prob,)
+
+    (found,) = trainer.forward(rows, plan, compute, num_outputs=1)
+    own = torch.cat([torch.tensor(row) for row in log_probs])
+    return float((found[torch.from_numpy(rows.trained)] - own).abs().mean())

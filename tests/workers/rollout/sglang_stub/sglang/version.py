@@ -1,0 +1,1 @@
+from sglang._version import __version__ as __version__
