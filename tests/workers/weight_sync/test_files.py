@@ -197,3 +197,11 @@ def test_nobody_finds_a_place_that_is_not_locked_yet(tmp_path, monkeypatch, is_f
     aged(tmp_path / f".kind-{this_machine()}-1", 0.1)
     remove_what_was_left(tmp_path, "kind")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["hrl-model-sft-final", "hrl-model-0123456789abcdef", "hrl-model-a.b-backup"])
+def test_what_a_user_named_like_ours_stays_however_old_it_is(tmp_path, name):
+    (tmp_path / name).mkdir()
+    os.utime(tmp_path / name, (0, 0))
+    remove_what_was_left(tmp_path, "hrl-model")
+    assert (tmp_path / name).is_dir()
