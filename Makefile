@@ -104,7 +104,7 @@ test-gpu: install-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 # Needs no install: the first stages run with torch and transformers alone.
-first-light:  ## what to run first on a machine with a GPU: 45 minutes at most, one table (docs/first-gpu.md)
+first-light:  ## what to run first on a machine with a GPU: an hour at most, one table (docs/first-gpu.md)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.first_light
 
 chaos: install-dev  ## every known fault against real runs: fault, score, seconds, message; NAME="is killed" injects those of that name

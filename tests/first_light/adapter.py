@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.adapter import AdapterSource
@@ -42,17 +42,26 @@ def run(setup: Setup, findings: Findings) -> None:
     folder = Path(setup.folder, "random-model-of-adapter")
     with torch.device(device):
         AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16).save_pretrained(folder)
-    _beside(folder, ADAPTER, device, SHAPES[size][5], findings, "")
+    beside(folder, ADAPTER, device, SHAPES[size][5], findings)
     if importlib.util.find_spec("bitsandbytes") is None:
         findings.add("beside a model in 4 bits", "not tried", "bitsandbytes is not installed")
     else:
-        _beside(folder, replace(ADAPTER, load_in_4bit=True), device, SHAPES[size][5], findings, "4 bits: ")
+        beside(folder, replace(ADAPTER, load_in_4bit=True), device, SHAPES[size][5], findings, "4 bits: ")
 
 
-def _beside(
-    folder: Path, adapter: AdapterSource, device: torch.device, vocab_size: int, findings: Findings, label: str
+def beside(
+    folder: Path, adapter: AdapterSource, device: torch.device, vocab_size: int, findings: Findings, label: str = ""
 ) -> None:
-    """Start an engine for the model and this adapter, and let both learn."""
+    """Start an engine for the model and this adapter, and let both learn.
+
+    Args:
+        folder: Of the model.
+        adapter: How it is trained and sent.
+        device: Of both.
+        vocab_size: Of the model.
+        findings: Takes what is found.
+        label: Before the name of each finding.
+    """
     source = ModelSource(str(folder), {}, True, True, False, 256, adapter=adapter)
     trainer = Engine(
         load_causal_lm,
@@ -70,13 +79,21 @@ def _beside(
     host.start()
     try:
         findings.add(f"{label}start", f"{time.perf_counter() - started:.1f} s")
-        _follow(host, trainer, findings, label)
+        _follow(host, trainer, _sent_bytes(trainer, folder, merge=adapter.merge), findings, label)
     finally:
         host.shutdown()
 
 
-def _follow(host: RolloutHost, trainer: Engine, findings: Findings, label: str) -> None:
-    adapter_bytes = sum(2 * parameter.numel() for parameter in trainer.optimizer.parameters)  # type: ignore[union-attr]
+def _sent_bytes(trainer: Engine, folder: Path, *, merge: bool) -> int:
+    """What a sync has to send in bfloat16: the adapter, or the model with the adapter added."""
+    if not merge:
+        return sum(2 * parameter.numel() for parameter in trainer.optimizer.parameters)  # type: ignore[union-attr]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return sum(2 * parameter.numel() for parameter in model.parameters())  # a matrix with two names once
+
+
+def _follow(host: RolloutHost, trainer: Engine, wanted_bytes: int, findings: Findings, label: str) -> None:
     rows, log_probs = sampled(host, "before")
     findings.below(
         f"{label}a new adapter: log-probs differ from the engine's, mean", apart(trainer, rows, log_probs), NOISE
@@ -104,8 +121,8 @@ def _follow(host: RolloutHost, trainer: Engine, findings: Findings, label: str) 
         findings.add(
             f"{label}sync {version}: sent in {seconds:.2f} s",
             f"{sync.nbytes / 2**20:.2f} MiB",
-            f"{adapter_bytes / 2**20:.2f} MiB, the adapter's",
-            sync.nbytes == adapter_bytes,
+            f"{wanted_bytes / 2**20:.2f} MiB",
+            sync.nbytes == wanted_bytes,
         )
         read_back = sync.receivers[0].read_back
         findings.add(

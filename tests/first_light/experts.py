@@ -62,7 +62,7 @@ def run(setup: Setup, findings: Findings) -> None:
 
 def config_of(setup: Setup) -> Qwen3MoeConfig:
     """Two layers of a published mixture, or of a tiny one."""
-    hidden, inner, heads, experts = (64, 32, 4, 8) if setup.tiny else (2048, 768, 32, 128)
+    hidden, inner, heads, experts = (64, 32, 2, 8) if setup.tiny else (2048, 768, 32, 128)
     return Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,

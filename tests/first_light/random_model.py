@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hrl.batching.plan import MiniBatchPlan
@@ -73,10 +74,14 @@ def build_engine(
     param_offload: bool = False,
     optimizer_offload: bool = False,
     offload_policy: bool = False,
+    activation_offload: bool = False,
+    sequence_group: int = 1,
+    dtype: str = "bf16",
     max_model_len: int = 8192,
     optimizer: str = "adamw",
 ) -> Engine:
-    """A training engine around a random model, computing in bfloat16."""
+    """A training engine around a random model, the same on every call, computing in bfloat16 unless told otherwise."""
+    torch.manual_seed(0)
 
     def load(source: object, dtype: torch.dtype, *, meta: bool) -> Loaded:
         config = config_of(size)
@@ -84,6 +89,7 @@ def build_engine(
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), attn_implementation=ATTENTION_NAME, dtype=dtype_of(masters)
             )
+        model._weight_conversions = []  # those of a checkpoint that was read
         prepare(model, max_model_len=max_model_len, recompute=True)
         return Loaded(model, config)
 
@@ -93,7 +99,7 @@ def build_engine(
         SimpleNamespace(
             share_prefix=True,
             adapter=None,
-            enable_activation_offload=False,
+            enable_activation_offload=activation_offload,
             shows_pictures=False,
             freeze_vision_tower=False,
             packs_rows=True,
@@ -102,7 +108,9 @@ def build_engine(
         if trained
         else None,
         fsdp_section(
+            dtype=dtype,
             model_dtype=masters,
+            ulysses_sequence_parallel_size=sequence_group,
             param_offload=param_offload,
             optimizer_offload=optimizer_offload,
             offload_policy=offload_policy,
@@ -162,8 +170,32 @@ def one_step(engine: Engine, rows: TokenRows, micro_batches: tuple[tuple[int, ..
 
     def loss_of(picked: tuple[int, ...]) -> Tensor:
         packed = engine.pack(rows, picked)
-        log_probs = packed.unpack(engine.module(packed, 1.0, False).log_prob)
+        (flat,) = packed.join((engine.module(packed, 1.0, False).log_prob,))
+        log_probs = packed.unpack(flat)
         signs = torch.tensor([1.0 if row % 2 else -1.0 for row in picked], device=log_probs.device)
         return -(signs[:, None] * log_probs).sum() / tokens
 
     return engine.step(plan, loss_of)
+
+
+def one_step_with_gradient(
+    engine: Engine, rows: TokenRows, micro_batches: tuple[tuple[int, ...], ...]
+) -> tuple[Any, Tensor]:
+    """The same, and the clipped gradient of all ranks as one vector on the host."""
+    optimizer = engine.optimizer
+    assert optimizer is not None, "the engine learns"
+    rule, parts = optimizer.rule, list[Tensor]()
+    own = rule.step
+
+    def step(lr: float) -> None:
+        for parameter in optimizer.parameters:
+            assert isinstance(parameter.grad, DTensor), "it is sharded"
+            parts.append(parameter.grad.full_tensor().float().flatten().cpu())
+        own(lr)
+
+    rule.step = step  # type: ignore[method-assign]
+    try:
+        report = one_step(engine, rows, micro_batches)
+    finally:
+        rule.step = own  # type: ignore[method-assign]
+    return report, torch.cat(parts)

@@ -16,7 +16,7 @@ from typing import Any
 from tests.first_light.report import ABSENT, ENDED, FAILED, PASSED, StageResult, read_rows, write_tables
 from tests.first_light.stages import Setup, Stage
 
-BUDGET_S = 2700.0
+BUDGET_S = 3360.0
 _ROOT = Path(__file__).parents[2]
 _LAST_WORDS_CHARACTERS = 4000
 _GRACE_S = 5.0

@@ -30,7 +30,7 @@ from tests.processes.warm import warm_context
 
 pytestmark = pytest.mark.cluster
 
-BARE = ("ops", "ipc", "engine", "groups", "experts", "optimizers", "memory")
+BARE = ("ops", "ipc", "engine", "groups", "experts", "optimizers", "ulysses", "activations", "memory")
 
 
 def inside(arguments: list[str]) -> None:
@@ -59,7 +59,7 @@ def test_bare_stages_are_those_that_need_no_package() -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stage", ["sleep", "adapter"])
+@pytest.mark.parametrize("stage", ["sleep", "adapter", "merged", "routing"])
 def test_a_stage_with_an_engine_runs_on_a_cpu(tmp_path: Path, stage: str) -> None:
     pytest.importorskip("vllm")
     assert main(["--stage", stage, "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0, (
