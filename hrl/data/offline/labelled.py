@@ -27,6 +27,7 @@ from hrl.data.sources import DataRow, show_value, source_of
 from hrl.protocol import DataProto
 
 _LABELS: dict[Any, bool] = {True: True, False: False}
+_WORDS = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def check_labelled(raw: Mapping[str, Any], config: PreferenceDataConfig) -> Labe
     if isinstance(tools, str):
         return tools
     label = raw.get(config.label_key)
+    label = _WORDS.get(label.strip().lower(), label) if isinstance(label, str) else label  # CSV has text alone
     if not isinstance(label, bool | int | float | np.bool_) or label not in _LABELS:
         return f"{config.label_key!r} is {show_value(label)}, expected true for a good answer or false for a bad one"
     prompt = as_messages(raw.get(config.prompt_key), config.prompt_key, pictures=True)

@@ -30,8 +30,8 @@ _PROTOCOLS = ("openrlhf", "vllm", "sglang")
 _LARGEST = 3.4028234663852886e38
 """Of float32, in which rewards are computed."""
 _MOST_LOGS = 64
-_OWN_NAMES = frozenset({"score", "scores", "turn_scores", FAILURE})
-"""What a reward function returns, which a server's further numbers may not replace."""
+_OWN_NAMES = frozenset({"score", "scores", "turn_scores", "acc", "pred", FAILURE})
+"""What is read of a reward function's results, which a server's further numbers may not replace."""
 
 
 class Remote:

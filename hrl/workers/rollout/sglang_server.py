@@ -8,6 +8,8 @@ server loads; its checksum then has to be that of the other servers, and another
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,9 +43,11 @@ _FLUSH_TIMEOUT_S = 10.0
 def server_command(setup: EngineSetup) -> str:
     """Return the command by which a server is started that a run can sample from."""
     model = setup.model
+    overrides = f" --json-model-override-args {shlex.quote(json.dumps(dict(model.override_config)))}"
     return (
-        f"python -m sglang.launch_server --model-path {model.path} --dtype {setup.config.dtype} --context-length "
-        f"{model.max_model_len} --enable-deterministic-inference --sampling-defaults openai"
+        f"python -m sglang.launch_server --model-path {shlex.quote(model.path)} --dtype {setup.config.dtype} "
+        f"--context-length {model.max_model_len} --enable-deterministic-inference --sampling-defaults openai"
+        f"{overrides if model.override_config else ''}{' --trust-remote-code' * model.trust_remote_code}"
     )
 
 

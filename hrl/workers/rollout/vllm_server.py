@@ -96,13 +96,13 @@ def server_command(setup: EngineSetup, url: str, *, on_cpu: bool = False) -> str
         on_cpu: The server is known to run on a CPU.
     """
     config, model, place = setup.config, setup.model, urlsplit(url)
-    head = shlex.quote(json.dumps({"head_dtype": "float32"}))
+    overrides = shlex.quote(json.dumps({**model.override_config, "head_dtype": "float32"}))
     return (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(model.path)} "
         f"--host {place.hostname} --port {place.port or 80} "
         f"--dtype {config.dtype} --max-model-len {model.max_model_len} --worker-extension-cls {EXTENSION} "
-        f"--logprobs-mode processed_logprobs --generation-config vllm --hf-overrides {head}"
-        f"{' --no-enable-chunked-prefill' * on_cpu}"
+        f"--logprobs-mode processed_logprobs --generation-config vllm --hf-overrides {overrides}"
+        f"{' --trust-remote-code' * model.trust_remote_code}{' --no-enable-chunked-prefill' * on_cpu}"
     )
 
 

@@ -44,8 +44,12 @@ _FILE_STORE = "file://"
 _TRACE = ".json.gz"
 #: Of every parameter, by which a server's process knows its weights again.
 SAMPLED_BYTES = 4096
-#: By which a server's model is told from another one.
-MODEL_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+#: Of a text model's configuration, by which a server's model is told from another one, also of the same sizes.
+MODEL_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_parameters", "tie_word_embeddings"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
 #: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
 #: shapes, and a token's logits, and so what its seed draws, must not depend on how many other requests run.
 HEAD_ROWS = 32
@@ -352,7 +356,7 @@ class RolloutWorkerExtension:
         model, text = config.model_config, config.model_config.hf_text_config
         return {
             "model": model.model,
-            "sizes": {name: getattr(text, name, None) for name in MODEL_SIZES},
+            "sizes": {name: getattr(text, name, None) for name in MODEL_FIELDS},
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),

@@ -157,7 +157,7 @@ def aged(path: Path, days: float) -> Path:
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_what_another_machine_left_goes_after_a_week_without_a_sign_of_life(tmp_path, is_folder):
     """Its locks may not be seen here; those of this machine are."""
-    names = [f"kind-{machine}-{n}" for machine in ("other.12345678", "") for n in range(3)]
+    names = [f"kind-{machine}-{n:016x}" for machine in ("other.12345678", "third.") for n in range(3)]
     for name in names:
         (tmp_path / name).mkdir() if is_folder else (tmp_path / name).touch()
     old = [aged(tmp_path / name, 8.0) for name in names if not name.endswith("0")]
@@ -191,10 +191,10 @@ def test_nobody_finds_a_place_that_is_not_locked_yet(tmp_path, monkeypatch, is_f
     remove_what_was_left(tmp_path, "kind")
     assert place.path.exists() and [path.name for path in tmp_path.iterdir()] == [place.path.name]
     place.remove()
-    (tmp_path / f".kind-{this_machine()}-1").touch()  # of a process that was killed before it could name it
+    (tmp_path / f".kind-{this_machine()}-{1:016x}").touch()  # of a process that was killed before it could name it
     remove_what_was_left(tmp_path, "kind")
     assert len(list(tmp_path.iterdir())) == 1
-    aged(tmp_path / f".kind-{this_machine()}-1", 0.1)
+    aged(tmp_path / f".kind-{this_machine()}-{1:016x}", 0.1)
     remove_what_was_left(tmp_path, "kind")
     assert not list(tmp_path.iterdir())
 
