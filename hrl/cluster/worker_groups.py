@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
+
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.config.arithmetic import step_sizes
 from hrl.config.model import LearnerConfig, ModelConfig, OptimConfig
@@ -17,6 +19,7 @@ from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.reward import RewardModelConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.config.trainer import TimeoutsConfig
 from hrl.files import expanded
@@ -32,6 +35,7 @@ from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
 from hrl.workers.requests import Training
 from hrl.workers.reward_model import RewardModelWorker
+from hrl.workers.reward_server import RewardServerWorker
 from hrl.workers.rollout import early_process
 from hrl.workers.runtime import Runtime
 
@@ -118,8 +122,17 @@ def _ppo_workers(config: PPOTrainerConfig, runtime: Runtime, steps: int) -> _Wor
             fsdp=policy.ref.fsdp_config,
         ),
         Role.Critic: partial(RayClassWithInitArgs, CriticWorker, _with_absolute_adapter(critic.model), of_critic),
-        Role.RewardModel: partial(RayClassWithInitArgs, RewardModelWorker, config.reward.reward_model.model),
+        Role.RewardModel: _reward_model(config.reward.reward_model),
     }
+
+
+def _reward_model(settings: RewardModelConfig) -> Callable[..., RayClassWithInitArgs]:
+    """Return the reward model that scores batches, or the server of one that functions ask."""
+    if settings.serve:
+        driver_ip = ray.util.get_node_ip_address()
+        return partial(RayClassWithInitArgs, RewardServerWorker, settings, driver_ip=driver_ip)
+    says_words = settings.reward_tokens is not None
+    return partial(RayClassWithInitArgs, RewardModelWorker, settings.model, says_words=says_words)
 
 
 def _offline_workers(config: OfflineConfig, runtime: Runtime, steps: int) -> _Workers:

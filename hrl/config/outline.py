@@ -122,10 +122,13 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
             "critic.model.path", critic.path, critic.override_config, True, degrees, critic, copies=shares
         )
     rm = config.reward.reward_model
-    if config.needs_reward_model and rm.model_path is not None:
+    if config.needs_reward_model and rm.model_path is not None:  # what is served only its server looks into
         degrees = _degree("reward.reward_model.model", rm.model)
         shares = copies("reward.reward_model.model", rm.model, "rm")
-        models["rm"] = NamedModel("reward.reward_model.model_path", rm.model_path, {}, True, degrees, copies=shares)
+        is_scalar = rm.reward_tokens is None
+        models["rm"] = NamedModel(
+            "reward.reward_model.model_path", rm.model_path, {}, is_scalar, degrees, copies=shares
+        )
     total = data.max_prompt_length + data.max_response_length
     lengths = Lengths(
         total=total,

@@ -214,7 +214,8 @@ class _NoPlaceError(Exception):
 
 
 def _optional_roles(config: PPOTrainerConfig) -> Mapping[str, bool]:
-    return {"ref": config.builds_reference, "critic": config.needs_critic, "rm": config.needs_reward_model}
+    has_rm = config.needs_reward_model or config.reward.reward_model.is_served
+    return {"ref": config.builds_reference, "critic": config.needs_critic, "rm": has_rm}
 
 
 def _engines_alone(config: PPOTrainerConfig) -> bool:
@@ -273,6 +274,8 @@ def _option_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
     wanted = {role: pool for role, pool in _built_roles(config).items() if pool in sizes}
     yield from _full_devices(wanted, places, options)
     yield from _misplaced_roles(wanted, places, options)
+    if config.reward.reward_model.is_served and "rm" in wanted:
+        yield from _served_badly(config, wanted, places)
 
 
 def _broken_options(sizes: _Sizes, options: _Options, known: str) -> Iterator[Problem]:
@@ -372,6 +375,27 @@ def _full_devices(
             hint = f"Set it to {len(there)}: each process then has 1/{len(there)} of a GPU."
             key = f"trainer.pool_options.{device.pool}.max_colocate_count"
             yield Problem(key, what, hint, ("trainer.role_pools", "trainer.pool_options"))
+
+
+def _served_badly(
+    config: PPOTrainerConfig, wanted: Mapping[str, str], places: Mapping[str, Sequence[Device]]
+) -> Iterator[Problem]:
+    """Yield a problem for a served reward model whose devices are another role's, or make no server."""
+    pool, key = wanted["rm"], "trainer.role_pools.rm"
+    sharing = [role for role, other in wanted.items() if role != "rm" and not {*places[other]}.isdisjoint(places[pool])]
+    serves = ("reward.reward_model.serve",)
+    if sharing:
+        what = f"is {pool!r}, whose devices {' and '.join(sharing)} has too, and a server has its devices to itself."
+        hint = "Name a pool of its own, e.g. trainer.resource_pools.judge=[1] trainer.role_pools.rm=judge."
+        yield Problem(key, what, hint, serves)
+    sizes = config.trainer.resource_pools[pool]
+    if len(sizes) > 1:
+        what = f"is {pool!r}, which has processes on {len(sizes)} machines, and a server is on one."
+        yield Problem(key, what, "Start servers yourself, and name their addresses: docs/reward-models.md.", serves)
+    degree = config.reward.reward_model.server_kwargs.get("tensor_parallel_size", 1)
+    if not isinstance(degree, int) or degree < 1 or len(places[pool]) % degree:
+        what = f"has tensor_parallel_size={degree}, which does not divide the {len(places[pool])} devices of {pool!r}."
+        yield Problem("reward.reward_model.server_kwargs", what, "Change one of the two.", serves)
 
 
 def _misplaced_roles(

@@ -89,8 +89,8 @@ class PPOTrainerConfig(WholeConfig):
 
     @property
     def needs_reward_model(self) -> bool:
-        """Whether a reward model is built."""
-        return self.reward.reward_model.enable
+        """Whether a reward model is built that scores batches; one that is served answers to functions instead."""
+        return self.reward.reward_model.enable and not self.reward.reward_model.serve
 
     def micro_batches(self) -> dict[str, MicroBatches]:
         """Return the micro-batches of every pass that the run makes: a role's, or `log_prob` and `values`."""

@@ -140,7 +140,7 @@ def _actor_rows(get: Get) -> object:
 
 
 class RewardModelConfig(Section):
-    """`reward.reward_model`: a sequence classifier that scores responses."""
+    """`reward.reward_model`: a model that scores responses, or their steps."""
 
     enable: bool = False
     """Also score responses with a reward model."""
@@ -151,10 +151,21 @@ class RewardModelConfig(Section):
     """Weight of the model's score in the sum."""
     step_token: str | None = None
     """Token that a process reward model reads behind each step of an answer, and at which it gives the step's score,
-    e.g. `<extra_0>` of Qwen2.5-Math-PRM. Each score then stands on the last token of its step. Null: one score for the
-    whole answer."""
+    e.g. `<extra_0>` of Qwen2.5-Math-PRM; spaces before it are written too. Each score then stands on the last token of
+    its step. Null: one score for the whole answer."""
+    reward_tokens: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=2, max_length=2)] | None = None
+    """Two words of which a language model that scores steps says one behind `step_token`: that of a right step, then
+    that of a wrong one, e.g. `["+", "-"]` of Math-Shepherd. A step's score is the probability of the first over both.
+    Null: the model is a classifier of tokens."""
     step_separator: str = Field("\n\n", min_length=1)
     """What stands between two steps of an answer."""
+    serve: bool = False
+    """Have vLLM's server run the model, on a pool of its own (`trainer.role_pools.rm`), and functions ask it: `remote`
+    takes a classifier's score, `judge` asks a language model, and one of your own finds the address in the environment
+    variable HRL_REWARD_MODEL. Without `reward.functions`, `remote` asks."""
+    server_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that server, as `vllm serve` has them, with underscores, e.g. `{tensor_parallel_size: 2,
+    max_model_len: 8192}`. On a CPU its cache has 1 GiB, unless the environment variable VLLM_CPU_KVCACHE_SPACE says."""
     max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
@@ -162,6 +173,11 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(_actor_rows)
     """Sequences in one micro-batch; null fills it up to the token budget. Default: the actor's."""
     model: RewardBackboneConfig = section(RewardBackboneConfig)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a server of the run's own has it, which reward functions ask."""
+        return self.enable and self.serve
 
 
 def _overlong_zone(get: Get) -> object:
@@ -226,4 +242,7 @@ class RewardConfig(Section):
         custom = self.custom_reward_function
         if custom.path is not None:
             return (RewardEntry(path=f"{custom.path}:{custom.name}", kwargs=custom.reward_kwargs),)
-        return () if self.reward_model.enable else (RewardEntry(name="data_source"),)
+        model = self.reward_model
+        if model.is_served:
+            return (RewardEntry(name="remote", label="reward_model", weight=model.weight),)
+        return () if model.enable else (RewardEntry(name="data_source"),)

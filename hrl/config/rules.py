@@ -337,6 +337,9 @@ def _uneven_groups(
         yield Problem(key, what, f"Set {owner}.fsdp_config.model_dtype=fp32.", (f"{owner}.fsdp_config.model_dtype",))
 
 
+_REWARD_TOKENS = "reward.reward_model.reward_tokens"
+
+
 def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
     """The run has a reward, and the reward has the values it needs."""
     reward = config.reward
@@ -349,12 +352,39 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
             if used:
                 what = f"can't be used beside a reward model that {apart}."
                 yield Problem(key, what, "Leave one of the two out.", ("reward.reward_model.step_token",))
+    if reward.reward_model.is_served:
+        yield from _nothing_beside_a_served_model(config)
+    words = reward.reward_model.reward_tokens
+    if words is not None and reward.reward_model.step_token is None:
+        what = "are said behind steps, and reward.reward_model.step_token is null."
+        yield Problem(_REWARD_TOKENS, what, "Name the token behind each step.", ("reward.reward_model.step_token",))
+    if words is not None and words[0] == words[1]:
+        yield Problem(
+            _REWARD_TOKENS, f"are twice {words[0]!r}.", "Name that of a right step, then that of a wrong one."
+        )
     if config.reward_entries or not config.environment.pays:
         yield from _functions_can_be_summed(reward)
     buffer, longest = reward.overlong_buffer, config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= longest:
         what = f"is {buffer.len} tokens, must be between 1 and data.max_response_length={longest}."
         yield Problem("reward.overlong_buffer.len", what, involves=("data.max_response_length",))
+
+
+_OF_THE_SERVER = frozenset({"model", "host", "port", "served_model_name", "data_parallel_size", "api_key"})
+
+
+def _nothing_beside_a_served_model(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """What scores batches in the training workers, and what starts before the server does, is not asked for."""
+    serves, settings = "reward.reward_model.serve", config.reward.reward_model
+    if settings.step_token is not None:
+        what = "is for a model that scores in the training workers, and reward.reward_model.serve is true."
+        yield Problem("reward.reward_model.step_token", what, "Leave one of the two out.", (serves,))
+    if config.environment.is_used:
+        what = "can't be used beside a reward model that the run serves: episodes ask functions before it is there."
+        yield Problem("environment.path", what, "Start the server yourself: docs/reward-models.md.", (serves,))
+    for name in sorted(_OF_THE_SERVER.intersection(settings.server_kwargs)):
+        what = f"has {name}, which the run sets itself."
+        yield Problem("reward.reward_model.server_kwargs", what, f"Remove {name}.", (serves,))
 
 
 def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:

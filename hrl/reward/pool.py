@@ -214,8 +214,9 @@ class RewardPool:
                 is to have is not set.
         """
         try:
-            named = values_of_arguments(self._spec.env, self._spec.source.title, _TITLE)
-            self._passed = named | with_values(self._variables, "reward.env", _TITLE)
+            given = with_values(self._variables, "reward.env", _TITLE)
+            others = {argument: name for argument, name in self._spec.env.items() if name not in given}
+            self._passed = given | values_of_arguments(others, self._spec.source.title, _TITLE)
         except MissingVariableError as error:
             raise RewardFunctionError(str(error)) from error
         self._loop = asyncio.new_event_loop()

@@ -23,8 +23,26 @@ if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig, RewardEntry
 
 _ENV = "env:"
+SERVED_ADDRESS = "HRL_REWARD_MODEL"
+"""Environment variable of reward processes: where the run serves its reward model, if it does."""
+SERVED_NAME = "reward_model"
+"""What the model is called there."""
 _FUNCTIONS = "reward.functions"
 _KWARGS = "reward.custom_reward_function.reward_kwargs"
+
+
+def with_served(reward: RewardConfig, address: str) -> RewardConfig:
+    """Return the section `reward` with the address of the run's own reward model in its processes' environment."""
+    return reward.model_copy(update={"env": [*reward.env, f"{SERVED_ADDRESS}={address}"]})
+
+
+def _of_served(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function that asks the run's own server, unless they name another one."""
+    address = "base_url" if name == "judge" else "url"
+    if address in arguments:
+        return dict(arguments)
+    how = {} if name == "judge" else {"protocol": "vllm"}
+    return {address: f"{_ENV}{SERVED_ADDRESS}", "model": SERVED_NAME, **how, **arguments}
 
 
 @dataclass(frozen=True)
@@ -165,6 +183,8 @@ class RewardSpec:
         if entry.name == "data_source":
             return cls(BuiltIn(data_sources, 0.9 * reward.timeout_s), entry.kwargs, columns)
         arguments = dict(entry.kwargs)
+        if reward.reward_model.is_served and entry.name in ("judge", "remote"):
+            arguments = _of_served(entry.name, arguments)
         if entry.name in ("judge", "code", "remote"):  # what they are not told themselves follows from the run
             arguments.setdefault("deadline_s", 0.9 * reward.timeout_s)
         if entry.name == "judge":

@@ -13,6 +13,7 @@ from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
 from hrl.config.section import WholeConfig
 from hrl.data.dataset import columns_of_rows
 from hrl.data.other_reader import OtherReader
+from hrl.data.steps import StepMarks
 from hrl.models.hf_config import load_config
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.preflight.given import Given
@@ -30,7 +31,7 @@ from hrl.trainer.ppo.episodes import EpisodeDriver
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob
 from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
-from hrl.trainer.ppo.reward_model_rows import RewardModelRows, StepMarks
+from hrl.trainer.ppo.reward_model_rows import RewardModelRows
 from hrl.trainer.ppo.rewards import RewardService
 from hrl.trainer.ppo.served_teacher import ServedTeacher
 
@@ -129,7 +130,7 @@ def _step_marks(config: PPOTrainerConfig, reader: OtherReader) -> StepMarks | No
     model = config.reward.reward_model
     if model.step_token is None:
         return None
-    return StepMarks(model.step_token, reader.tokenizer.get_vocab()[model.step_token], model.step_separator)
+    return StepMarks.of(reader.tokenizer, model.step_token, model.step_separator, model.reward_tokens)
 
 
 @contextmanager

@@ -247,11 +247,12 @@ def _trainer(
         **pictures_of(config, ready.train_dataset, ready.val_dataset),
     )
     steps = ready.total_training_steps
+    folders = ready.folders if ready.served_model is None else {**ready.folders, "rm": ready.served_model}
     with kind.services(config, ready, given) as services:
         trainer = trainer_cls(
             config,
             ready.tokenizer,
-            worker_mapping(config, manager.mapping, runtime, ready.folders, steps),
+            worker_mapping(config, manager.mapping, runtime, folders, steps),
             manager,
             train_dataset=ready.train_dataset,
             val_dataset=ready.val_dataset,

@@ -119,7 +119,14 @@ class SampleRequest(Request[P]):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarRequest(Request[P]):
-    """Values of a critic, or scores of a reward model."""
+    """Values of a critic, or scores of a reward model.
+
+    Attributes:
+        reward_ids: Tokens that a language model says of a step that is right, and of one that is wrong; None of a model
+            with a scalar head.
+    """
+
+    reward_ids: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

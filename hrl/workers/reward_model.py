@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import Dispatch, register
 from hrl.workers.model_worker import ScalarModelWorker
 
 if TYPE_CHECKING:
+    import torch
+
     from hrl.batching.plan import RankPlan
     from hrl.metrics import Metric
+    from hrl.workers.engine.engine import Engine
     from hrl.workers.requests import RewardModelUpdate, ScalarRequest
+    from hrl.workers.step_model import StepModel
 
 
 class RewardModelWorker(ScalarModelWorker):
@@ -20,7 +24,31 @@ class RewardModelWorker(ScalarModelWorker):
 
     It reads the tokens that it gets: the policy's own, or those that the driver has made of each chat with the model's
     own chat template and tokenizer. One that learns may start from a causal language model.
+
+    Args:
+        says_words: The model is a language model that judges steps by a word, and has no scalar head.
+        arguments, options: Of `ModelWorker`.
     """
+
+    step_model: StepModel | None = None
+
+    def __init__(self, *arguments: Any, says_words: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.says_words = says_words
+
+    @property
+    def engine(self) -> Engine:
+        """The sharded model."""
+        return super().engine if self.step_model is None else self.step_model.engine
+
+    def load(self, device: torch.device) -> None:
+        """Load the model onto this rank's device."""
+        if self.says_words:
+            from hrl.workers.step_model import StepModel
+
+            self.step_model = StepModel(self.model_source(), self.model.fsdp_config, device=device)
+        else:
+            super().load(device)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def compute_rm_score(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
@@ -29,8 +57,9 @@ class RewardModelWorker(ScalarModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def compute_step_scores(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
-        """Compute `rm_step_scores (B, R)` of a process reward model; see `ValueModel.compute_step_scores`."""
-        return self.value_model.compute_step_scores(batch, request)
+        """Compute `rm_step_scores (B, R)` of a process reward model; see `ValueModel` and `StepModel`."""
+        model = self.value_model if self.step_model is None else self.step_model
+        return model.compute_step_scores(batch, request)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def update_reward_model(self, batch: DataProto, request: RewardModelUpdate[RankPlan]) -> dict[str, Metric]:

@@ -29,6 +29,14 @@ DIVERGENCE = "distillation.distillation_loss"
 
 HERE = "http://127.0.0.1:8000"
 
+SERVED = {
+    "reward.reward_model.enable": True,
+    "reward.reward_model.model_path": "rm",
+    "reward.reward_model.serve": True,
+    "trainer.resource_pools": {"global": [1], "judge": [2]},
+    "trainer.role_pools": {"rm": "judge"},
+}
+
 
 def served(name: str = "server", *urls: str, **others: object) -> dict[str, object]:
     """Keys of a run that samples from servers; other keys are those of `rollout.server`."""
@@ -407,6 +415,32 @@ CASES = [
             "reward.shaping": {"clip": 1.0},
         },
         "reward.shaping can't be used beside a reward model that scores steps",
+    ),
+    (
+        {"reward.reward_model.reward_tokens": ["+", "-"]},
+        "reward.reward_model.reward_tokens are said behind steps, and reward.reward_model.step_token is null",
+    ),
+    (
+        {"reward.reward_model.reward_tokens": ["+", "+"], "reward.reward_model.step_token": "<s>"},
+        "reward.reward_model.reward_tokens are twice '+'",
+    ),
+    (SERVED | {"trainer.role_pools": {}}, "trainer.role_pools.rm is 'global', whose devices actor_rollout has too"),
+    (
+        SERVED | {"trainer.resource_pools": {"global": [1], "judge": [1, 1]}},
+        "trainer.role_pools.rm is 'judge', which has processes on 2 machines, and a server is on one",
+    ),
+    (
+        SERVED | {"reward.reward_model.server_kwargs": {"tensor_parallel_size": 3}},
+        "tensor_parallel_size=3, which does not divide the 2 devices of 'judge'",
+    ),
+    (SERVED | {"reward.reward_model.server_kwargs": {"port": 80}}, "server_kwargs has port, which the run sets itself"),
+    (
+        SERVED | {"reward.reward_model.step_token": "<s>"},
+        "step_token is for a model that scores in the training workers, and reward.reward_model.serve is true",
+    ),
+    (
+        SERVED | {"environment.path": "a.py:A"},
+        "environment.path can't be used beside a reward model that the run serves",
     ),
     ({f"{ACTOR}.optim.name": "sgd"}, f"{ACTOR}.optim.name"),
     ({f"{MODEL}.target_modules": "*_proj"}, f"{MODEL}.target_modules is '*_proj', which is no regular expression"),

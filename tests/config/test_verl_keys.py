@@ -635,14 +635,15 @@ def test_a_launch_line_with_a_reward_model_composes_and_says_that_it_gets_no_eng
     assert config.reward.entries == ()
     (line,) = config.remarks
     assert all(part.split("=")[0] in line for part in ITS_ENGINE.split())
-    assert "not in an engine" in line
+    assert "runs on the training workers unless the run is to serve it" in line
 
 
-def test_a_reward_model_that_a_function_asks_needs_the_engine_that_is_not_there():
+def test_a_reward_model_that_a_function_asks_is_to_be_served():
     with pytest.raises(ConfigError) as caught:
         compose_cli([*PPO_LINE.split(), *REWARD_MODEL.split(), *ITS_ENGINE.split(), "custom_reward_function.path=a.py"])
     (problem,) = caught.value.problems
-    assert problem.key == "reward_model.rollout.name" and problem.reason is Reason.ABSENT
+    assert problem.key == "reward_model.rollout.name" and problem.reason is Reason.ALTERNATIVE
+    assert "set reward.reward_model.serve=true with a pool of its own" in problem.hint
 
 
 def test_a_ppo_launch_line_composes_to_what_it_means_in_verl():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hrl.data.steps import step_ends, tokens_at, with_step_tokens
+from hrl.data.steps import StepMarks, mark_id, step_ends, tokens_at, with_step_tokens, word_id
+from tests.trainer.ppo.test_reward_model_rows import tokenizer_of
 
 
 def text_of(tokens: Sequence[str]) -> Callable[[Sequence[int]], str]:
@@ -38,3 +40,20 @@ def test_every_step_ends_at_the_first_token_with_all_of_it(tokens: list[str]) ->
     ends = step_ends(text, "\n\n")
     for end, place in zip(ends, tokens_at(ends, range(len(tokens)), text_of(tokens)), strict=True):
         assert len("".join(tokens[: place + 1])) >= end > len("".join(tokens[:place]))
+
+
+def test_marks_and_words_are_tokens_as_the_tokenizer_writes_them() -> None:
+    tokenizer = tokenizer_of("a + b + c ки", None)
+    ids = tokenizer.get_vocab()
+    assert (mark_id(tokenizer, "<s>"), word_id(tokenizer, "+"), word_id(tokenizer, " +")) == (
+        ids["<s>"],
+        ids["+"],
+        ids["Ġ+"],
+    )
+    assert mark_id(tokenizer, " <s>") == ids["<s>"]  # the space is written, and the token read
+    assert mark_id(tokenizer, "ab") is None and word_id(tokenizer, "+-") is None and mark_id(tokenizer, " ") is None
+    marks = StepMarks.of(tokenizer, " <s>", "\n", ["+", "-"])
+    assert (marks.token_id, marks.reward_ids) == (ids["<s>"], (ids["+"], ids["-"]))
+    assert marks.hide("1 <s> 2<s>") == "1     2   "
+    with pytest.raises(ValueError, match="tokens"):
+        StepMarks.of(tokenizer, "<s>", "\n", ["+", "-+"])

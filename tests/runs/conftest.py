@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.runs.own_network import can_be_watched
 from tests.runs.runner import Runner
+
+
+@pytest.fixture(scope="module")
+def this_process() -> Iterator[None]:
+    """The runs of a module are made in the test's own process, without Ray."""
+    from tests.runs.in_process import in_process
+
+    with in_process():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,26 @@ from hrl.workers.rollout.host import LoopThread
 from tests.models.tiny import world_of_one
 
 
+def two_steps(folder: Path) -> dict[str, Any]:
+    """The section `trainer` of a short run that leaves nothing but its log."""
+    return {
+        "device": "cpu",
+        "total_training_steps": 2,
+        "val_before_train": False,
+        "default_local_dir": str(folder),
+        "save_freq": -1,
+    }
+
+
+def spread() -> Any:
+    """A reward that differs between samples, sent by value: its processes would import this file, and torch with it."""
+
+    def reward(response: str) -> float:
+        return len(set(response)) / 10
+
+    return reward
+
+
 @dataclass
 class Done:
     results: list[Any]

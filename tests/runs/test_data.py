@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,10 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.preflight.given import Given
 from hrl.report.run_folder import read_jsonl, rollouts_file
 from hrl.trained.folders import find_trained
-from tests.runs.in_process import in_process, run_configured
+from tests.runs.in_process import run_configured
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    with in_process():
-        yield
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("this_process")]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +23,10 @@ from hrl.report.run_folder import read_jsonl
 from hrl.trainer import run as trainer_run
 from hrl.trainer.kinds import KINDS
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
-from tests.runs.in_process import in_process, in_this_process, run_configured
+from tests.runs.in_process import in_this_process, run_configured
 from tests.runs.runner import ROOT, Runner
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("this_process")]
 EXAMPLES = ROOT / "examples"
 PYTHON = sorted(path for path in EXAMPLES.glob("*.py") if path.stem != "own_worker")
 YAML = sorted(EXAMPLES.glob("*.yaml"))
@@ -44,12 +43,6 @@ OF_OBJECTS = {
 }
 """Keys of what a script has as objects (or, of the reward model, in another folder) and its YAML file names by file;
 for rows given as objects, as many epochs are allowed as the steps need."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    with in_process():
-        yield
 
 
 def made_small(kind: str, runner: Runner, folder: Path) -> list[str]:

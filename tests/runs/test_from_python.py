@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,12 @@ from hrl.report.console import RunConsole
 from hrl.report.run_folder import read_jsonl, rollouts_file
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.run import run
-from tests.runs.in_process import in_process, in_this_process
+from tests.runs.in_process import in_this_process
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("this_process")]
 
 ROWS = [{"prompt": f"What is {a} plus {a}?", "data_source": "doubles", "reward_model": {}} for a in range(8)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    with in_process():
-        yield
 
 
 def configuration(model: Path, folder: Path, **trainer: Any) -> PPOTrainerConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from hrl.models.source import resolve_model
 from hrl.preflight.given import Given
 from hrl.report.run_folder import read_jsonl
 from tests.models.hybrids import save_hybrid
-from tests.runs.in_process import in_process, run_configured
+from tests.runs.in_process import run_configured, spread, two_steps
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("this_process")]
 #: Prompts of several lengths, so that the engine's waves and the trainer's rows are ragged.
 ROWS = [
     {"prompt": [{"role": "user", "content": "one two three four five six seven eight " * times}], "data_source": "own"}
@@ -26,34 +25,11 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    with in_process():
-        yield
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gated delta nets beside a mixture of experts."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled:smollm2-135m-instruct"))
     return save_hybrid(tmp_path_factory.mktemp("model"), "qwen3_next", tokenizer=tokenizer)
-
-
-def spread() -> Any:
-    def reward(response: str) -> float:
-        return len(set(response)) / 10
-
-    return reward
-
-
-def trainer(folder: Path) -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        "total_training_steps": 2,
-        "val_before_train": False,
-        "default_local_dir": str(folder),
-        "save_freq": -1,
-    }
 
 
 def policy(model: Path, folder: Path, **actor: Any) -> dict[str, Any]:
@@ -69,7 +45,7 @@ def policy(model: Path, folder: Path, **actor: Any) -> dict[str, Any]:
         },
         "algorithm": {"adv_estimator": "gae"},
         "critic": {"model": {"path": str(model), "fsdp_config": fsdp}, "optim": {"lr": 1e-3}},
-        "trainer": trainer(folder),
+        "trainer": two_steps(folder),
     }
 
 
@@ -95,7 +71,7 @@ def test_what_learns_from_given_answers(model: Path, tmp_path: Path, kind: str, 
         "model": {"path": str(model), "fsdp_config": {"dtype": "float32"}},
         "data": {"train_files": ["given"], "train_batch_size": 4, "max_length": 128},
         "optim": {"lr": 3e-3},
-        "trainer": trainer(tmp_path),
+        "trainer": two_steps(tmp_path),
     }
     run_configured(kind, schema.model_validate(values), Given(train_rows=[row | answers for row in ROWS]))
     losses = [record["train/loss"] for record in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in record]

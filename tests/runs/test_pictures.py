@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,10 @@ from hrl.report.html_report import _last_samples
 from hrl.report.run_folder import read_jsonl
 from hrl.report.samples import read_samples, sample_facts
 from tests.models.tiny_pictures import frames, png, save_vl
-from tests.runs.in_process import in_process, run_configured
+from tests.runs.in_process import run_configured, spread, two_steps
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("this_process")]
 TOWER, TEXT = "visual.blocks.0.attn.qkv.weight", "layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    with in_process():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +44,8 @@ def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
             "ref": {"fsdp_config": {"dtype": "float32"}},
             "rollout": {"name": "hf", "n": 3, "dtype": "float32"},
         },
-        "trainer": {
-            "device": "cpu",
-            "total_training_steps": 2,
-            "val_before_train": False,
-            "default_local_dir": str(folder),
-            "save_freq": -1,
-        },
+        "trainer": two_steps(folder),
     } | changes
-
-
-def spread() -> Any:
-    def reward(response: str) -> float:
-        return len(set(response)) / 10
-
-    return reward
 
 
 def change_of(model: Path, folder: Path, name: str) -> float:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hrl.report.run_folder import read_jsonl
-from tests.runs.runner import ROOT, Runner
+from hrl.data.steps import step_ends, with_step_tokens
+from tests.runs.runner import ROOT, FinishedRun, Runner
+from tests.trainer.ppo.test_reward_model_rows import TEMPLATE, chat_of, language_model_of, tokenizer_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -121,11 +124,15 @@ VALIDATED = {
 }
 
 
+#: A run whose reward model scores steps by a word, over two ranks of a pool of its own.
+STEPS = "steps"
+
+
 @pytest.fixture(scope="module")
 def placed(
     runner: Runner, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Run → the metrics of its steps, and where its ranks were; all on one Ray of two nodes."""
+) -> dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]]:
+    """Run → the metrics of its steps, where its ranks were, and the run; all on one Ray of two nodes."""
     folder = tmp_path_factory.mktemp("placed")
     float32 = [f"{key}.dtype=float32" for key in (
         "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.rollout",
@@ -142,13 +149,23 @@ def placed(
     ]
     runs = {name: [f"placement={name}", *arguments] for name, (arguments, _) in PLACEMENTS.items()}
     runs |= {name: [*arguments] for name, arguments in (*WIDE.items(), *VALIDATED.items())}
+    judge = language_model_of(folder / "prm", tokenizer_of("1 + 2 - 3", TEMPLATE), positions=512)
+    runs[STEPS] = [
+        "trainer.resource_pools={policy: [1], steps: [2]}",
+        "trainer.role_pools={rm: steps}",
+        "data.max_response_length=16",
+        f"reward.reward_model.model_path={judge}",
+        "reward.reward_model.step_token='<s>'",
+        "reward.reward_model.step_separator=' '",
+        "reward.reward_model.reward_tokens=['+','-']",
+    ]
     command = [sys.executable, "-m", "tests.runs.placed_runs", str(folder), json.dumps(every), json.dumps(runs)]
     environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return {
-        name: (read_jsonl(folder / name / "metrics.jsonl"), json.loads((folder / name / "where.json").read_text()))
-        for name in runs
+        name: (run.metrics, json.loads((run.folder / "where.json").read_text()), run)
+        for name, run in ((name, FinishedRun(folder / name, 0, done.stdout)) for name in runs)
     }
 
 
@@ -158,9 +175,9 @@ def untimed(record: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_each_placement_has_its_processes_where_it_says_and_the_numbers_of_any_other(
-    name: str, placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]
+    name: str, placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]]
 ) -> None:
-    (record,), where = placed[name]
+    (record,), where, _ = placed[name]
     processes = PLACEMENTS[name][1]
     assert where.keys() == processes.keys() and all(len(ranks) == 1 for ranks in where.values())
     pids = {role: ranks[0][1] for role, ranks in where.items()}
@@ -178,10 +195,10 @@ def test_each_placement_has_its_processes_where_it_says_and_the_numbers_of_any_o
 
 
 def test_a_policy_over_two_merged_pools_is_one_over_two_machines_beside_a_smaller_critic(
-    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]],
+    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]],
 ) -> None:
-    (merged,), where = placed["merged"]
-    (spare,), apart = placed["spare"]
+    (merged,), where, _ = placed["merged"]
+    (spare,), apart, _ = placed["spare"]
     assert untimed(merged) == untimed(spare)
     assert {role: [node for node, _ in ranks] for role, ranks in where.items()} == {
         "actor_rollout": ["train", "sample"], "critic": ["train"], "ref": ["sample"], "rm": ["sample"],
@@ -193,10 +210,32 @@ def test_a_policy_over_two_merged_pools_is_one_over_two_machines_beside_a_smalle
 
 
 def test_a_validation_beside_the_next_step_is_the_one_before_it(
-    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]],
+    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]],
 ) -> None:
     beside, before = placed["beside"][0], placed["before"][0]
     assert [*map(untimed, beside)] == [*map(untimed, before)]
     assert [any(name.startswith("val/") for name in record) for record in beside] == [True, True]
     # In the pinned run the second step waits for the first one's validation; the last one is waited for as ever.
     assert beside[1]["perf/overlap_s"] > 0 and "perf/overlap_s" not in before[1]
+
+
+def test_two_ranks_on_a_pool_of_their_own_score_steps_as_transformers_does(
+    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]],
+) -> None:
+    (record,), where, run = placed[STEPS]
+    others = {pid for role, ranks in where.items() if role != "rm" for _, pid in ranks}
+    assert len(where["rm"]) == 2 and others.isdisjoint(pid for _, pid in where["rm"])
+    folder, most = run.folder.parent / "prm", 0
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    mark, words = tokenizer.convert_tokens_to_ids("<s>"), tokenizer.convert_tokens_to_ids(["+", "-"])
+    for sample in run.samples(1):
+        text = sample["response"].replace("<|im_end|>", "")
+        ends = step_ends(text, " ")
+        chat = chat_of(sample["question"], with_step_tokens(text, ends, "<s>"))
+        ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True).input_ids
+        at = (ids[0] == mark).nonzero().flatten()[-len(ends) :]
+        with torch.no_grad():
+            scores = model(ids).logits[0, at][:, words].softmax(-1)[:, 0]
+        assert sample["reward_parts"]["reward_model"] == pytest.approx(float(scores.mean()), abs=1e-5)
+        most = max(most, len(ends))
+    assert most > 1 and record["actor/grad_norm"] > 0

@@ -2,65 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.runs.in_process import in_process, run_in_process
+from tests.runs.in_process import run_in_process
 from tests.runs.runner import TWO_ROWS, FinishedRun, Runner
-from tests.trainer.ppo.test_reward_model_rows import TEMPLATE, chat_of, classifier_of, tokenizer_of
+from tests.trainer.ppo.test_reward_model_rows import (
+    TEMPLATE,
+    chat_of,
+    classifier_of,
+    language_model_of,
+    tokenizer_of,
+)
+
+WORDS = "Say a number and a sum + -"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process() -> Iterator[None]:
-    with in_process():
-        yield
-
-
-def test_a_policy_is_scored_by_what_transformers_says_of_its_chats(runner: Runner, tmp_path: Path) -> None:
-    words = tokenizer_of("Say a number and a sum", TEMPLATE)
-    folder = classifier_of(tmp_path / "rm", words, positions=512)
-    run_in_process(
-        *runner.arguments(tmp_path / "run", *TWO_ROWS)[1:],
+def scored_by(model: Path, *more: str) -> list[str]:
+    """Arguments of a step whose rewards are a reward model's alone."""
+    return [
+        *TWO_ROWS,
         "reward.custom_reward_function.path=null",
         "reward.reward_model.enable=true",
-        f"reward.reward_model.model_path={folder}",
+        f"reward.reward_model.model_path={model}",
         "reward.reward_model.model.fsdp_config.dtype=float32",
         "algorithm.adv_estimator=grpo",
         "trainer.total_training_steps=1",
-    )
-    run = FinishedRun(tmp_path / "run", 0, "")
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    tokenizer, special = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(runner.model)
+        *more,
+    ]
+
+
+def run_here(runner: Runner, folder: Path, arguments: list[str]) -> FinishedRun:
+    run_in_process(*runner.arguments(folder, *arguments)[1:])
+    return FinishedRun(folder, 0, "")
+
+
+def check_scores_of_chats(run: FinishedRun, runner: Runner, model: Path, exact: float) -> None:
+    """Each sample has the score that transformers' own classifier gives its chat."""
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+    tokenizer, special = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(runner.model)
     scores = []
     for sample in run.samples(1):
         answer = special.decode(special.encode(sample["response"]), skip_special_tokens=True)
         chat = chat_of(sample["question"], answer)
         text = tokenizer.apply_chat_template(chat, tokenize=False)
         with torch.no_grad():
-            scores.append(float(model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits))
-        assert sample["reward_parts"]["reward_model"] == pytest.approx(scores[-1], rel=1e-4, abs=1e-5)
+            scores.append(float(classifier(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits))
+        assert sample["reward_parts"]["reward_model"] == pytest.approx(scores[-1], rel=exact, abs=exact)
     assert len({*scores}) > 1 and run.metrics[0]["actor/grad_norm"] > 0
 
 
-def test_steps_of_answers_are_paid_where_they_end(runner: Runner, tmp_path: Path) -> None:
-    words = tokenizer_of("Say a number and a sum", TEMPLATE)
-    folder = classifier_of(tmp_path / "prm", words, positions=512)
-    run_in_process(
-        *runner.arguments(tmp_path / "run", *TWO_ROWS)[1:],
-        "reward.custom_reward_function.path=null",
-        "reward.reward_model.enable=true",
-        f"reward.reward_model.model_path={folder}",
-        "reward.reward_model.step_token='<s>'",
-        "reward.reward_model.step_separator=' '",
-        "reward.reward_model.weight=2",
-        "algorithm.adv_estimator=grpo",
-        "trainer.total_training_steps=1",
-    )
-    run = FinishedRun(tmp_path / "run", 0, "")
+@pytest.mark.usefixtures("this_process")
+def test_a_policy_is_scored_by_what_transformers_says_of_its_chats(runner: Runner, tmp_path: Path) -> None:
+    folder = classifier_of(tmp_path / "rm", tokenizer_of(WORDS, TEMPLATE), positions=512)
+    check_scores_of_chats(run_here(runner, tmp_path / "run", scored_by(folder)), runner, folder, 1e-4)
+
+
+@pytest.mark.usefixtures("this_process")
+@pytest.mark.parametrize("made", [classifier_of, language_model_of])
+def test_steps_of_answers_are_paid_where_they_end(runner: Runner, tmp_path: Path, made: Any) -> None:
+    folder = made(tmp_path / "prm", tokenizer_of(WORDS, TEMPLATE), positions=512)
+    keys = {"step_token": "'<s>'", "step_separator": "' '", "weight": "2"}
+    if made is language_model_of:
+        keys["reward_tokens"] = "['+','-']"
+    given = [f"reward.reward_model.{key}={value}" for key, value in keys.items()]
+    run = run_here(runner, tmp_path / "run", scored_by(folder, *given))
     several = 0
     for sample in run.samples(1):
         text = sample["response"].replace("<|im_end|>", "")
@@ -70,3 +80,20 @@ def test_steps_of_answers_are_paid_where_they_end(runner: Runner, tmp_path: Path
         assert sample["score"] == pytest.approx(mean, rel=1e-4)
         assert sample.get("shaped_score", sample["score"]) == pytest.approx(2 * steps * mean, rel=1e-3, abs=1e-4)
     assert several and run.metrics[0]["actor/grad_norm"] > 0
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_a_run_serves_its_reward_model_on_a_pool_of_its_own(runner: Runner, tmp_path: Path) -> None:
+    """vLLM's server scores as transformers does, and has ended with the run, as the runner asserts."""
+    # Heads of 32 numbers, of which vLLM's attention on a CPU asks.
+    folder = classifier_of(tmp_path / "rm", tokenizer_of(WORDS, TEMPLATE), positions=256, width=128)
+    apart = [
+        "reward.reward_model.serve=true",
+        "reward.reward_model.server_kwargs={dtype: float32, max_model_len: 256}",
+        "trainer.resource_pools={global: [1], judge: [1]}",
+        "trainer.role_pools={rm: judge}",
+        "actor_rollout_ref.rollout.name=hf",
+    ]
+    run = runner(tmp_path / "run", *scored_by(folder, *apart))
+    check_scores_of_chats(run, runner, folder, 1e-4)

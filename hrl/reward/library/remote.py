@@ -48,7 +48,7 @@ class Remote:
     one, until the deadline. A redirect is not followed.
 
     Args:
-        url: Address of the server, or several.
+        url: Address of the server, or several; of vLLM and SGLang with or without the `/v1` of OpenAI's protocol.
         protocol: How it is asked: `openrlhf`, `vllm` or `sglang`.
         model: The model's name at the server, for `vllm` and `sglang`.
         tokenizer: Folder or hub id of a tokenizer, by whose chat template prompt and answer become the text of
@@ -94,7 +94,7 @@ class Remote:
             api_key = os.environ[name]
         end = {"openrlhf": "", "vllm": "/classify", "sglang": "/v1/embeddings"}[protocol]
         self._aiohttp = aiohttp
-        self._urls = itertools.cycle([one if not end else f"{one.rstrip('/')}{end}" for one in urls])
+        self._urls = itertools.cycle([f"{one.rstrip('/').removesuffix('/v1')}{end}" if end else one for one in urls])
         self._protocol, self._model = protocol, model
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._failures = Failures(skips=on_failure == "skip")

@@ -163,7 +163,11 @@ class RayPPOTrainer(TrainingLoop):
         if self.episodes is not None:
             self.episodes.begin_start(self.rewards.sink)
         super().init_workers()
-        self.rewards.start()  # whose processes have been starting beside the workers
+        served = None
+        if self.config.reward.reward_model.is_served:
+            served = next(address for address in self.workers.rm.address() if address is not None)
+            self.reporter.console.note(f"the reward model is served at {served}")
+        self.rewards.start(served)  # whose processes have been starting beside the workers, unless they ask the server
         if self.episodes is not None:
             self.episodes.start()
             if (address := self.episodes.open_to_others(self.reporter.folder.path)) is not None:
@@ -616,8 +620,9 @@ class RayPPOTrainer(TrainingLoop):
     def _with_step_scores(self, batch: DataProto) -> DataProto:
         assert self.reward_model_rows is not None, "a process reward model is shown marked steps"
         rm, limits = self.workers.rm, self.limits["rm"]
-        steps = self.reward_model_rows.of_steps(batch, limits)
-        request = ScalarRequest(plan=self.planner.forward(steps.rows, rm.world_size, limits))
+        steps, marks = self.reward_model_rows.of_steps(batch, limits), self.reward_model_rows.steps
+        plan = self.planner.forward(steps.rows, rm.world_size, limits)
+        request = ScalarRequest(plan=plan, reward_ids=None if marks is None else marks.reward_ids)
         scores = rm.compute_step_scores(steps.rows, request).batch["rm_step_scores"]
         placed, means = steps.place(scores, batch.batch["responses"].shape[1])
         return batch.union(DataProto.from_dict(tensors={"rm_step_scores": placed, "rm_scores": means}))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hrl.data.other_reader import OtherReader, with_answer
-from hrl.data.steps import step_ends, tokens_at, with_step_tokens
+from hrl.data.steps import StepMarks, step_ends, tokens_at, with_step_tokens
 from hrl.errors import HrlError
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.episodes import heads_of
@@ -29,21 +29,6 @@ if TYPE_CHECKING:
 
 class RewardModelRowError(HrlError, ValueError):
     """A sample can't be shown to the reward model; the message names the sample, and what to change."""
-
-
-@dataclass(frozen=True)
-class StepMarks:
-    """How a process reward model is shown the steps of an answer.
-
-    Attributes:
-        token: Stands behind each step.
-        token_id: Of it.
-        separator: Stands between two steps.
-    """
-
-    token: str
-    token_id: int
-    separator: str
 
 
 @dataclass(frozen=True)
@@ -130,8 +115,7 @@ class RewardModelRows:
         assert marks is not None, "the reward model scores steps"
         chats, ends, tokens = [], [], []
         for prompt, ids in zip(batch.non_tensor_batch["raw_prompt"], self._responses(batch), strict=True):
-            # What only looks like the token marks nothing; as many spaces leave every place where it was.
-            text = self._decode(ids).replace(marks.token, " " * len(marks.token))
+            text = marks.hide(self._decode(ids))
             ends.append(step_ends(text, marks.separator))
             tokens.append(tokens_at(ends[-1], ids, self._decode))
             chats.append(with_answer(prompt, with_step_tokens(text, ends[-1], marks.token)))

@@ -20,7 +20,7 @@ from hrl.reward.actor import RewardActor, RewardError, RewardOutcome, reward_met
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, combine_scores
 from hrl.reward.parts import part_metrics
 from hrl.reward.pool import RewardRow
-from hrl.reward.spec import RewardSpec
+from hrl.reward.spec import RewardSpec, with_served
 from hrl.reward.weighted import Rewards
 from hrl.workers.rollout.base import sample_keys
 
@@ -72,19 +72,26 @@ class RewardService:
         self._has_model = config.needs_reward_model
         self._num_rounds = 0
         self._rounds = {validate: _Round() for validate in (True, False)}
+        self._asks_served = reward.reward_model.is_served
+        self._spec: RewardSpec | None = None
         self._loop: RewardActor | None = None
         if config.reward_entries or function is not None:  # otherwise the reward model or the environment alone decides
             folder = config.trainer.default_local_dir
-            self._loop = RewardActor(RewardSpec.of_config(reward, data_sources, function, columns, folder), reward)
+            self._spec = RewardSpec.of_config(reward, data_sources, function, columns, folder)
+            if not self._asks_served:
+                self._loop = RewardActor(self._spec, reward)
 
     @property
     def gives_scores(self) -> bool:
         """Whether there is a reward function or a reward model."""
-        return self._loop is not None or self._has_model
+        return self._spec is not None or self._has_model
 
     @property
     def sink(self) -> Any:
-        """The Ray actor that workers send finished samples to; `None` where the reward model alone decides."""
+        """The Ray actor that workers send finished samples to; `None` where the reward model alone decides.
+
+        Beside a reward model that the run serves it is there once `start` has been told where.
+        """
         return None if self._loop is None else self._loop.handle
 
     def __enter__(self) -> Self:
@@ -96,13 +103,19 @@ class RewardService:
         if self._loop is not None:
             self._loop.shutdown()
 
-    def start(self) -> None:
+    def start(self, served: str | None = None) -> None:
         """Return when samples can be scored.
+
+        Args:
+            served: Where the run serves its reward model; functions find it in the environment of their process.
 
         Raises:
             RewardFunctionError: The reward function cannot be loaded in the pool's processes.
             RewardError: They did not start.
         """
+        if served is not None and self._spec is not None and self._loop is None:
+            self._loop = RewardActor(self._spec, with_served(self._reward, served))
+            self._loop.begin_start()
         if self._loop is not None:
             self._loop.start()
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PreTrainedTokenizerFast,
@@ -22,9 +24,11 @@ from transformers import (
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.data.chat import ChatTemplateError
 from hrl.data.other_reader import OtherReader, reads_the_same
+from hrl.data.steps import StepMarks
 from hrl.protocol import DataProto
-from hrl.trainer.ppo.reward_model_rows import RewardModelRowError, RewardModelRows, StepMarks, packed_rows
+from hrl.trainer.ppo.reward_model_rows import RewardModelRowError, RewardModelRows, packed_rows
 from hrl.workers.requests import ScalarRequest
+from hrl.workers.step_model import StepModel
 from tests.models.tiny import fsdp_config, model_config
 from tests.workers.asked import Critic
 from tests.workers.engine.ranks import CPU
@@ -96,6 +100,16 @@ def classifier_of(folder: Path, tokenizer: PreTrainedTokenizerFast, *, positions
         max_position_embeddings=positions,
     )
     LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def language_model_of(folder: Path, tokenizer: PreTrainedTokenizerFast, *, positions: int = 64) -> Path:
+    """A random language model that judges steps by a word, with its tokenizer."""
+    torch.manual_seed(5)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(tokenizer), **shape, initializer_range=0.15, max_position_embeddings=positions)
+    LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -196,21 +210,35 @@ def answers(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> DataProto:
     )
 
 
-def test_each_step_has_the_probability_that_transformers_gives_it_at_its_token(tmp_path: Path) -> None:
-    """A token classifier of two labels; the token that marks steps is `<s>`, which the template has in it too."""
+@pytest.mark.parametrize("words", [None, ("+", "-")])
+def test_each_step_has_the_probability_that_transformers_gives_it_at_its_token(
+    tmp_path: Path, words: tuple[str, str] | None
+) -> None:
+    """A token classifier of two labels, and a language model of two words.
+
+    The token that marks steps is `<pad>`; that of the template is another one.
+    """
     tokenizer = tokenizer_of("7 and 5 are twelve\n\n", TEMPLATE)
-    torch.manual_seed(5)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(tokenizer), **shape, initializer_range=0.15, num_labels=2)
-    LlamaForTokenClassification(config).save_pretrained(tmp_path)
-    model = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64)
-    mark = StepMarks("<pad>", tokenizer.convert_tokens_to_ids("<pad>"), "\n\n")
+    mark = StepMarks.of(tokenizer, "<pad>", "\n\n", words)
+    frozen: Any
+    if words is None:
+        torch.manual_seed(5)
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = LlamaConfig(vocab_size=len(tokenizer), **shape, initializer_range=0.15, num_labels=2)
+        LlamaForTokenClassification(config).save_pretrained(tmp_path)
+        model = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64)
+        right_and_wrong = [1, 0]
+        frozen = Critic(model_config(tmp_path), None, fsdp_config(), device=CPU, total_steps=None)
+    else:
+        language_model_of(tmp_path, tokenizer)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+        right_and_wrong = tokenizer.convert_tokens_to_ids(["+", "-"])
+        frozen = StepModel(model_config(tmp_path), fsdp_config(), device=CPU)
     batch = answers(POLICY, STEPS)
     steps = RewardModelRows(POLICY, OtherReader(tokenizer, None), mark).of_steps(batch, LIMITS)
-    frozen = Critic(model_config(tmp_path), None, fsdp_config(), device=CPU, total_steps=None)
     plan = Planner(share_prefix=True).forward(steps.rows, 1, LIMITS)
     order = list(plan.rows[0])
-    request = ScalarRequest(plan=plan.ranks[0])
+    request = ScalarRequest(plan=plan.ranks[0], reward_ids=mark.reward_ids)
     found = frozen.compute_step_scores(steps.rows.select_idxs(order), request).batch["rm_step_scores"]
     scores = torch.zeros_like(found).index_copy(0, torch.tensor(order), found)
     placed, means = steps.place(scores, batch.batch["responses"].shape[1])
@@ -223,7 +251,8 @@ def test_each_step_has_the_probability_that_transformers_gives_it_at_its_token(t
         )
         ids = torch.tensor([ids.input_ids])
         with torch.no_grad():
-            right = model(ids).logits.softmax(-1)[0, ids[0] == mark.token_id, 1]
+            logits = model(ids).logits[0, ids[0] == mark.token_id][:, right_and_wrong]
+            right = logits.softmax(-1)[:, 0]
         tokens = batch.batch["responses"][row].tolist()
         columns = placed[row].nonzero().flatten().tolist()
         assert len(columns) == len(ends) == len(right)
@@ -236,7 +265,7 @@ def test_each_step_has_the_probability_that_transformers_gives_it_at_its_token(t
 
 def test_a_template_that_takes_the_marks_away_is_told() -> None:
     tokenizer = tokenizer_of("7", "{% for m in messages %}{{ m.content | replace('<pad>', '') }}{% endfor %}")
-    marks = StepMarks("<pad>", tokenizer.convert_tokens_to_ids("<pad>"), "\n\n")
+    marks = StepMarks.of(tokenizer, "<pad>", "\n\n", None)
     with pytest.raises(RewardModelRowError, match="uid u, sample 0: .* template leaves 0 of the 2 tokens <pad>"):
         RewardModelRows(POLICY, OtherReader(tokenizer, None), marks).of_steps(answers(POLICY, STEPS), LIMITS)
 
