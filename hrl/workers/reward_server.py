@@ -72,6 +72,8 @@ class RewardServerWorker(ModelWorker):
             return
         on_cpu = device.type == "cpu"
         arguments = {"data_parallel_size": self.world_size // self.arguments.get("tensor_parallel_size", 1)}
+        # What it says goes into a file, for months perhaps: nothing of single requests, nor every ten seconds.
+        arguments |= {"disable_uvicorn_access_log": True, "disable_log_stats": True}
         if self.runtime.trust_remote_code:
             arguments["trust_remote_code"] = True
         environment = engine_environment(
