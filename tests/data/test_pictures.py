@@ -48,6 +48,12 @@ def jpeg(width: int, height: int, orientation: int = 1) -> bytes:
     return file.getvalue()
 
 
+def for_answers(data: SimpleNamespace) -> SimpleNamespace:
+    """The section `data` of a run that learns from given answers."""
+    columns = {"messages_key": "messages", "completion_key": None, "data_source_key": "data_source"}
+    return SimpleNamespace(**vars(data), **columns, max_length=200, train_batch_size=1)
+
+
 def shown(tokenizer: Any, config: SimpleNamespace, *rows: dict[str, Any]) -> RLHFDataset:
     return RLHFDataset([{"data_source": "s", "reward_model": {}} | row for row in rows], tokenizer, config)
 
@@ -185,14 +191,7 @@ def test_a_part_of_a_message_may_say_where_its_picture_is_in_any_form(
 
 
 def test_pictures_of_a_run_that_was_begun_without_are_refused(seeing: Any, data: SimpleNamespace) -> None:
-    settings = SimpleNamespace(
-        **vars(data),
-        messages_key="messages",
-        completion_key=None,
-        data_source_key="data_source",
-        max_length=200,
-        train_batch_size=1,
-    )
+    settings = for_answers(data)
     asked, answered = {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "two"}
     late = {"messages": [asked, answered], "images": [FILE]}
     of_prompts = shown(seeing, data, {"prompt": "<image>?", "images": [FILE]})
@@ -306,14 +305,7 @@ def test_a_folder_that_does_not_say_how_videos_are_read_is_refused(tmp_path: Pat
 
 
 def test_an_answer_s_pictures_belong_to_its_prompt(seeing: Any, data: SimpleNamespace) -> None:
-    settings = SimpleNamespace(
-        **vars(data),
-        messages_key="messages",
-        completion_key=None,
-        data_source_key="data_source",
-        max_length=200,
-        train_batch_size=1,
-    )
+    settings = for_answers(data)
     question = {"role": "user", "content": "<image>how many?"}
     chat = [question, {"role": "assistant", "content": "two"}]
     made = DemonstrationDataset([{"messages": chat, "images": [FILE]}], seeing, settings, stop_ids=[2])
