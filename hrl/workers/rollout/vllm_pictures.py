@@ -8,6 +8,7 @@ another, by which it keeps the tower's results and the cache of a prompt's begin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def picture_options(shows_pictures: bool) -> dict[str, Any]:
         "mm_processor_cache_gb": 0,
     }
     # Newer versions' towers take raw pixels and scale them, unless told that they were scaled here.
-    if "mm_device_do_normalize" in AsyncEngineArgs.__dataclass_fields__:
+    if "mm_device_do_normalize" in {field.name for field in fields(AsyncEngineArgs)}:
         options["mm_device_do_normalize"] = False
     return options
 
@@ -61,7 +62,7 @@ def input_with_pictures(prompt_ids: list[int], pictures: Sequence[Picture], proc
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-    fields, of_prompt, digests, places = dict[str, Any](), dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    layout, of_prompt, digests, places = dict[str, Any](), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for kind, pixel_values, grid_thw in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
@@ -71,17 +72,17 @@ def input_with_pictures(prompt_ids: list[int], pictures: Sequence[Picture], proc
             continue
         pixels = [processor.pixels(picture) for picture in shown]
         grids = torch.tensor([each.grid for each in pixels])
-        fields |= {
+        layout |= {
             pixel_values: MultiModalFieldConfig.flat_from_sizes(kind, grids.prod(-1)),
             grid_thw: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
         }
         of_prompt |= {pixel_values: torch.cat([each.patches for each in pixels]), grid_thw: grids}
         if seconds := [each.clip.seconds for each in shown if kind == "video" and each.clip is not None]:
-            fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+            layout["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
             of_prompt["second_per_grid_ts"] = torch.tensor(seconds)
         digests[kind] = [picture.digest for picture in shown]
         places[kind] = [PlaceholderRange(offset=each.start, length=each.length) for each in shown]
-    return mm_input(prompt_ids, MultiModalKwargsItems.from_hf_inputs(BatchFeature(of_prompt), fields), digests, places)
+    return mm_input(prompt_ids, MultiModalKwargsItems.from_hf_inputs(BatchFeature(of_prompt), layout), digests, places)
 
 
 def _kind(picture: Picture) -> str:
