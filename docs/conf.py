@@ -66,9 +66,9 @@ nitpick_ignore_regex = [
     # What hrl makes and hands over; nobody else makes one, and its fields are explained where it is given.
     (
         "py:.*",
-        r"(hrl\..*\.)?(AdvantageSettings|ConfigView|EngineSetup|EpisodeDriver|Execute|GroupFilter|JsonConsole|Manifest|PolicyLossSettings|Position"
+        r"(hrl\..*\.)?(AdvantageSettings|Clip|ConfigView|EngineSetup|EpisodeDriver|Execute|GroupFilter|JsonConsole|Manifest|PolicyLossSettings|Position"
         r"|RankEnv|ReceiverReport|ResourcePoolManager|RewardModelRows|RewardService|Role|RunConsole|RunReporter|SampleOutput"
-        r"|CheckpointError|ClusterLostError|LeftOutError|RunStoppedError|SamplingParams|Slot|StepMetrics|StepPhase|StopRequest|Uploads|WorkerGroups)",
+        r"|CheckpointError|ClusterLostError|LeftOutError|RunStoppedError|SamplingParams|ServedTeacher|Slot|StepMetrics|StepPhase|StopRequest|Uploads|WorkerGroups)",
     ),
 ]
 napoleon_google_docstring = True

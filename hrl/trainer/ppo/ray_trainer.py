@@ -438,7 +438,7 @@ class RayPPOTrainer(TrainingLoop):
 
     @property
     def validates_beside(self) -> bool:
-        """Whether a validation may go on while the next step trains: engines have devices of their own.
+        """Whether a validation may go on while the next step trains, since engines have devices of their own.
 
         Not with `algorithm.filter_groups`, where a step asks the engines for what they have not begun, and not in a
         subclass that makes steps, validates or looks at a step's metrics in its own way.
