@@ -93,9 +93,8 @@ class AgentDoor:
         ) -> SampleOutput:
             with clock.standing():
                 # Which row an answer belongs to is known when it is there, so all of its context is asked about.
-                experts_from = 0 if task.with_experts else None
-                name = f"{name} of {task.name}"
-                return await self._router.generate(ids, sampling, task.key, name, experts_from=experts_from)
+                asked = {"experts_from": 0} if task.with_experts else {}
+                return await self._router.generate(ids, sampling, task.key, f"{name} of {task.name}", **asked)
 
         fixed = FixedSampling(
             task.sampling,
