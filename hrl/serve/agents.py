@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hrl.episodes.clock import EpisodeClock
 from hrl.episodes.play import AgentPlay, EpisodeTask, PlaySetup
@@ -93,7 +94,7 @@ class AgentDoor:
         ) -> SampleOutput:
             with clock.standing():
                 # Which row an answer belongs to is known when it is there, so all of its context is asked about.
-                asked = {"experts_from": 0} if task.with_experts else {}
+                asked: dict[str, Any] = {"experts_from": 0} if task.with_experts else {}
                 return await self._router.generate(ids, sampling, task.key, f"{name} of {task.name}", **asked)
 
         fixed = FixedSampling(
