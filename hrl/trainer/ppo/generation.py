@@ -154,7 +154,8 @@ def share_known_experts(batch: DataProto) -> None:
         batch: Samples drawn by the same weights, with `routed_experts`.
     """
     width, mask = batch.batch["prompts"].shape[1], batch.batch["attention_mask"].numpy().astype(bool)
-    tokens, known = batch.batch["input_ids"].numpy(), list(batch.non_tensor_batch[ROUTED_EXPERTS])
+    tokens = torch.cat([batch.batch["prompts"], batch.batch["responses"]], dim=1).numpy()
+    known = list(batch.non_tensor_batch[ROUTED_EXPERTS])
     known = known_by_beginning([row[of] for row, of in zip(tokens[:, :width], mask[:, :width], strict=True)], known)
     if "turn_index" in batch.batch:  # what an engine had in its cache may reach into later turns
         known = known_by_beginning([row[of] for row, of in zip(tokens, mask, strict=True)], known)

@@ -32,6 +32,8 @@ FUNCTION_SCORES = [1.0, None, 0.0]
 class Prompts:
     """Prompts of two tokens."""
 
+    has_pictures = False
+
     def __init__(self, count: int = 3) -> None:
         self.order = EpochOrder(count, seed=0)
         self.fingerprint = fingerprint(self.order, [np.ones(2)] * count)
