@@ -271,6 +271,13 @@ _UNPACKED = [
     "  some families are wrong beside it. vLLM on a CPU runs those of the families that it has kernels for there,",
     "  without prefix caching. Falcon-H1 was seen to give the trainer's log-probs to 1e-5 in float32. As for every",
     "  model, `rollout/logprob_diff_max` of the first step says whether an engine agrees with the trainer.",
+    "- **Rounding of decays.** In bfloat16 the decays (`A_log`, `dt_bias`) are rounded like other weights;",
+    "  transformers keeps them in no other dtype either. Rounding them alone moves log-probs by 0.002 to 0.008 in the",
+    "  mean, rounding all weights and products by 0.012 to 0.029, and of that at most 0.0013 goes with decays in",
+    "  float32 (random models of Qwen3-Next, Qwen3.5, Falcon-H1, Granite-4 and Mamba-2, rows of 512 tokens).",
+    "- **Zamba2** lets no time step be shorter than its `time_step_min` where it reads whole rows, and does not hold",
+    "  to that where it decodes token by token: transformers' own two forms differ by 1e-4 in a tiny model, and",
+    "  `rollout.name=hf` samples by the second.",
     "",
 ]
 
