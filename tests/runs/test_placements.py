@@ -18,7 +18,7 @@ from hrl.data.steps import step_ends, with_step_tokens
 from tests.runs.runner import ROOT, FinishedRun, Runner
 from tests.trainer.ppo.test_reward_model_rows import TEMPLATE, chat_of, language_model_of, tokenizer_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(700)]
 
 PPO = (
     "recipe=ppo",
@@ -161,7 +161,7 @@ def placed(
     ]
     command = [sys.executable, "-m", "tests.runs.placed_runs", str(folder), json.dumps(every), json.dumps(runs)]
     environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=480, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return {
         name: (run.metrics, json.loads((run.folder / "where.json").read_text()), run)
