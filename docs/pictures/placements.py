@@ -114,6 +114,7 @@ def keep(name: str, folder: Path, models: dict[str, Path]) -> None:
     """Make a run, and keep the timeline of its profiled step."""
     folder = folder / name.replace(", ", "_").replace(" ", "_")
     run("ppo", compose_cli(arguments(name, folder, models)), trainer_cls=OneByOne if name == BEFORE else None)
+    KEPT.mkdir(exist_ok=True)
     timeline = json.loads((folder / "profile" / f"step_{STEP}_timeline.json").read_text())
     file_of(name).write_text(json.dumps(timeline, indent=1) + "\n")
 
