@@ -22,6 +22,7 @@ SIGNALS = {
     "GarbledError",
     "GoneError",
     "AbandonedError",
+    "WrongPictureError",
     "LeftOutError",
     "StepEnd",
     "NotBegunError",
