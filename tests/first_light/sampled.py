@@ -20,10 +20,10 @@ NOISE = 0.05
 TIMEOUT_S = 200.0
 
 
-def sampled(host: RolloutHost, name: str) -> tuple[TokenRows, list[list[float]]]:
+def sampled(host: RolloutHost, name: str, max_tokens: int = MAX_TOKENS) -> tuple[TokenRows, list[list[float]]]:
     """Responses to one prompt, and their log-probs by the engine."""
     prompt = list(range(5, 5 + PROMPT_TOKENS))
-    sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS)
+    sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
     asked = [host.generate(prompt, replace(sampling, seed=seed), f"{name} {seed}") for seed in range(NUM_SAMPLES)]
     outputs = [future.result(TIMEOUT_S) for future in asked]
     lengths = np.array([len(output.token_ids) for output in outputs])

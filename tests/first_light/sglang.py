@@ -35,7 +35,7 @@ from hrl.workers.rollout.host import RolloutHost
 from hrl.workers.rollout.sglang_server import server_command
 from tests.first_light.random_model import SHAPES, config_of, fsdp_section, join_alone, one_step, optim_section
 from tests.first_light.report import Findings
-from tests.first_light.sampled import NOISE, apart, sampled
+from tests.first_light.sampled import MAX_TOKENS, NOISE, apart, sampled
 from tests.first_light.stages import Setup
 
 #: A rate with which one step is seen in what is sampled.
@@ -55,12 +55,13 @@ def run(setup: Setup, findings: Findings) -> None:
     tokens = TokenIds(pad=0, stop=(2,), vocab_size=SHAPES[size][5])
     small = {"name": "sglang", "dtype": "bfloat16", "gpu_memory_utilization": MEMORY_SHARE, "max_num_seqs": 16}
     config = PPOTrainerConfig().actor_rollout_ref.rollout.model_copy(update={**small, "enforce_eager": True})
+    longest = 8 if setup.tiny else MAX_TOKENS
     with _serving(EngineSetup(config, source, tokens, device), Path(setup.folder, "sglang-server.log")) as url:
         shared = Path("/dev/shm")
         place = str(shared if os.access(shared, os.W_OK) else Path(setup.folder))
         served = config.model_copy(update={"server": ServerConfig(urls=[url], weights_folder=place)})
-        _follow(served, source, tokens, device, findings, "server")
-    _follow(config, source, tokens, device, findings, "engine")
+        _follow(served, source, tokens, device, findings, "server", longest)
+    _follow(config, source, tokens, device, findings, "engine", longest)
 
 
 @contextmanager
@@ -96,8 +97,15 @@ def _answers(url: str) -> bool:
 
 
 def _follow(
-    config: RolloutConfig, source: ModelSource, tokens: TokenIds, device: torch.device, findings: Findings, way: str
+    config: RolloutConfig,
+    source: ModelSource,
+    tokens: TokenIds,
+    device: torch.device,
+    findings: Findings,
+    way: str,
+    longest: int,
 ) -> None:
+    """Two syncs and two steps; `longest` is of the responses, in tokens."""
     trainer = Engine(
         load_causal_lm,
         PackedCausalLM,
@@ -123,13 +131,13 @@ def _follow(
             seconds = time.perf_counter() - started
             findings.add(f"{way}: sync {version}: {sync.nbytes / 2**20:.0f} MiB", f"{seconds:.2f} s")
             host.wake(["kv_cache"])
-            rows, log_probs = sampled(host, f"{way} {version}")  # which refuses answers of another version
+            rows, log_probs = sampled(host, f"{way} {version}", longest)  # which refuses answers of another version
             findings.below(
                 f"{way}: sync {version}: log-probs differ from the trainer's, mean",
                 apart(trainer, rows, log_probs),
                 NOISE,
             )
-            again, _ = sampled(host, f"{way} {version} again")
+            again, _ = sampled(host, f"{way} {version} again", longest)
             same = np.array_equal(again.responses, rows.responses)
             findings.add(f"{way}: sync {version}: the same seeds again", "equal" if same else "others", "equal", same)
             host.sleep()

@@ -193,7 +193,8 @@ class WeightReceiver:
 
     def _write(self, sync: _Incoming, index: int, data: Tensor) -> None:
         if not sync.writing:
-            sync.writing, self.intact = True, False  # from here to the end of the commit, also if no abort ever comes
+            sync.writing = True
+            self.intact = False  # from here to the end of the commit, also if no abort ever comes
             self._writer.begin()
         bucket = sync.manifest.buckets[index]
         weights = self._views.get(index)

@@ -9,7 +9,7 @@ from aiohttp import web
 from safetensors import safe_open
 
 from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.managers.io_struct import RECORD
+from sglang.srt.managers.io_struct import RECORD, CheckWeightsReqInput
 
 
 def options():
@@ -62,8 +62,7 @@ def routes(engine, given):
 
     @table.post("/weights_checker")
     async def check(request):
-        request.action = (await request.json())["action"]
-        *_, checksum = await manager.check_weights(request)
+        *_, checksum = await manager.check_weights(CheckWeightsReqInput(**await request.json()))
         return web.json_response({"success": True, "per_engine_checksum": checksum})
 
     return table

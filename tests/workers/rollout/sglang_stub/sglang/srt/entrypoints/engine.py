@@ -114,10 +114,12 @@ class Manager:
         return SimpleNamespace(success=self.engine.fault() != "keeps its cache", message="")
 
     async def check_weights(self, obj, request=None):
+        import torch
+
         assert obj.action == "checksum"
         whole = hashlib.sha256()
         for name, tensor in sorted(self.engine.model.named_parameters()):
-            whole.update(name.encode() + tensor.detach().numpy().tobytes())
+            whole.update(name.encode() + tensor.detach().view(torch.uint8).numpy().tobytes())
         return True, "Success.", [], whole.hexdigest()
 
     async def release_memory_occupation(self, obj, request=None):
