@@ -46,6 +46,8 @@ _EXPAND = ("mamba_expand", "expand")
 _STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
 _STATE_WIDTH = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
 _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+#: What Qwen2-VL's tower calls its width.
+_TOWER_WIDTH = "embed_dim"
 #: Heads of a state-space layer in a model without attention.
 _FEW_STATE_HEADS = 4
 #: Width of a model without heads of any kind.
@@ -205,6 +207,8 @@ def resize(
             elif isinstance(value, int):
                 fields[key] = min(value, feed_forward)
     names = {name: config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")}
+    if isinstance(fields.get(_TOWER_WIDTH), int) and "depth" in fields:  # what it calls hidden is the decoder's width
+        names["hidden_size"] = _TOWER_WIDTH
     hidden, queries = (fields.get(name) for name in names.values())
     if not isinstance(hidden, int) or not isinstance(queries, int):
         return

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen2VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as of_frame
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_whole
 
@@ -20,8 +20,9 @@ from hrl.data.pictures import PictureTokens
 from hrl.models.head import backbone_of
 from hrl.models.loading import ModelSource, load_causal_lm, load_scalar_model
 from hrl.models.packed_model import PackedCausalLM, PackedScalarModel, TokenRows, Wanted, pack_micro_batch
-from hrl.models.picture_probe import own_arguments
+from hrl.models.picture_probe import own_arguments, require_sight
 from hrl.models.pictures import PictureProcessor, Sight, decoded, sighted_config
+from hrl.models.probe import probe_config
 from hrl.models.tokenizer import load_tokenizer
 from hrl.models.videos import VideoProcessor
 from hrl.pictures import Picture, PictureError, PictureSource, VideoSource, digest_of
@@ -239,9 +240,11 @@ def test_time_is_in_the_positions_or_in_the_text(seen: SimpleNamespace, films: S
         seen.sight.positions(films.rows.prompts[row], films.rows.pictures[row])[:, 0][picture.start :][: picture.length]
         for row, picture in ((0, fast[0]), (2, slow[0]))
     ]
-    # 4 tokens a patch in time, four positions a second (`tokens_per_second`), one or four seconds between two.
-    assert (of_time[0] - of_time[0][0]).tolist() == [0] * 4 + [4] * 4 + [8] * 4
-    assert (of_time[1] - of_time[1][0]).tolist() == [0] * 4 + [16] * 4 + [32] * 4
+    # 4 tokens a patch in time, four positions a second (`tokens_per_second`), one or four seconds between two. Qwen2-VL
+    # counts patches instead.
+    counts = seen.plain.config.model_type == "qwen2_vl"
+    for found, apart in zip(of_time, (1, 1) if counts else (4, 16), strict=True):
+        assert (found - found[0]).tolist() == [0] * 4 + [apart] * 4 + [2 * apart] * 4
 
 
 def test_patches_of_a_video_are_two_frames_each(seen: SimpleNamespace) -> None:
@@ -288,6 +291,17 @@ def test_frames_get_the_sizes_of_transformers_processors(
         assert videos.size(number, height, width) == wanted
     with pytest.raises(ValueError, match="longer than 200 times"):
         videos.size(2, 28, 28 * 300)
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_a_family_is_compared_with_itself_before_a_run(seen: SimpleNamespace, scalar: bool) -> None:
+    source = ModelSource.to_look_at(seen.folder, {}, trust_remote_code=False, max_model_len=256)
+    assert require_sight(source, scalar=scalar) < 1e-4
+
+
+def test_qwen2_vl_in_its_own_size_is_compared_too() -> None:
+    """Its tower alone has 0.7 billion weights, unless a cut knows what it calls its width."""
+    assert probe_config(Qwen2VLConfig(), 256).is_right
 
 
 def test_a_picture_of_another_number_of_tokens_is_refused(seen: SimpleNamespace) -> None:

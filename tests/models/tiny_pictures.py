@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
     Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -75,6 +75,9 @@ def config_of(family: str = "qwen2_5_vl", **text: Any) -> Any:
     } | text
     vision = {"depth": 2, "num_heads": 2, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 64}
     vision |= {"initializer_range": 0.15}
+    if family == "qwen2_vl":  # the width of its tower is `embed_dim`, and what the tower gives is `hidden_size` wide
+        of_tower = {"depth": 2, "num_heads": 2, "embed_dim": 32, "hidden_size": 64, "initializer_range": 0.15}
+        return Qwen2VLConfig(text_config=of_text, vision_config=of_tower, tie_word_embeddings=False, **ids)
     if family == "qwen2_5_vl":
         vision |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=of_text, vision_config=vision, tie_word_embeddings=False, **ids)
@@ -87,8 +90,7 @@ def config_of(family: str = "qwen2_5_vl", **text: Any) -> Any:
 def save_vl(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 5, dtype: torch.dtype = torch.float32) -> Path:
     """A random model with tokenizer and image processor, which makes 4 to 16 tokens of a picture."""
     torch.manual_seed(seed)
-    made = Qwen2_5_VLForConditionalGeneration if family == "qwen2_5_vl" else Qwen3VLForConditionalGeneration
-    made(config_of(family)).to(dtype).save_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config_of(family)).to(dtype).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     Qwen2VLImageProcessorPil(size=size, patch_size=14).save_pretrained(folder)

@@ -10,12 +10,20 @@ from hrl.models.hf_config import load_config
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.vllm_engine import engine_args
 from tests.models.tiny import save_qwen2
+from tests.models.tiny_pictures import save_vl
 from tests.workers.rollout.settings import engine_setup
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def test_towers_of_vllm_take_pixels_as_they_were_made(tmp_path):
+    """They scale raw ones by default, and hrl's are scaled: log-probs were off by 3.6."""
+    setup = engine_setup("vllm", save_vl(tmp_path), TokenIds(0, (2,), 272), 64)
+    args = engine_args(replace(setup, model=replace(setup.model, shows_pictures=True)))
+    assert args["mm_device_do_normalize"] is False
 
 
 @pytest.mark.parametrize(
