@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.files import expanded
-from hrl.models.hf_config import load_config
+from hrl.models.hf_config import engine_overrides, load_config
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
 from hrl.workers.rollout.server_engine import (
@@ -43,11 +43,12 @@ _FLUSH_TIMEOUT_S = 10.0
 def server_command(setup: EngineSetup) -> str:
     """Return the command by which a server is started that a run can sample from."""
     model = setup.model
-    overrides = f" --json-model-override-args {shlex.quote(json.dumps(dict(model.override_config)))}"
+    own = engine_overrides(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    overrides = f" --json-model-override-args {shlex.quote(json.dumps(own))}" if own else ""
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(model.path)} --dtype {setup.config.dtype} "
         f"--context-length {model.max_model_len} --enable-deterministic-inference --sampling-defaults openai"
-        f"{overrides if model.override_config else ''}{' --trust-remote-code' * model.trust_remote_code}"
+        f"{overrides}{' --trust-remote-code' * model.trust_remote_code}"
     )
 
 

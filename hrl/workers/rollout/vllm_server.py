@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from hrl.models.hf_config import load_config
+from hrl.models.hf_config import engine_overrides, load_config
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
 from hrl.workers.rollout.server_engine import (
@@ -96,7 +96,8 @@ def server_command(setup: EngineSetup, url: str, *, on_cpu: bool = False) -> str
         on_cpu: The server is known to run on a CPU.
     """
     config, model, place = setup.config, setup.model, urlsplit(url)
-    overrides = shlex.quote(json.dumps({**model.override_config, "head_dtype": "float32"}))
+    own = engine_overrides(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    overrides = shlex.quote(json.dumps({**own, "head_dtype": "float32"}))
     return (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(model.path)} "
         f"--host {place.hostname} --port {place.port or 80} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import threading
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from aiohttp import web
 from hrl.config.rollout import ServerConfig, WeightSyncConfig
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.requests import SamplingParams
-from hrl.workers.rollout import server_engine, server_http, vllm_server
+from hrl.workers.rollout import server_engine, server_http, sglang_server, vllm_server
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError
 from hrl.workers.rollout.host import LoopThread, RolloutHost
 from hrl.workers.rollout.server_http import Patience, ServerRefusesError
@@ -704,3 +705,24 @@ def test_a_look_at_fields_of_another_type_is_one_error(make, path, reply, said):
 @pytest.mark.parametrize("retry_after", ["nan", "-inf", "inf", "1e999", "soon"])
 def test_a_pause_that_a_server_asks_for_is_bounded(retry_after):
     assert 0.1 <= server_http._pause(retry_after) <= 30.0
+
+
+def test_the_printed_commands_have_what_the_run_overrides_as_an_engine_of_its_own_is_told_it(folder):
+    tokens = TokenIds(0, (1,), 8)
+    setups = {
+        name: engine_setup(name, folder, tokens, 16, override_config={"rope_theta": 5e6})
+        for name in ("server", "sglang")
+    }
+    vllm = shlex.split(vllm_server.server_command(setups["server"], "http://127.0.0.1:8000"))
+    told = json.loads(vllm[vllm.index("--hf-overrides") + 1])
+    sglang = shlex.split(sglang_server.server_command(setups["sglang"]))
+    assert told.pop("head_dtype") == "float32"
+    assert json.loads(sglang[sglang.index("--json-model-override-args") + 1]) == told
+    assert told["rope_parameters"]["rope_theta"] == 5e6
+    assert "--trust-remote-code" not in vllm + sglang
+    setups = {name: replace(each, model=replace(each.model, trust_remote_code=True)) for name, each in setups.items()}
+    commands = (
+        vllm_server.server_command(setups["server"], "http://127.0.0.1:8000"),
+        sglang_server.server_command(setups["sglang"]),
+    )
+    assert all("--trust-remote-code" in command for command in commands)
