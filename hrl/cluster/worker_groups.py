@@ -24,7 +24,7 @@ from hrl.config.rollout import RolloutConfig
 from hrl.config.trainer import TimeoutsConfig
 from hrl.files import expanded
 from hrl.metrics import Metric
-from hrl.models.hf_config import load_config
+from hrl.models.hf_config import vocabulary_of
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.profiling.operators import Profile
 from hrl.report.live import ShowStage, in_silence
@@ -71,8 +71,9 @@ def worker_mapping(
     if isinstance(config, PPOTrainerConfig) and "ref" in folders:  # a teacher
         folder_of[Role.RefPolicy] = "ref"
         pupil = config.actor_rollout_ref.model
-        told = load_config(folders["actor"], pupil.override_config, trust_remote_code=pupil.trust_remote_code)
-        built[Role.RefPolicy] = partial(built[Role.RefPolicy], pupil_vocabulary=told.get_text_config().vocab_size)
+        trust = pupil.trust_remote_code
+        vocabulary = vocabulary_of(folders["actor"], pupil.override_config, trust_remote_code=trust)
+        built[Role.RefPolicy] = partial(built[Role.RefPolicy], pupil_vocabulary=vocabulary)
     paths = {role: str(folders[folder_of.get(role, "actor")]) for role in roles}
     on_cpus = _roles_on_cpus(config)
     runtimes = {role: replace(runtime, device="cpu") if role in on_cpus else runtime for role in paths}

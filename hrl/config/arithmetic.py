@@ -220,7 +220,7 @@ def units_in_words(config: WholeConfig) -> list[Fact]:
     if isinstance(config, PPOTrainerConfig):
         built = {
             "critic.": config.needs_critic,
-            f"{REF}.": config.needs_reference and not config.teacher_is_served,
+            f"{REF}.": config.runs_reference,
             "reward.reward_model.": config.needs_reward_model,
             "algorithm.kl_ctrl.": config.algorithm.use_kl_in_reward,
             "algorithm.filter_groups.": config.algorithm.filter_groups.enable,

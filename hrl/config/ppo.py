@@ -56,9 +56,14 @@ class PPOTrainerConfig(WholeConfig):
         return self.distillation.enabled and bool(self.distillation.teacher_models.teacher_model.server.urls)
 
     @property
+    def runs_reference(self) -> bool:
+        """Whether ranks of the run compute log-probs of a reference policy, or of a teacher in its place."""
+        return self.needs_reference and not self.teacher_is_served
+
+    @property
     def builds_reference(self) -> bool:
         """Whether a process of the run holds a reference policy, or a teacher in its place, beside the policy."""
-        return self.needs_reference and not self.reference_is_actor and not self.teacher_is_served
+        return self.runs_reference and not self.reference_is_actor
 
     @property
     def learns_from_rewards(self) -> bool:
@@ -74,6 +79,12 @@ class PPOTrainerConfig(WholeConfig):
     def distils_by_loss(self) -> bool:
         """Whether the divergence from a teacher is part of the policy's loss."""
         return self.distillation.enabled and not self.distillation.distillation_loss.use_policy_gradient
+
+    @property
+    def num_teacher_tokens(self) -> int:
+        """How many of a teacher's likeliest tokens the loss reads in each place; 0 where it reads none."""
+        loss = self.distillation.distillation_loss
+        return loss.topk if self.distils_by_loss and loss.traits.reads_top else 0
 
     @property
     def teacher_path(self) -> str | None:
@@ -103,7 +114,7 @@ class PPOTrainerConfig(WholeConfig):
             "actor": MicroBatches.of(policy.actor, ACTOR, *learns, sharding=sharding),
             "log_prob": MicroBatches.of(policy.rollout, ROLLOUT, *scores, sharding=sharding),
         }
-        if self.needs_reference and not self.teacher_is_served:
+        if self.runs_reference:
             # A policy that is its own reference runs in its own groups, whatever those of a reference would be.
             if not self.reference_is_actor:
                 sharding = policy.ref.fsdp_config

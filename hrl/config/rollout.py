@@ -128,6 +128,11 @@ class RolloutConfig(LogProbConfig):
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)
 
     @property
+    def is_of_others(self) -> bool:
+        """Whether the engines are servers, or SGLang's: they get whole models, and tokens alone."""
+        return self.name in ("server", "sglang")
+
+    @property
     def is_served(self) -> bool:
         """Whether the engines are servers that somebody else started."""
         return self.name == "server" or (self.name == "sglang" and bool(self.server.urls))

@@ -787,7 +787,7 @@ def servers_have_addresses(config: PPOTrainerConfig) -> Iterator[Problem]:
             what = f"is null, and {url} is not on this machine, whose memory it can't read."
             hint = "Name a folder that both see, or the servers of this machine as http://127.0.0.1:port."
             yield Problem(f"{_SERVER}.weights_folder", what, hint, (key,))
-    if rollout.name == "sglang" and settings.weights_folder is None and settings.urls:
+    if rollout.name == "sglang" and settings.weights_folder is None:
         what = f"needs a value, because {name} is sglang, which reads weights from a folder."
         yield Problem(f"{_SERVER}.weights_folder", what, "Name one that its servers see too.", (name,))
 
@@ -833,7 +833,7 @@ def engines_of_others_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator
     """What hrl asks of its own vLLM alone is refused with servers and with SGLang."""
     policy = config.actor_rollout_ref
     name, key = policy.rollout.name, f"{ROLLOUT}.name"
-    if name not in ("server", "sglang"):
+    if not policy.rollout.is_of_others:
         return
     if policy.rollout.enable_rollout_routing_replay:
         what = f"is R3, and {key}={name}, whose engines are not asked for the experts that tokens went to."

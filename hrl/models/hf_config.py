@@ -133,6 +133,15 @@ def _check_names(own: Any, written: Mapping[str, Any], override: Mapping[str, An
             _check_names(section, written.get(key) or {}, value, f"{where}.{key}")
 
 
+def vocabulary_of(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> int:
+    """Return the number of tokens that a model embeds, those included that fill its embedding up.
+
+    Raises:
+        ModelConfigError: As `load_config`.
+    """
+    return int(load_config(path, override, trust_remote_code=trust_remote_code).get_text_config().vocab_size)
+
+
 def engine_overrides(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
     """Return the attributes of the configuration that the overrides change, for an engine that replaces attributes.
 

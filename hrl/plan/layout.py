@@ -116,10 +116,9 @@ def _ranked(model: CostModel, candidates: Iterable[Changes], *, of_engines: bool
 def _of_other_models(model: CostModel, changes: Changes) -> Iterator[tuple[str, Any]]:
     """Yield the changes by which critic and reference follow the actor."""
     config = model.config
-    refers = config.needs_reference and not config.teacher_is_served
     for key, value in changes:
         for other in _LIKE_THE_ACTOR.get(key, ()):
-            is_built = config.needs_critic if other.startswith(_CRITIC) else refers
+            is_built = config.needs_critic if other.startswith(_CRITIC) else config.runs_reference
             if is_built and attrgetter(other)(config) == attrgetter(key)(config):
                 yield other, value
 

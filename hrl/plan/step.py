@@ -189,7 +189,7 @@ class CostModel:
             rejects = bool(config.algorithm.rollout_correction.rollout_rs)  # then others wait for what is left
             score = self._learner("actor", scores=True).forward(work)
             yield self._driven("old_log_prob", score, None if rejects else "actor")
-        if config.needs_reference and not config.teacher_is_served:
+        if config.runs_reference:
             ref = "actor" if config.reference_is_actor else "ref"
             yield self._driven("ref", self._learner(ref).forward(work), ref)
         if config.needs_critic:

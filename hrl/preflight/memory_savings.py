@@ -66,7 +66,7 @@ def _of_ppo(config: PPOTrainerConfig, device: str) -> Iterator[tuple[str, Any]]:
     yield from _of_model(config, "actor_rollout_ref.actor", device, model="actor_rollout_ref.model")
     if config.needs_critic:
         yield from _of_model(config, "critic.model", device)
-    if config.needs_reference and not config.teacher_is_served:
+    if config.runs_reference:
         yield from _of_sharding("actor_rollout_ref.ref.fsdp_config", policy.ref.fsdp_config, device)
     if config.reward.reward_model.enable:
         section = "reward.reward_model.model.fsdp_config"

@@ -10,7 +10,7 @@ from hrl.config.arithmetic import Fact
 from hrl.config.outline import NamedModel, Outline
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.section import TEACHER
-from hrl.models.hf_config import load_config
+from hrl.models.hf_config import load_config, vocabulary_of
 from hrl.models.source import (
     ModelSourceError,
     check_links,
@@ -300,13 +300,11 @@ def look_at_tokens_of_teacher(
     Heads may have more rows than the tokenizer has tokens, and each as many as it likes: what only the teacher has is
     left out of its distribution, and what only the policy has must not be sampled.
     """
-    folder, pupil, loss = folders.get("ref"), folders.get("actor"), config.distillation.distillation_loss
+    folder, pupil = folders.get("ref"), folders.get("actor")
     if folder is None or pupil is None or tokenizer is None:
         return
     trust = config.actor_rollout_ref.model.trust_remote_code
-    of_teacher, of_policy = (
-        load_config(path, {}, trust_remote_code=trust).get_text_config().vocab_size for path in (folder, pupil)
-    )
+    of_teacher, of_policy = (vocabulary_of(path, {}, trust_remote_code=trust) for path in (folder, pupil))
     if of_teacher < len(tokenizer):
         what = f"names {folder.name}, which embeds {of_teacher} tokens, and its tokenizer has {len(tokenizer)}."
         findings.problem(TEACHER, what, "Save it with an embedding for every token (resize_token_embeddings).")
@@ -315,8 +313,8 @@ def look_at_tokens_of_teacher(
             f"{TEACHER}: {folder.name} embeds {of_teacher} tokens and the policy {of_policy}. The rest stand for no "
             "text; a run in which one is sampled ends"
         )
-    if config.distils_by_loss and loss.traits.reads_top and loss.topk > (size := min(of_teacher, of_policy)):
-        what = f"is {loss.topk}, and {folder.name} knows {size} tokens."
+    if config.num_teacher_tokens > (size := min(of_teacher, of_policy)):
+        what = f"is {config.num_teacher_tokens}, and {folder.name} knows {size} tokens."
         findings.problem("distillation.distillation_loss.topk", what, "Lower it: 32 have nearly all of the mass.")
 
 

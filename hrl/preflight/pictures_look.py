@@ -94,7 +94,7 @@ def look_at_pictures(
     if isinstance(config, PPOTrainerConfig) and config.environment.is_used:
         what = "is set, and the rows have pictures: an episode's turns are text."
         findings.problem("environment.path", what, "Leave it out, or the pictures.")
-    if isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.name in ("server", "sglang"):
+    if isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.is_of_others:
         what = (
             f"is {config.actor_rollout_ref.rollout.name}, and the rows have pictures, which its engines are not sent."
         )

@@ -12,7 +12,7 @@ import torch
 from hrl.cluster.precision import with_dtypes
 from hrl.config.arithmetic import Fact
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.models.hf_config import load_config
+from hrl.models.hf_config import vocabulary_of
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.findings import Findings
@@ -100,15 +100,14 @@ def look_at_served_teacher(
     if findings.problems or folder is None or tokenizer is None:
         findings.unchecked.append(f"the servers of {OF_TEACHER}.urls, whose tokens are compared with the policy's")
         return
-    model, loss = config.actor_rollout_ref.model, config.distillation.distillation_loss
-    told = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
-    num_top = loss.topk if config.distils_by_loss and loss.traits.reads_top else 0
+    model, num_top = config.actor_rollout_ref.model, config.num_teacher_tokens
+    vocabulary = vocabulary_of(folder, model.override_config, trust_remote_code=model.trust_remote_code)
     own = tokenizer.encode(_SENTENCE, add_special_tokens=False)
 
     async def look() -> None:
         async with opened(
             config.distillation.teacher_models.teacher_model,
-            vocabulary=told.get_text_config().vocab_size,
+            vocabulary=vocabulary,
             timeout_s=_LOOK_TIMEOUT_S,
             most_at_once=1,
         ) as servers:

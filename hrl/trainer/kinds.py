@@ -14,7 +14,7 @@ from hrl.config.section import WholeConfig
 from hrl.data.dataset import columns_of_rows
 from hrl.data.other_reader import OtherReader
 from hrl.data.steps import StepMarks
-from hrl.models.hf_config import load_config
+from hrl.models.hf_config import vocabulary_of
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
@@ -148,9 +148,9 @@ def _services(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Itera
         rows = None if reader is None else RewardModelRows(ready.tokenizer, reader, _step_marks(config, reader))
         teacher = None
         if config.teacher_is_served:
-            pupil = config.actor_rollout_ref.model
-            told = load_config(ready.folders["actor"], pupil.override_config, trust_remote_code=pupil.trust_remote_code)
-            teacher = ServedTeacher(config, told.get_text_config().vocab_size)
+            pupil, folder = config.actor_rollout_ref.model, ready.folders["actor"]
+            vocabulary = vocabulary_of(folder, pupil.override_config, trust_remote_code=pupil.trust_remote_code)
+            teacher = ServedTeacher(config, vocabulary)
         yield {"rewards": rewards, "episodes": episodes, "reward_model_rows": rows, "teacher": teacher}
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hrl.errors import HrlError
-from hrl.models.hf_config import load_config
+from hrl.models.hf_config import vocabulary_of
 from hrl.models.source import find_on_this_node
 from hrl.models.tokenizer import find_tokenizer_on_this_node, load_tokenizer
 from hrl.processes.imports import quick_imports
@@ -216,7 +216,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
         runtime, source = self.runtime, self.model_source()
         # Models pad their embedding beyond the tokenizer, and a sampler can draw what is there.
-        vocab_size = max(runtime.tokens.vocab_size, self._own_vocabulary())
+        vocab_size = max(runtime.tokens.vocab_size, self._own_vocabulary)
         setup = EngineSetup(
             self.rollout,
             source,
@@ -231,11 +231,11 @@ class ActorRolloutRefWorker(ModelWorker):
         name = f"rollout rank {self.rank}"
         return RolloutHost(setup, name=name, lead=self._lead)
 
+    @functools.cached_property
     def _own_vocabulary(self) -> int:
-        """Return the number of tokens that this role's model embeds, those included that fill it up."""
+        """The number of tokens that this role's model embeds, those included that fill its embedding up."""
         source = self.model_source()
-        found = load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
-        return int(found.get_text_config().vocab_size)
+        return vocabulary_of(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -260,8 +260,8 @@ class ActorRolloutRefWorker(ModelWorker):
         Raises:
             UnknownTokenError: A teacher does not know a token that the policy has sampled.
         """
-        if self._pupil_vocabulary is not None and self._pupil_vocabulary > (known := self._own_vocabulary()):
-            require_known(batch, known, self.model_path)
+        if self._pupil_vocabulary is not None and self._pupil_vocabulary > self._own_vocabulary:
+            require_known(batch, self._own_vocabulary, self.model_path)
         return self.policy.compute_log_prob(batch, request).rename("old_log_probs", "ref_log_prob")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)

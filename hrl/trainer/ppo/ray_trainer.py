@@ -666,9 +666,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Add `ref_log_prob (B, R)` of the reference policy, or of a teacher, and what else is read of the teacher."""
-        distillation, num_top = self.config.distillation.distillation_loss, 0
-        if self.config.distils_by_loss and distillation.traits.reads_top:
-            num_top = distillation.topk
+        num_top = self.config.num_teacher_tokens
         if self.teacher is not None:
             return batch.union(self.teacher.score(batch, num_top))
         is_actor = self.config.reference_is_actor

@@ -72,20 +72,18 @@ class RewardService:
         self._has_model = config.needs_reward_model
         self._num_rounds = 0
         self._rounds = {validate: _Round() for validate in (True, False)}
-        self._asks_served = reward.reward_model.is_served
         self._spec: RewardSpec | None = None
-        self._has_functions = bool(config.reward_entries) or function is not None
         self._loop: RewardActor | None = None
-        if self._has_functions:  # otherwise the reward model or the environment alone decides
+        if config.reward_entries or function is not None:  # otherwise the reward model or the environment alone decides
             folder = config.trainer.default_local_dir
             self._spec = RewardSpec.of_config(reward, data_sources, function, columns, folder)
-            if not self._asks_served:
+            if not reward.reward_model.is_served:  # else its address is not known yet
                 self._loop = RewardActor(self._spec, reward)
 
     @property
     def gives_scores(self) -> bool:
         """Whether there is a reward function or a reward model."""
-        return self._has_functions or self._has_model
+        return self._spec is not None or self._has_model
 
     @property
     def sink(self) -> Any:

@@ -291,7 +291,7 @@ def test_scores_of_turns_reach_the_batch_from_the_functions_and_count_in_validat
     ]
     service._reward, service._has_model, service._deadline_s = config.reward, False, 1.0
     service._loop = SimpleNamespace(collect=lambda *_: outcomes)  # type: ignore[assignment]
-    service._has_functions = True
+    service._spec = SimpleNamespace()  # type: ignore[assignment]
     service._max_response_tokens, service._rounds = 4, {False: (1, "step 1"), True: (0, "")}
     service.shaping = RewardShaping({})
     metrics = StepMetrics()
@@ -308,7 +308,7 @@ def reward_service(*, has_model: bool) -> RewardService:
     service = RewardService.__new__(RewardService)
     config = PPOTrainerConfig.model_validate({"environment": {"path": "x.py:X"}})
     service._reward, service._loop, service._has_model = config.reward, None, has_model
-    service._has_functions = False
+    service._spec = None
     service._max_response_tokens, service._rounds = 4, {False: (1, "step 1"), True: (0, "")}
     service.shaping = RewardShaping({})
     return service
