@@ -7,7 +7,6 @@ memory really takes is a figure: torch's allocator may round each tensor up to a
 from __future__ import annotations
 
 import gc
-import time
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from tests.first_light.random_model import (
     SHAPES,
     build_engine,
     join_alone,
-    one_step,
     one_step_with_gradient,
     random_rows,
+    timed_step,
 )
 from tests.first_light.report import Findings
 from tests.first_light.stages import Setup
@@ -76,16 +75,7 @@ def _steps(size: str, device: torch.device, rows_at_once: int, prompt: int, resp
     rows = random_rows(2, rows_at_once, prompt, response, SHAPES[size][5])
     micro_batches = (tuple(range(rows_at_once)), tuple(range(rows_at_once, 2 * rows_at_once)))
     _, gradient = one_step_with_gradient(engine, rows, micro_batches)
-    peak = 0
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    started = time.perf_counter()
-    one_step(engine, rows, micro_batches)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device)
-    seconds = time.perf_counter() - started
+    seconds, peak = timed_step(engine, rows, micro_batches, device)
     del engine
     gc.collect()
     if device.type == "cuda":

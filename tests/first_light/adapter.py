@@ -18,16 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.adapter import AdapterSource
-from hrl.models.loading import ModelSource, load_causal_lm
-from hrl.models.packed_model import PackedCausalLM
+from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.engine.engine import Engine
-from hrl.workers.requests import Training
 from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.host import RolloutHost
-from tests.first_light.random_model import SHAPES, config_of, fsdp_section, join_alone, one_step, optim_section
+from tests.first_light.random_model import SHAPES, config_of, join_alone, one_step
 from tests.first_light.report import Findings
-from tests.first_light.sampled import NOISE, apart, sampled
+from tests.first_light.sampled import NOISE, apart, learner, sampled, synced
 from tests.first_light.stages import Setup
 
 ADAPTER = AdapterSource(16, 32, "all-linear", None, use_rslora=False, path=None, seed=0, merge=False)
@@ -63,14 +61,7 @@ def beside(
         label: Before the name of each finding.
     """
     source = ModelSource(str(folder), {}, True, True, False, 256, adapter=adapter)
-    trainer = Engine(
-        load_causal_lm,
-        PackedCausalLM,
-        source,
-        Training(optim=optim_section("adamw", RATE), grad_clip=1.0, total_steps=2, seed=0, run_folder=None),
-        fsdp_section(),
-        device=device,
-    )
+    trainer = learner(source, device, RATE)
     small = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_gib": 0.25, "max_num_seqs": 16}
     config = PPOTrainerConfig().actor_rollout_ref.rollout.model_copy(update={**small, "enforce_eager": True})
     tokens = TokenIds(pad=0, stop=(2,), vocab_size=vocab_size)
@@ -112,14 +103,7 @@ def _follow(
             f"{label}step {version}: the engine's log-probs before the sync differ, mean",
             f"{apart(trainer, rows, log_probs):.3g}",
         )
-        started = time.perf_counter()
-        sync = host.push_weights(
-            version,
-            trainer.param_specs(torch.bfloat16),
-            trainer.iter_full_params(torch.bfloat16),
-            trainer.frozen_names(),
-        )
-        seconds = time.perf_counter() - started
+        sync, seconds = synced(host, trainer, version)
         findings.add(
             f"{label}sync {version}: sent in {seconds:.2f} s",
             f"{sync.nbytes / 2**20:.2f} MiB",

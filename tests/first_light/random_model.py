@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,6 +177,22 @@ def one_step(engine: Engine, rows: TokenRows, micro_batches: tuple[tuple[int, ..
         return -(signs[:, None] * log_probs).sum() / tokens
 
     return engine.step(plan, loss_of)
+
+
+def timed_step(
+    engine: Engine, rows: TokenRows, micro_batches: tuple[tuple[int, ...], ...], device: torch.device
+) -> tuple[float, int]:
+    """The seconds of an optimizer step, and the bytes at its peak on a card; 0 on a CPU."""
+    on_card = device.type == "cuda"
+    if on_card:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    one_step(engine, rows, micro_batches)
+    if on_card:
+        torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) if on_card else 0
+    return time.perf_counter() - started, peak
 
 
 def one_step_with_gradient(

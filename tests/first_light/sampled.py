@@ -1,7 +1,8 @@
-"""What an engine has sampled, and how far its log-probs are from the trainer's."""
+"""A trainer beside an engine: what it sends, what the engine has sampled, and how far its log-probs are apart."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 
 from hrl.batching.plan import MiniBatchPlan, RankPlan
-from hrl.models.packed_model import PackedMicroBatch, TokenRows
+from hrl.models.loading import ModelSource, load_causal_lm
+from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
 from hrl.workers.engine.engine import Engine
-from hrl.workers.requests import SamplingParams
+from hrl.workers.requests import SamplingParams, Training
 from hrl.workers.rollout.host import RolloutHost
+from hrl.workers.weight_sync.sender import SyncReport
+from tests.first_light.random_model import fsdp_section, optim_section
 
 NUM_SAMPLES, PROMPT_TOKENS, MAX_TOKENS = 8, 32, 32
 NOISE = 0.05
@@ -33,6 +37,25 @@ def sampled(host: RolloutHost, name: str, max_tokens: int = MAX_TOKENS) -> tuple
     trained = np.arange(responses.shape[1])[None] < lengths[:, None]
     rows = TokenRows([np.array(prompt)] * NUM_SAMPLES, responses, lengths, trained)
     return rows, [list(output.log_probs) for output in outputs]
+
+
+def learner(source: ModelSource, device: torch.device, rate: float) -> Engine:
+    """A model that two steps of AdamW move."""
+    training = Training(optim=optim_section("adamw", rate), grad_clip=1.0, total_steps=2, seed=0, run_folder=None)
+    return Engine(load_causal_lm, PackedCausalLM, source, training, fsdp_section(), device=device)
+
+
+def synced(host: RolloutHost, trainer: Engine, version: int) -> tuple[SyncReport, float]:
+    """A weight sync in bfloat16, and its seconds."""
+    started = time.perf_counter()
+    sync = host.push_weights(
+        version,
+        trainer.param_specs(torch.bfloat16),
+        trainer.iter_full_params(torch.bfloat16),
+        trainer.frozen_names(),
+    )
+    assert sync is not None, "nobody else sends them"
+    return sync, time.perf_counter() - started
 
 
 def apart(trainer: Engine, rows: TokenRows, log_probs: list[list[float]]) -> float:

@@ -25,17 +25,14 @@ from transformers import AutoModelForCausalLM
 
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rollout import RolloutConfig, ServerConfig
-from hrl.models.loading import ModelSource, load_causal_lm
-from hrl.models.packed_model import PackedCausalLM
+from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
-from hrl.workers.engine.engine import Engine
-from hrl.workers.requests import Training
 from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.host import RolloutHost
 from hrl.workers.rollout.sglang_server import server_command
-from tests.first_light.random_model import SHAPES, config_of, fsdp_section, join_alone, one_step, optim_section
+from tests.first_light.random_model import SHAPES, config_of, join_alone, one_step
 from tests.first_light.report import Findings
-from tests.first_light.sampled import MAX_TOKENS, NOISE, apart, sampled
+from tests.first_light.sampled import MAX_TOKENS, NOISE, apart, learner, sampled, synced
 from tests.first_light.stages import Setup
 
 #: A rate with which one step is seen in what is sampled.
@@ -106,14 +103,7 @@ def _follow(
     longest: int,
 ) -> None:
     """Two syncs and two steps; `longest` is of the responses, in tokens."""
-    trainer = Engine(
-        load_causal_lm,
-        PackedCausalLM,
-        source,
-        Training(optim=optim_section("adamw", RATE), grad_clip=1.0, total_steps=2, seed=0, run_folder=None),
-        fsdp_section(),
-        device=device,
-    )
+    trainer = learner(source, device, RATE)
     host = RolloutHost(EngineSetup(config, source, tokens, device, run_mark="firstlight"))
     started = time.perf_counter()
     try:
@@ -121,14 +111,7 @@ def _follow(
         findings.add(f"{way}: start", f"{time.perf_counter() - started:.1f} s")
         for version in (1, 2):
             host.wake(["weights"])
-            started = time.perf_counter()
-            sync = host.push_weights(
-                version,
-                trainer.param_specs(torch.bfloat16),
-                trainer.iter_full_params(torch.bfloat16),
-                trainer.frozen_names(),
-            )
-            seconds = time.perf_counter() - started
+            sync, seconds = synced(host, trainer, version)
             findings.add(f"{way}: sync {version}: {sync.nbytes / 2**20:.0f} MiB", f"{seconds:.2f} s")
             host.wake(["kv_cache"])
             rows, log_probs = sampled(host, f"{way} {version}", longest)  # which refuses answers of another version

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hrl.models.packed_model import TokenRows
 from tests.first_light.groups import LIMITS
-from tests.first_light.random_model import SHAPES, build_engine, one_step, one_step_with_gradient, random_rows
+from tests.first_light.random_model import SHAPES, build_engine, one_step_with_gradient, random_rows, timed_step
 from tests.first_light.report import Findings
 from tests.first_light.stages import Setup
 
@@ -62,7 +62,7 @@ def on_rank(rank: int, setup: Setup, folder: str) -> None:
     # Of one prompt, so that the slices of all rows together begin and end within rows.
     every = tuple(range(samples))
     own = every[rank * samples // RANKS : (rank + 1) * samples // RANKS]
-    found: dict[str, tuple[float, float] | float] = {}
+    found: dict[str, tuple[float, int] | float] = {}
     found["own rows"], norm, wanted = _step(size, device, rows, (own,), 1)
     found["rows together"], together, got = _step(size, device, rows, (every,), RANKS)
     found["gradient"] = float((got - wanted).norm() / wanted.norm())
@@ -74,21 +74,12 @@ def on_rank(rank: int, setup: Setup, folder: str) -> None:
 
 def _step(
     size: str, device: torch.device, rows: TokenRows, micro_batches: tuple[tuple[int, ...], ...], degree: int
-) -> tuple[tuple[float, float], float, Tensor]:
+) -> tuple[tuple[float, int], float, Tensor]:
     """Seconds and peak of a second step; norm and all of the gradient of the first."""
     dtype = "bf16" if device.type == "cuda" else "fp32"
     engine = build_engine(size, device, sequence_group=degree, dtype=dtype)
     report, gradient = one_step_with_gradient(engine, rows, micro_batches)
-    peak = 0.0
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    started = time.perf_counter()
-    one_step(engine, rows, micro_batches)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        peak = float(torch.cuda.max_memory_allocated(device))
-    seconds = time.perf_counter() - started
+    seconds, peak = timed_step(engine, rows, micro_batches, device)
     del engine
     if device.type == "cuda":
         torch.cuda.empty_cache()
