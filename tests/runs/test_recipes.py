@@ -456,6 +456,8 @@ READ_ELSEWHERE = {
         f"actor_rollout_ref.rollout.server.{name}": "these runs have an engine of their own"
         for name in ("api_key", "timeout_s", "urls", "weights_folder")
     },
+    "distillation.teacher_models.teacher_model.server.api_key": "these runs hold their teacher",
+    "reward.reward_model.server_kwargs": "no server has the reward model of these runs",
     "reward.reward_model.step_separator": "read where a reward model scores steps",
     "actor_rollout_ref.actor.policy_loss.dro_beta": "a run has one loss, and none here has this one",
     "actor_rollout_ref.actor.checkpoint.load_contents": "read on resume",

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import stat
-import time
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -87,8 +87,13 @@ def remove_what_was_left(root: Path, kind: str) -> None:
     Args:
         root: Where it lies.
         kind: What its name begins with.
+
+    Raises:
+        OSError: Nothing can be written there.
     """
     own = f"{kind}-{this_machine()}-"
+    with tempfile.TemporaryFile(dir=root) as probe:  # the clock of those who wrote there, whatever this machine's says
+        now = os.fstat(probe.fileno()).st_mtime
     made_here = re.compile(rf"\.?{re.escape(kind)}-[\w.]+-[0-9a-f]{{16}}")  # nothing that a user may have named so
     for path in [*root.glob(f"{kind}-*"), *root.glob(f".{kind}-*")]:
         if not made_here.fullmatch(path.name):
@@ -99,7 +104,7 @@ def remove_what_was_left(root: Path, kind: str) -> None:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(handle).st_mtime >= least_s:
+                if now - os.fstat(handle).st_mtime >= least_s:
                     _remove(path)
             finally:
                 os.close(handle)
