@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hrl.environments.single_turn import SingleTurn
     from hrl.environments.tool_functions import tool
     from hrl.environments.tools import ToolEnvironment
+    from hrl.errors import HrlError
     from hrl.protocol import DataProto
     from hrl.trainer.callbacks import Callback, RunState
 
@@ -26,6 +27,7 @@ __all__ = [
     "Callback",
     "DataProto",
     "Environment",
+    "HrlError",
     "Observation",
     "RewardModel",
     "Run",
@@ -49,6 +51,7 @@ _LAZY = {
     "AgentEnvironment": "hrl.environments.agent",
     "ToolEnvironment": "hrl.environments.tools",
     "tool": "hrl.environments.tool_functions",
+    "HrlError": "hrl.errors",
 }
 
 

@@ -1,4 +1,4 @@
-"""Which name or path was probably meant by one that does not exist."""
+"""Which name, path or number was probably meant by one that can't be."""
 
 from __future__ import annotations
 
@@ -137,3 +137,11 @@ def _names_in(folder: Path) -> list[str]:
         return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:
         return []
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """Return the divisors of a number below and above one that is none, joined by "and"."""
+    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    below = [candidate for candidate in divisors if candidate < wanted][-1:]
+    above = [candidate for candidate in divisors if candidate > wanted][:1]
+    return " and ".join(map(str, below + above))

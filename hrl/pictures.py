@@ -12,22 +12,38 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hrl.errors import DatasetError, HrlError
+from hrl.films import FilmError, Scaled, as_png, frames_of_film, is_film
 
 #: Name of the column, as verl calls it. A row without pictures has an empty tuple.
 MULTI_MODAL_DATA = "multi_modal_data"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """What is read. Of the others that Pillow knows some start programs, such as Ghostscript for EPS."""
+UNREADABLE = (OSError, SyntaxError, ValueError, IndexError, KeyError, EOFError, OverflowError, TypeError, struct.error)
+"""What Pillow raises for a file that is broken, by format and place."""
+ORIENTATION = 0x0112
+"""EXIF's field that says which side is up."""
 _DIGEST_BYTES = 16
 
 
 class PictureError(HrlError, ValueError):
     """A model, or its folder, can't do with pictures what a run asks of it; the message says what is missing."""
+
+
+class PixelLimits(NamedTuple):
+    """Between how many pixels a picture is shown with, where its row says so; None is the processor's own limit."""
+
+    least: int | None = None
+    most: int | None = None
+
+
+NO_LIMITS = PixelLimits()
 
 
 @dataclass(frozen=True)
@@ -36,11 +52,12 @@ class Picture:
 
     Attributes:
         data: The picture's file; of a video, that of its first frame here.
-        digest: Of that file; of a video, of all its frames and how they are shown. Two pictures of one digest are the
-            same picture.
+        digest: Of that file and its limits; of a video, of all its frames and how they are shown. Two pictures of one
+            digest are the same picture.
         start: The first of the prompt's tokens that stand for it.
         length: How many tokens do.
         clip: What a video has beside its first frame; None of a picture.
+        limits: Of a picture's size.
     """
 
     data: bytes
@@ -48,6 +65,7 @@ class Picture:
     start: int
     length: int
     clip: Clip | None = None
+    limits: PixelLimits = NO_LIMITS
 
     @property
     def files(self) -> tuple[bytes, ...]:
@@ -80,6 +98,11 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
+def digest_of_picture(data: bytes, limits: PixelLimits) -> str:
+    """Return what tells a picture from another, and from the same one shown larger or smaller."""
+    return digest_of(data) if limits == NO_LIMITS else digest_of(repr((digest_of(data), *limits)).encode())
+
+
 def digest_of_frames(files: Sequence[bytes], grid: tuple[int, int, int], seconds: float) -> str:
     """Return what tells frames of a video from others, and from the same ones shown larger or slower."""
     return digest_of(repr(([digest_of(file) for file in files], grid, seconds)).encode())
@@ -93,12 +116,14 @@ class PictureSource:
         width, height: In pixels.
         path: Of its file; None if its bytes are here.
         data: The bytes of its file.
+        limits: Of the size in which it is shown.
     """
 
     width: int
     height: int
     path: str | None = None
     data: bytes | None = None
+    limits: PixelLimits = NO_LIMITS
 
     def read(self) -> bytes:
         """Return the bytes of the file.
@@ -117,7 +142,8 @@ class PictureSource:
     @property
     def identity(self) -> list[Any]:
         """What tells it from another picture in a resumed run, as plain data."""
-        return [self.width, self.height, self.path or digest_of(self.data or b"")]
+        sized = [] if self.limits == NO_LIMITS else [list(self.limits)]
+        return [self.width, self.height, self.path or digest_of(self.data or b""), *sized]
 
 
 @dataclass(frozen=True)
@@ -129,7 +155,7 @@ class VideoSource:
         num_frames: How many there are.
         rate: Frames per second; None where nobody has said.
         frames: Where each frame is, in order; none of a film.
-        film: A file that has all frames, such as an animated WebP or GIF, of which some are taken.
+        film: A file that has all frames, such as an MP4 or an animated WebP, of which some are taken.
         wanted_rate: Frames per second that are taken of a film; None leaves it to the model's processor.
     """
 
@@ -141,23 +167,36 @@ class VideoSource:
     film: PictureSource | None = None
     wanted_rate: float | None = None
 
-    def read(self, chosen: Sequence[int]) -> list[bytes]:
+    def read(self, chosen: Sequence[int], scaled: Scaled | None = None) -> list[bytes]:
         """Return the files of these frames.
+
+        Args:
+            chosen: Their numbers, ascending.
+            scaled: Makes a frame of a film, which no file has by itself, as large as it is wanted.
 
         Raises:
             DatasetError: They can't be read any more.
         """
         if self.film is None:
             return [self.frames[number].read() for number in chosen]
+        what = self.film.path or f"of {self.width} × {self.height} pixels that a row has as bytes"
+        file = self.film.data if self.film.path is None else Path(self.film.path)
+        assert file is not None, "a film has one of the two"
+        try:
+            if is_film(file):
+                return frames_of_film(file, chosen, scaled)
+        except (FilmError, OSError) as error:
+            raise DatasetError(f"the film {what} can't be read any more: {error}") from error
         from PIL import Image
 
-        found = []
-        with Image.open(io.BytesIO(self.film.read()), formats=FORMATS) as film:
-            for number in chosen:
-                film.seek(number)
-                file = io.BytesIO()
-                film.convert("RGBA" if film.has_transparency_data else "RGB").save(file, "PNG", compress_level=1)
-                found.append(file.getvalue())
+        found = list[bytes]()
+        try:
+            with Image.open(io.BytesIO(self.film.read()), formats=FORMATS) as film:
+                for number in chosen:
+                    film.seek(number)
+                    found.append(as_png(film.convert("RGBA" if film.has_transparency_data else "RGB"), scaled))
+        except UNREADABLE as error:
+            raise DatasetError(f"frame {chosen[len(found)]} of the film {what} can't be read: {error}") from error
         return found
 
     @property
@@ -169,6 +208,11 @@ class VideoSource:
 
 Shown = PictureSource | VideoSource
 """What a prompt shows in one place of its text."""
+
+
+def files_of(pictures: Sequence[Picture]) -> tuple[bytes, ...]:
+    """Return the files of a prompt's pictures, without those of its videos."""
+    return tuple(picture.data for picture in pictures if picture.clip is None)
 
 
 def has_pictures(columns: Any) -> bool:

@@ -17,7 +17,7 @@ _OF_DATA = re.compile(
     # columns and parts of rows
     "answer|audio|chosen|column|completion|context|data|dataset|example|extra|feature|field|fn|format|gold|ground|group|"
     "image|input|item|label|margin|messages?|meta|metadata|output|problem|prompt|question|reference|rejected|response|"
-    "reward|row|sample|score|solution|source|target|text|truth|video|"
+    "reward|row|sample|score|solution|source|target|teacher|text|truth|video|"
     # what a tokenizer calls its own
     "assistant|begin|bos|cls|decoder|end|eo[st]|first|last|mask|next|pad|padding|reasoning|sentinel|sep|special|start|"
     "step|stop|think|thinking|unk|unknown|vision|"

@@ -122,6 +122,21 @@ def functions_in_user_file(path: str | Path) -> list[str]:
     return [one.name for one in functions if not one.name.startswith("_")]
 
 
+def names_taken_in_user_file(path: str | Path, name: str) -> frozenset[str] | None:
+    """Return the names of what a function of a Python file takes, without running it; None if that can't be read there.
+
+    It can't for what takes anything (`**columns`), is decorated, or is no function that stands at the top level.
+
+    Raises:
+        UserFileError: No such file, or its syntax is wrong.
+    """
+    functions = (one for one in _parsed(path).body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+    for one in functions:
+        if one.name == name and not one.decorator_list and one.args.kwarg is None:
+            return frozenset(argument.arg for argument in (*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs))
+    return None
+
+
 def imported_files(path: str | Path) -> list[Path]:
     """Return the files below its folder that a Python file imports, anywhere in it, and those that these import.
 

@@ -71,6 +71,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         "from a rank to the engine's process, its own child, over an unnamed pipe",
     ),
     ("hrl/workers/rollout/sglang_engine.py", "runpy.run_path()"): (1, "version.py of the SGLang that is installed"),
+    ("hrl/workers/reward_server_process.py", "runpy.run_module()"): (1, "the server of the vLLM that is installed"),
     ("hrl/workers/reward_server.py", "dist.all_gather_object()"): (
         1,
         "which devices each rank sees, over torch's group",

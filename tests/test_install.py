@@ -57,7 +57,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     code = f"from hatchling.build import build_wheel; build_wheel({str(folder)!r})"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     (found,) = folder.glob("hrl-*.whl")
@@ -93,7 +93,7 @@ def test_hrl_runs_from_an_unpacked_wheel_in_an_empty_folder(wheel: Path, tmp_pat
             f"from {entry[1]} import {entry[2]} as main; sys.exit(main({arguments!r}))"
         )
         command = [sys.executable, "-P", "-c", start]
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         assert says in done.stdout
 

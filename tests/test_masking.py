@@ -376,7 +376,7 @@ refused("canary-2")
 def test_a_traceback_that_ends_a_process_or_a_thread_shows_no_secret():
     environment = {**os.environ, "MY_TOKEN": "canary-2"}
     done = subprocess.run(
-        [sys.executable, "-c", TRACEBACKS], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", TRACEBACKS], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1 and "canary" not in done.stderr
     refused = f"RuntimeError: the judge refused '{MASK}' of https://{MASK}@host"

@@ -10,12 +10,15 @@ name            value                                               gradient of 
 reverse_kl_topk `KL(s || t) = sum_v s(v) log(s(v) / t(v))`, where   that of a lower bound of `KL(s || t)`, no noise of
                 all but the teacher's k most likely tokens are one  sampling
 forward_kl_topk `sum_top t(v) log(t(v) / s(v))`, at least 0         that of `KL(t || s)` without the teacher's tail
+reverse_kl      `KL(s || t)` over all tokens                        its own
+forward_kl      `KL(t || s)` over all tokens                        its own
 k1, k2, k3, …   estimates from the sampled token alone              see `hrl.algos.kl`: of k2, that of `KL(s || t)`
                                                                     on average
 =============== =================================================== ================================================
 
 `reverse_kl_topk` is 0 only where the policy gives each of the k tokens the teacher's probability. By the data
-processing inequality it is never more than `KL(s || t)`, and grows with k until it is that.
+processing inequality it is never more than `KL(s || t)`, and grows with k until it is that. The two over all tokens
+are here as arithmetic on the log-probs of every token; ranks make them tile by tile (`hrl.models.ops.divergence`).
 """
 
 from __future__ import annotations
@@ -50,6 +53,21 @@ def _forward_kl_topk(student: Tensor, teacher: Tensor) -> Tensor:
     return (teacher.exp() * (teacher - student)).sum(-1).clamp(min=0.0)
 
 
+def _kl(mean_over: Tensor, other: Tensor) -> Tensor:
+    """`sum_v q log(q / p)` over the last dimension, `q` being what the mean is over."""
+    return (mean_over.exp() * (mean_over - other)).sum(-1)
+
+
+def _reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """`KL(s || t)` (arXiv:2306.08543 equation 1)."""
+    return _kl(student, teacher)
+
+
+def _forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """`KL(t || s)` (arXiv:2306.13649, section 2)."""
+    return _kl(teacher, student)
+
+
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -69,6 +87,8 @@ DISTILLATION_LOSSES: Registry[Divergence, DistillationTraits] = Registry(
         **{name: _sampled(name) for name, traits in DISTILLATION_TRAITS.items() if traits.is_sampled},
         "reverse_kl_topk": _reverse_kl_topk,
         "forward_kl_topk": _forward_kl_topk,
+        "reverse_kl": _reverse_kl,
+        "forward_kl": _forward_kl,
     },
     table=DISTILLATION_TRAITS,
     traits=DistillationTraits,
@@ -103,7 +123,7 @@ def distillation_loss(
     if student.shape != teacher.shape:
         raise ValueError(f"student has shape {tuple(student.shape)}, teacher has {tuple(teacher.shape)}")
     found = DISTILLATION_LOSSES.find(name)
-    if floor is not None and not DISTILLATION_TRAITS[name].is_sampled:
+    if floor is not None and DISTILLATION_TRAITS[name].reads_top:
         student, teacher = student.clamp(min=floor), teacher.clamp(min=floor)
     return clamped(found(student, teacher), limit)
 

@@ -90,16 +90,18 @@ class DistillationTraits(Traits):
 
     Attributes:
         reads_top: The log-probs of the teacher's most likely tokens.
+        reads_all: Those of all tokens.
         has_gradient: Whether it can be a loss; the expected gradient of the others is zero.
     """
 
     reads_top: bool = False
+    reads_all: bool = False
     has_gradient: bool = True
 
     @property
     def is_sampled(self) -> bool:
         """Whether it reads nothing else."""
-        return not self.reads_top
+        return not (self.reads_top or self.reads_all)
 
 
 ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
@@ -154,6 +156,8 @@ DISTILLATION_TRAITS: dict[str, DistillationTraits] = {
     "low_var_kl": DistillationTraits(),
     "reverse_kl_topk": DistillationTraits(reads_top=True),
     "forward_kl_topk": DistillationTraits(reads_top=True),
+    "reverse_kl": DistillationTraits(reads_all=True),
+    "forward_kl": DistillationTraits(reads_all=True),
 }
 
 

@@ -29,6 +29,7 @@ from hrl.config.load import value_problems
 from hrl.config.outline import outline_of
 from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
+from hrl.config.run_kind import KTO as KTO_VALUES
 from hrl.config.section import Section, leaves
 from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.errors import ConfigError, DatasetError, Problem
@@ -640,7 +641,7 @@ class DPO(OfflineTrainer):
 class KTO(DPO):
     """Kahneman–Tversky optimisation (arXiv:2402.01306); a row has `prompt`, `completion` and `label`, true or false."""
 
-    _begins_with: ClassVar[Mapping[str, Any]] = {"algorithm.loss_type": "kto"}
+    _begins_with: ClassVar[Mapping[str, Any]] = KTO_VALUES
 
 
 class RewardModel(OfflineTrainer):

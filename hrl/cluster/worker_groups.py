@@ -34,7 +34,7 @@ from hrl.single_controller.worker_group import GroupFuture, RayWorkerGroup, wait
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
 from hrl.workers.requests import Training
-from hrl.workers.reward_model import RewardModelWorker
+from hrl.workers.reward_model import RewardModelWorker, StepModelWorker
 from hrl.workers.reward_server import RewardServerWorker
 from hrl.workers.rollout import early_process
 from hrl.workers.runtime import Runtime
@@ -128,12 +128,12 @@ def _ppo_workers(config: PPOTrainerConfig, runtime: Runtime, steps: int) -> _Wor
 
 
 def _reward_model(settings: RewardModelConfig) -> Callable[..., RayClassWithInitArgs]:
-    """Return the reward model that scores batches, or the server of one that functions ask."""
+    """Return the reward model that scores batches or steps, or the server of one that functions ask."""
     if settings.serve:
         driver_ip = ray.util.get_node_ip_address()
         return partial(RayClassWithInitArgs, RewardServerWorker, settings, driver_ip=driver_ip)
-    says_words = settings.reward_tokens is not None
-    return partial(RayClassWithInitArgs, RewardModelWorker, settings.model, says_words=says_words)
+    worker = RewardModelWorker if settings.reward_tokens is None else StepModelWorker
+    return partial(RayClassWithInitArgs, worker, settings.model)
 
 
 def _offline_workers(config: OfflineConfig, runtime: Runtime, steps: int) -> _Workers:

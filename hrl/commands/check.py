@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 
-from hrl.commands.run_arguments import kind_and_arguments
+from hrl.commands.run_arguments import kind_and_arguments, named_algorithm
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -16,15 +18,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Check, and return 0, or 2 if something is wrong."""
+    if options.help:
+        return show_help(options.overrides)
     from hrl.config.run_kind import KINDS
     from hrl.preflight.check import check
 
     kind, arguments = kind_and_arguments(options.overrides)
-    return check(
-        KINDS[kind],
-        arguments,
-        full=options.full,
-        config_only=options.config_only,
-        as_json=options.as_json,
-        explain=options.help,
-    )
+    return check(KINDS[kind], arguments, full=options.full, config_only=options.config_only, as_json=options.as_json)
+
+
+def show_help(words: Sequence[str]) -> int:
+    """Write the help of the checks of an algorithm, or of all of them together, to standard output."""
+    from hrl.config.help import check_help
+
+    sys.stdout.write(f"{check_help(*named_algorithm(words))}\n")
+    return 0

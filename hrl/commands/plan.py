@@ -52,6 +52,7 @@ def run(options: Namespace) -> int:
     """Plan, and return 0; a line that is not valid or fits no layout is an error with status 2."""
     if options.help:
         parser = ArgumentParser(prog="hrl plan", description=__doc__, add_help=False)
+        parser.add_argument("line", nargs="+", metavar="LINE", help="the words of the launch line")
         add_arguments(parser)
         sys.stdout.write(parser.format_help())
         return 0

@@ -34,6 +34,7 @@ def run(options: Namespace) -> int:
     """Rehearse, and return 0 if everything passed, else the status of what failed."""
     if options.help:
         parser = ArgumentParser(prog="hrl rehearse", description=__doc__, add_help=False)
+        parser.add_argument("line", nargs="+", metavar="LINE", help="the words of the launch line")
         add_arguments(parser)
         sys.stdout.write(parser.format_help())
         return 0

@@ -7,18 +7,28 @@ from collections.abc import Sequence
 from hrl.errors import ConfigError, Problem
 from hrl.nearest import did_you_mean
 
-ALGORITHMS = {"ppo": "ppo", "grpo": "ppo", "dpo": "dpo", "sft": "sft", "rm": "rm"}
+ALGORITHMS = {"ppo": "ppo", "grpo": "ppo", "dpo": "dpo", "kto": "dpo", "sft": "sft", "rm": "rm"}
 """Word after `hrl train` and `hrl check` → kind of run."""
-_RECIPES = ("ppo", "grpo")
 _PROGRAMS = {f"hrl.trainer.main_{kind}": kind for kind in ALGORITHMS.values()} | {"verl.trainer.main_ppo": "ppo"}
 """Module of a launch line → kind of run; verl's has the same keys."""
+
+
+def named_algorithm(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the kind of run of a run's arguments, and the words with which it can be named: the one that was, or all.
+
+    Raises:
+        ConfigError: The first word is another one.
+    """
+    kind, _ = kind_and_arguments(words)
+    return kind, [word for word in words[:1] if word in ALGORITHMS] or [*ALGORITHMS]
 
 
 def kind_and_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the kind of run and its arguments, also of a whole launch line.
 
-    `grpo` and `ppo` stand for the recipe of this name, as `hrl.GRPO` and `hrl.PPO` do in Python; another `recipe=…`
-    takes its place. Without a word, the kind is `ppo` and every value is the default's.
+    `grpo` and `ppo` stand for the recipe of this name and `kto` for the loss, as `hrl.GRPO`, `hrl.PPO` and `hrl.KTO` do
+    in Python; another `recipe=…` or `algorithm.loss_type=…` takes its place. Without a word, the kind is `ppo` and
+    every value is the default's.
 
     Args:
         words: A word of `ALGORITHMS` or none, then the arguments of the run; or these after `hrl train`, or after
@@ -39,6 +49,9 @@ def kind_and_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
             raise ConfigError([Problem(words[0], "is no algorithm.", hint)])
         return "ppo", list(words)
     word, *arguments = words
-    if word in _RECIPES and not any(argument.lstrip("+").startswith("recipe=") for argument in arguments):
-        arguments = [f"recipe={word}", *arguments]
-    return ALGORITHMS[word], arguments
+    from hrl.config.run_kind import KTO  # not above: completion reads the words alone, and is quick
+
+    stands_for = {"ppo": {"recipe": "ppo"}, "grpo": {"recipe": "grpo"}, "kto": KTO}
+    given = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+    chosen = [f"{key}={value}" for key, value in stands_for.get(word, {}).items() if key not in given]
+    return ALGORITHMS[word], [*chosen, *arguments]

@@ -41,7 +41,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: Sequence[Command] = (
-    Command("train", "train a model: `train grpo`, `ppo`, `dpo`, `sft` or `rm`, then the keys to set", True),
+    Command("train", "train a model: `train grpo`, `ppo`, `dpo`, `kto`, `sft` or `rm`, then the keys to set", True),
     Command("demo", "run the quickstart: GRPO teaches a small model to add", True),
     Command("check", "say what a run would do and everything that is wrong with it; starts nothing", True),
     Command("plan", "say what a step would take on other hardware, and the best layout; starts nothing", True),
@@ -50,7 +50,7 @@ COMMANDS: Sequence[Command] = (
     Command("serve", "serve a model to programs that speak OpenAI's protocol, on this machine alone"),
     Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),
     Command("rollouts", "show samples of a run, with their rewards"),
-    Command("replay", "compute a mini-batch that was not applied again: where do its numbers stop being finite?"),
+    Command("replay", "recompute a mini-batch whose update was skipped: where do its numbers stop being finite"),
     Command("report", "write the page of a run anew, or compare several runs in one page"),
     Command("watch", "show the page of a run in a browser and follow it"),
     Command("tasks", "the built-in tasks and reward functions, each with an example and its score"),

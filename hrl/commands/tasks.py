@@ -22,7 +22,6 @@ _NO_ANSWER = "I do not know."
 _NAME_WIDTH, _ABOUT_WIDTH, _ANSWER_WIDTH = 26, 40, 24
 _NO_WORDS = "-"
 _SEVERAL = "(several)"
-_EXAMPLE_OPTION = "answer=tags"
 _TITLES = {
     "bundled": "Tasks of hrl",
     "reasoning_gym": "Tasks of reasoning-gym: data.train_files=reasoning_gym:NAME",
@@ -63,7 +62,9 @@ def run(options: Namespace) -> int:
             _show_function(console, function)
         return 0
     task, address = _find(options.name)
-    facts = _in_full(task, address, _ROWS_SHOWN) | {"prompt": _rendered(address, options.model)}
+    facts = _in_full(task, address, _ROWS_SHOWN)
+    if task.model is None or options.model is not None:  # else no model is at hand that could read it
+        facts["prompt"] = _rendered(address, options.model)
     if options.as_json:
         _write_json(facts)
     else:
@@ -107,12 +108,16 @@ def _in_full(task: Task, address: str, most: int) -> dict[str, Any]:
         "address": address,
         "about": task.about,
         "trains": list(task.trains),
-        "command": f"hrl train {task.trains[0]} {shlex.quote(f'data.train_files={address}')}",
+        "command": shlex.join(["hrl", "train", task.trains[0], f"data.train_files={address}", *_model_of(task)]),
         "options": dict(task.options),
         "parameters": {name: value for name, value in parameters.items() if name not in task.options},
         "rows": [_shown_row(row) for row in rows],
         "responses": _scored(rows[0]),
     }
+
+
+def _model_of(task: Task) -> list[str]:
+    return [] if task.model is None else [f"actor_rollout_ref.model.path={task.model}"]
 
 
 def _shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,13 +151,17 @@ def _rendered(address: str, model: str | None) -> str:
     """Return the first prompt as a model reads it."""
     from hrl.config.model import BackboneConfig
     from hrl.data.chat import render_prompt
+    from hrl.data.dataset import IMAGES, VIDEOS
+    from hrl.data.pictures import take_pictures
     from hrl.data.tasks.catalogue import some_rows
     from hrl.models.source import resolve_model
     from hrl.models.tokenizer import load_tokenizer
 
     row = some_rows(address, 1)[0]
     tokenizer = load_tokenizer(resolve_model(model or BackboneConfig.model_fields["path"].default))
-    return render_prompt(tokenizer, row["prompt"] if "prompt" in row else row["messages"][:-1], {})
+    messages = row["prompt"] if "prompt" in row else row["messages"][:-1]
+    placed = take_pictures(row, messages, IMAGES, VIDEOS)
+    return render_prompt(tokenizer, messages if isinstance(placed, str) else placed[0], {})
 
 
 def _function_in_full(name: str) -> dict[str, Any]:
@@ -222,11 +231,11 @@ def _show(console: Console, task: Task, facts: Mapping[str, Any]) -> None:
     console.print(Text(task.about or _NO_WORDS))
     console.print(Text(f"\n{facts['command']}"), soft_wrap=True)
     if task.options:
-        _block(console, f"Options, as in '{task.address}?{_EXAMPLE_OPTION}'", facts["options"].items())
+        _block(console, f"Options, as in '{task.address}?{task.example}'", facts["options"].items())
     _block(console, "Parameters, which are options too, with their values here", facts["parameters"].items())
     rows = [[on_one_line(str(cell), console.width) for cell in row.values()] for row in facts["rows"]]
     _block(console, "Rows", rows)
-    _block(console, "Prompt, as the model reads it", [[facts["prompt"]]])
+    _block(console, "Prompt, as the model reads it", [[facts["prompt"]]] if "prompt" in facts else [])
     scored = [[one["response"], _score_in_words(one["score"])] for one in facts["responses"]]
     _block(console, "What a response scores", scored)
 

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from hrl.commands.run_arguments import ALGORITHMS, kind_and_arguments
+from hrl.commands.run_arguments import kind_and_arguments, named_algorithm
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -17,19 +17,17 @@ def run(options: Namespace) -> int:
     """Train, and return the exit status of `hrl.trainer.command.run_command`."""
     if options.help:
         return show_help(options.overrides)
+    from hrl.processes.signals import ending_at_once
     from hrl.trainer.entry import train
 
-    kind, arguments = kind_and_arguments(options.overrides)
+    with ending_at_once():
+        kind, arguments = kind_and_arguments(options.overrides)
     return train(kind, arguments)
 
 
 def show_help(words: Sequence[str]) -> int:
     """Write the help of an algorithm, or of all of them together, to standard output."""
-    from hrl.config.help import run_help
-    from hrl.config.run_kind import KINDS
+    from hrl.config.help import train_help
 
-    kind, _ = kind_and_arguments(words)
-    named = [word for word in words[:1] if word in ALGORITHMS]
-    text = run_help(" ".join(["hrl train", *named]), KINDS[kind], "" if named else f"[{'|'.join(ALGORITHMS)}] ")
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{train_help(*named_algorithm(words))}\n")
     return 0

@@ -11,7 +11,7 @@ from hrl.algos.registry import estimator_traits
 from hrl.config.actor import ActorConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.model import MicroBatches
-from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
+from hrl.config.offline import DPOTrainerConfig, OfflineConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
@@ -73,7 +73,7 @@ def batch_arithmetic(config: RunConfiguration, *, train_rows: int | None = None)
             return [Fact("run", "validation alone, no step"), *_engine_facts(config)]
         steps, micro_batches = _step_facts(config), [*_micro_batch_facts(config), *_engine_facts(config)]
     else:
-        noun, answers = ("pair", 2) if isinstance(config.data, PairDataConfig) else ("row", 1)
+        noun, answers = ("pair", 2) if config.learns_from_pairs else ("row", 1)
         text = _micro_batch_in_words(config.micro_batches()["model"], answers * config.data.max_length, noun)
         steps, micro_batches = _offline_step_facts(config), [Fact("micro-batch", text)]
     return [*steps, _length_fact(config, train_rows), *micro_batches]
@@ -202,13 +202,14 @@ def _pool_sentence(config: PPOTrainerConfig, placement: Placement, pool: str) ->
 
 def _offline_step_facts(config: OfflineConfig) -> Iterator[Fact]:
     rows, longest = config.data.train_batch_size, f"at most {config.data.max_length:,} tokens"
-    if isinstance(config.data, PairDataConfig):
+    if config.learns_from_pairs:
         text = f"{count(rows, 'pair')} = {count(2 * rows, 'answer')}, each with its prompt {longest}"
     else:
         text = f"{count(rows, 'row')}, each {longest}"
     yield Fact("one step", f"{text}; one optimizer step")
     if isinstance(config, DPOTrainerConfig) and config.needs_reference:
-        yield Fact("reference", "the model before its first step; its log-probs of every pair are computed once")
+        each = "pair" if config.learns_from_pairs else "answer, to its own prompt and to another,"
+        yield Fact("reference", f"the model before its first step; its log-probs of every {each} are computed once")
 
 
 def units_in_words(config: WholeConfig) -> list[Fact]:

@@ -326,7 +326,7 @@ def _compose_values(
     for key in _without_its_critic(kind, values, origins):  # before the estimator is derived from it
         del values[key], origins[key]
     values = _resolve(values, kind, problems)
-    rows = leaves(kind.schema)[TRAIN_FILES].plain
+    rows = Get(values, kind.schema).default(TRAIN_FILES)
     if _as_list(values.get(TRAIN_FILES, rows)) != rows:
         for key in _OF_ITS_ROWS:
             if origins.get(key) == quickstart and not (key == _TEST_FREQ and _VAL_FILES in values):
@@ -509,7 +509,7 @@ def _is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, An
     for key in _MODELS:
         if key in known and values.get(key, known[key].plain) != known[key].plain:
             return False
-    trained = _as_list(values.get(TRAIN_FILES, known[TRAIN_FILES].plain))
+    trained = _as_list(Get(values, kind.schema)(TRAIN_FILES))
     held_out = _as_list(values.get(_VAL_FILES) or [])
     if not isinstance(trained, list):
         return False

@@ -25,7 +25,7 @@ def held_out_beside(name: str) -> str:
 
 def _val_files_beside(get: Get) -> object:
     """Return the bundled validation rows that belong to bundled training rows; empty for other training rows."""
-    train, bundled = get(".train_files"), get.plain(".train_files")
+    train, bundled = get(".train_files"), get.default(".train_files")
     is_bundled = ([train] if isinstance(train, str) else train) == bundled
     return [held_out_beside(name) for name in bundled] if is_bundled else []
 
@@ -46,10 +46,12 @@ class RowsConfig(Section):
     """Seed of the row order. Default: `trainer.seed`."""
     map: dict[str, str] = Field(default_factory=dict)
     """Column as hrl names it → column of the rows, `{prompt: question}`; `a.b` is the field `b` of the column `a`."""
-    image_key: str = "images"
-    """Column of the pictures that the prompt shows, one for each `<image>` of it: paths, or the bytes of files."""
-    video_key: str = "videos"
-    """Column of the videos that the prompt shows, one for each `<video>` of it: lists or folders of their frames."""
+    image_key: str | None = "images"
+    """Column of the pictures that the prompt shows, one for each `<image>` of it: paths, or the bytes of files. Null
+    shows none, whatever pictures the rows have."""
+    video_key: str | None = "videos"
+    """Column of the videos that the prompt shows, one for each `<video>` of it: lists or folders of their frames. Null
+    shows none."""
     train_max_samples: MinusOneOrMore = -1
     """Use only this many training rows; -1 uses all."""
     val_max_samples: MinusOneOrMore = -1

@@ -1,6 +1,7 @@
 """From a composed tree to a valid configuration, or one error that lists everything that is wrong with it."""
 
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
@@ -109,9 +110,9 @@ def _translate(given: Mapping[str, Any], kind: RunKind[WholeConfig]) -> tuple[di
         key = written if written in spellings.outside else spellings.present_name(written)
         if value is None and (key != written or key in spellings.null_is_unset):
             continue
-        lacking = spellings.values.get((key, value)) if isinstance(value, str) else None
-        if lacking is not None:
-            problems.append(_refusal(written, value, lacking))
+        lacking = {each: spellings.values.get((key, each)) for each in _words_of(value)}
+        if refused := [_refusal(written, each, verdict) for each, verdict in lacking.items() if verdict is not None]:
+            problems += refused
         elif key in spellings.outside or not _is_schema_key(key, kind.schema):
             others.append((written, key, value))
         else:
@@ -121,7 +122,8 @@ def _translate(given: Mapping[str, Any], kind: RunKind[WholeConfig]) -> tuple[di
                 problems.append(Problem(written, what, hint, involves=(key,), reason=Reason.ALTERNATIVE))
             values[key], spelt[key] = value, written
 
-    value_of = Get(values, kind.schema)
+    # Conversions see what others have set, and the keys of verl beside theirs.
+    value_of = Get(ChainMap(values, {key: value for _, key, value in others}), kind.schema)
     taken: dict[str, list[tuple[str, Any, Verdict]]] = {}
     for written, key, value in others:
         if same := spellings.must_equal.get(key):
@@ -154,6 +156,11 @@ def _translate(given: Mapping[str, Any], kind: RunKind[WholeConfig]) -> tuple[di
     if without_effect:
         remarks.append(f"taken without effect: {'; '.join(without_effect)}.")
     return values, problems, remarks
+
+
+def _words_of(value: object) -> list[str]:
+    """Return the words that a value is, or is a list of."""
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
 
 
 def _names_a_class_of_verl(key: str, value: object) -> bool:
@@ -314,7 +321,8 @@ _EXPECTED = {
 def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Problem:
     """Rephrase an error of pydantic for the user."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    where = ".".join(map(str, detail["loc"])).removeprefix(key).strip(".")
+    # A branch of a union stands there as pydantic spells its type, e.g. `dict[str,list[str]]`.
+    where = ".".join(str(step) for step in detail["loc"] if "[" not in str(step)).removeprefix(key).strip(".")
     item = f"[{where}] " if where else ""
     if kind == "source":
         return Problem(key, context["what"], context["hint"])

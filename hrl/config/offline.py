@@ -7,7 +7,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from hrl.algos.registry import AGGREGATION_NAMES, OFFLINE_LOSSES, learns_from_labels, pair_loss_traits
 from hrl.config.data import RowsConfig
 from hrl.config.model import CheckpointConfig, FsdpConfig, MicroBatches, ModelConfig, OptimConfig
-from hrl.config.section import NameOf, Section, Unit, WholeConfig, section
+from hrl.config.section import Get, NameOf, Section, Unit, WholeConfig, follows, section
+from hrl.config.sources import SourceList
 from hrl.config.trainer import Frequency, RunConfig
 
 
@@ -41,9 +42,19 @@ class PairDataConfig(OfflineDataConfig):
     """Column that holds the other answer."""
 
 
+def _rows_of_the_loss(get: Get) -> list[str]:
+    labelled = learns_from_labels(str(get("algorithm.loss_type")))
+    return ["bundled:addition_labelled/train" if labelled else "bundled:addition_pairs/train"]
+
+
 class PreferenceDataConfig(PairDataConfig):
     """`data.*`: pairs of answers, or single answers with a label."""
 
+    train_files: Annotated[SourceList, Field(min_length=1)] = follows(_rows_of_the_loss)
+    """Training rows, one source or a list: a file (.parquet, .jsonl, .json, .csv), a folder, a data set of the hub as
+    `<owner>/<name>:<configuration>:<split>`, or `bundled:<task>/<split>`. `{path: …, weight: 2.0}` is a source with
+    options, see docs/your-own-data.md. Default: bundled pairs, or labelled answers if `algorithm.loss_type` reads
+    those."""
     completion_key: str = "completion"
     """`kto`, `apo_zero_unpaired`: column that holds the answer, a chat or a string."""
     label_key: str = "label"
@@ -111,6 +122,11 @@ class OfflineConfig(WholeConfig):
         """Number of processes that hold the model."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether a row is a pair of answers, instead of a single one."""
+        return isinstance(self.data, PairDataConfig)
+
 
 class DPOAlgorithmConfig(Section):
     """`algorithm.*`: how a pair becomes a loss."""
@@ -138,7 +154,7 @@ class DPOAlgorithmConfig(Section):
 class DPOTrainerConfig(OfflineConfig):
     """Everything that a run of `main_dpo` reads."""
 
-    data: PreferenceDataConfig = section(PreferenceDataConfig, train_files=["bundled:addition_pairs/train"])
+    data: PreferenceDataConfig = section(PreferenceDataConfig)
     algorithm: DPOAlgorithmConfig = section(DPOAlgorithmConfig)
     trainer: OfflineRunConfig = section(OfflineRunConfig, experiment_name="dpo")
 
@@ -151,6 +167,11 @@ class DPOTrainerConfig(OfflineConfig):
     def learns_from_labels(self) -> bool:
         """Whether a row is a single answer with a label, instead of a pair."""
         return learns_from_labels(self.algorithm.loss_type)
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether a row is a pair of answers, instead of a single one."""
+        return not self.learns_from_labels
 
 
 class SFTAlgorithmConfig(Section):

@@ -78,4 +78,4 @@ def _is_number(text: str) -> bool:
 
 def _is_plain_word(text: str) -> bool:
     """Return whether hydra reads a text as itself without quotes."""
-    return bool(re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_/.\-:]*", text)) and text.lower() not in _READ_AS_OTHERS
+    return bool(re.fullmatch(r"(\.{0,2}/|[A-Za-z_])[A-Za-z0-9_/.\-:]*", text)) and text.lower() not in _READ_AS_OTHERS

@@ -308,7 +308,9 @@ def _broken_options(sizes: _Sizes, options: _Options, known: str) -> Iterator[Pr
                 yield Problem(f"{key}.{name}", f"names {parent!r}, which is a part itself.", "Name its whole.")
         if name == "merge_of" and parents and all(each in sizes for each in (pool, *parents)):
             yield from _not_to_be_merged(pool, own, sizes, options)
-        if parents and (set_here := sorted(own.model_fields_set & _OF_DEVICES)):
+        if parents and (
+            set_here := sorted(name for name in _OF_DEVICES if getattr(own, name) != getattr(_PLAIN, name))
+        ):
             what = f"belongs to the pool whose devices it takes, {', '.join(parents)}."
             yield Problem(f"{key}.{set_here[0]}", what, f"Write it at trainer.pool_options.{parents[0]}.")
         if len(own.nodes) > 1 and pool in sizes and len(own.nodes) != len(sizes[pool]):
@@ -335,6 +337,7 @@ def _all_above(pool: str, options: _Options) -> set[str]:
 
 
 _OF_DEVICES = frozenset({"max_colocate_count", "use_gpu", "accelerator_type", "nodes"})
+_PLAIN = PoolOptions()
 
 
 def _not_to_be_merged(pool: str, own: PoolOptions, sizes: _Sizes, options: _Options) -> Iterator[Problem]:

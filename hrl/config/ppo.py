@@ -87,6 +87,11 @@ class PPOTrainerConfig(WholeConfig):
         return loss.topk if self.distils_by_loss and loss.traits.reads_top else 0
 
     @property
+    def reads_whole_teacher(self) -> bool:
+        """Whether the loss reads the teacher's whole distribution in each place."""
+        return self.distils_by_loss and self.distillation.distillation_loss.traits.reads_all
+
+    @property
     def teacher_path(self) -> str | None:
         """Folder or hub id of a teacher that the run holds; None without one."""
         held = self.distillation.enabled and not self.teacher_is_served
@@ -95,8 +100,21 @@ class PPOTrainerConfig(WholeConfig):
     @property
     def reward_entries(self) -> tuple[RewardEntry, ...]:
         """The reward functions to add up; none where a reward model or an environment alone decides."""
-        names_none = self.reward.functions is None and self.reward.custom_reward_function.path is None
-        return () if self.environment.pays and names_none else self.reward.entries
+        reward = self.reward
+        decides = self.environment.pays and not reward.reward_model.is_served  # of which a function asks
+        return () if decides and reward.names_none else reward.entries
+
+    @property
+    def may_leave_unscored(self) -> bool:
+        """Whether samples need no score: a teacher alone is learnt from, and nothing that scores is named."""
+        reward = self.reward
+        names_none = reward.names_none or reward.functions == []
+        return (
+            not self.learns_from_rewards
+            and names_none
+            and not reward.reward_model.enable
+            and not self.environment.is_used
+        )
 
     @property
     def needs_reward_model(self) -> bool:

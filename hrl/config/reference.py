@@ -181,7 +181,7 @@ def type_in_words(field: FieldInfo) -> str:
 
 
 def _in_words(schema: Mapping[str, Any]) -> str:
-    options = schema.get("anyOf", ())
+    options = schema.get("anyOf") or schema.get("oneOf", ())
     if "enum" in schema:
         suffix = f", each also with `{schema['suffix']}`" if schema.get("suffix") else ""
         null = " or null" if {"type": "null"} in options else ""

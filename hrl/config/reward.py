@@ -225,7 +225,7 @@ class RewardConfig(Section):
     "my.py:brief"]`; an entry is a `name` of the library (`hrl reward` lists them) or a `path`, with `weight`, `label`
     and the function's arguments. Null takes the function of `custom_reward_function`, else that of each row's data
     source, or none beside a reward model or an environment of your own, to whose rewards functions that are named add
-    theirs."""
+    theirs. `[]` scores nothing, where a teacher alone is learnt from."""
     shaping: dict[Annotated[str, NameOf(REWARD_SHAPER_NAMES)], PositiveFloat | None] = Field(default_factory=dict)
     """Transformations of the weighted sum before training, in the order written, e.g. `{standardise: null, clip: 5}`:
     clip limits it to [-limit, limit], scale divides it by its standard deviation over the run, standardise subtracts
@@ -233,6 +233,11 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
+
+    @property
+    def names_none(self) -> bool:
+        """Whether no key names functions, nor that there are none."""
+        return self.functions is None and self.custom_reward_function.path is None
 
     @property
     def entries(self) -> tuple[RewardEntry, ...]:

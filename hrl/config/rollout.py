@@ -84,8 +84,8 @@ class RolloutConfig(LogProbConfig):
 
     name: Literal["vllm", "hf", "server", "sglang", "scripted"] = "vllm"
     """Engine: vllm, hf (transformers, slow, for comparison), server (vLLM's servers that somebody else started, at
-    `rollout.server.urls`), sglang (the same of SGLang; without addresses an engine of the run's own, which was never
-    run), or scripted (tests)."""
+    `rollout.server.urls`), sglang (the same of SGLang; without addresses an engine of the run's own; never run on
+    GPUs), or scripted (tests)."""
     n: Annotated[PositiveInt, Unit("samples per prompt")] = follows(_samples)
     """Samples per prompt. Default: 8 for estimators that compare samples of a group (grpo, rloo, …), 1 for others."""
     temperature: PositiveFloat = 1.0

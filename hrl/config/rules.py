@@ -1,10 +1,12 @@
-"""Rules between keys. Each is a generator of problems and is named after what it enforces."""
+"""Rules between keys. Each is a generator of problems and is named after what it enforces.
+
+Those of engines are in `engine_rules`, those of where roles run in `placement_rules`.
+"""
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from hrl.algos.ratio_bounds import REJECTION_RULES, Interval, parse_rejections
 from hrl.algos.registry import (
@@ -15,30 +17,28 @@ from hrl.algos.registry import (
     policy_loss_traits,
 )
 from hrl.config.alarms import SAMPLER_GAP
+from hrl.config.engine_rules import ENGINE_RULES, broken_addresses, engine_warnings, written_out_key
 from hrl.config.model import (
     ADAPTER_RATE,
     LEAST_RELATIVE_RATE,
-    LORA_RANKS,
     CheckpointConfig,
     FsdpConfig,
     LearnerConfig,
     MicroBatches,
     OptimConfig,
-    ShardingConfig,
 )
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
-from hrl.config.placement import placement_problems, resolve_placement
+from hrl.config.placement import resolve_placement
+from hrl.config.placement_rules import roles_have_pools, shards_divide_the_processes
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import FUNCTION_NAMES, TAKEN_NAMES, RewardConfig
-from hrl.config.rollout import RolloutConfig
 from hrl.config.saved import nothing_is_masked
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT, TEACHER
 from hrl.config.trainer import BATCH_SHARE, JSON_CONSOLE
-from hrl.errors import Problem, Reason
-from hrl.loopback import is_loopback
+from hrl.errors import Problem
 from hrl.masking import is_secret_variable, is_written_secret
-from hrl.nearest import did_you_mean
+from hrl.nearest import nearest_divisors
 from hrl.processes.sandbox import TIME_S
 
 Rule = Callable[[Any], Iterator[Problem]]
@@ -47,11 +47,9 @@ Rule = Callable[[Any], Iterator[Problem]]
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = f"{ACTOR}.policy_loss"
 _CORRECTION = "algorithm.rollout_correction"
-_ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
 _SHAPING = "reward.shaping"
 _DISTILLATION_LOSS = "distillation.distillation_loss"
 _TEACHER_SERVER = "distillation.teacher_models.teacher_model.server"
-_RESPONSE = ("data.max_prompt_length", "data.max_response_length")
 
 
 def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -76,20 +74,13 @@ def mini_batches_divide_the_batch(config: PPOTrainerConfig) -> Iterator[Problem]
     bad = {key: size for key, size in owners.items() if prompts % size}
     for key, size in _without_followers(bad).items():
         what = f"is {size} prompts and does not divide data.train_batch_size={prompts}."
-        yield Problem(key, what, f"Nearest that do: {_nearest_divisors(prompts, size)}.", ("data.train_batch_size",))
+        yield Problem(key, what, f"Nearest that do: {nearest_divisors(prompts, size)}.", ("data.train_batch_size",))
 
 
 def _without_followers(wrong: dict[str, int]) -> dict[str, int]:
     """Drop keys with the same wrong value as the first, whose value they follow by default."""
     first = next(iter(wrong), None)
     return {key: value for key, value in wrong.items() if key == first or value != wrong[first]}  # type: ignore[index]
-
-
-def _nearest_divisors(number: int, wanted: int) -> str:
-    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-    below = [candidate for candidate in divisors if candidate < wanted][-1:]
-    above = [candidate for candidate in divisors if candidate > wanted][:1]
-    return " and ".join(map(str, below + above))
 
 
 def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -181,7 +172,12 @@ def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]
     for key, budget in _without_followers(too_small).items():
         lengths = f"{config.data.max_prompt_length} prompt + {config.data.max_response_length} response"
         what = f"is {_tokens_of(passes[key], budget)}, but one row may have {row} ({lengths})."
-        yield Problem(key, what, f"Set it to at least {passes[key].budget_for(row)}.", _RESPONSE)
+        yield Problem(
+            key,
+            what,
+            f"Set it to at least {passes[key].budget_for(row)}.",
+            ("data.max_prompt_length", "data.max_response_length"),
+        )
 
 
 def _is_below(each: MicroBatches, tokens: int) -> bool:
@@ -201,24 +197,6 @@ def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Proble
         if each.max_tokens is None and each.max_rows is None and not follows and name != "values":
             what, flag = f"needs a number of sequences, because {each.packs_key} is false.", each.packs_key
             yield Problem(each.rows_key, what, f"Set it, or {flag}=true.", (flag,))
-
-
-def engine_holds_whole_sequences(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Lengths and parallelism of the engine fit the data and its pool."""
-    rollout = config.actor_rollout_ref.rollout
-    row = config.data.max_prompt_length + config.data.max_response_length
-    if rollout.max_model_len is not None and rollout.max_model_len < row:
-        what = f"is {rollout.max_model_len} tokens, but prompt + response may be {row}."
-        yield Problem(f"{ROLLOUT}.max_model_len", what, f"Set it to at least {row}, or null.", _RESPONSE)
-    arguments = rollout.engine_kwargs.get("vllm")
-    is_whole = isinstance(arguments, dict) and arguments.get("enable_chunked_prefill") is False
-    if is_whole and rollout.max_num_batched_tokens < (rollout.max_model_len or row):
-        what = f"is {rollout.max_num_batched_tokens} tokens; without chunked prefill it must hold a whole sequence."
-        hint = f"Set it to at least {rollout.max_model_len or row}."
-        yield Problem(f"{ROLLOUT}.max_num_batched_tokens", what, hint, (f"{ROLLOUT}.max_model_len", *_RESPONSE))
-    if rollout.name != "vllm" and rollout.tensor_model_parallel_size > 1:
-        what = f"is {rollout.tensor_model_parallel_size}, which the {rollout.name} engine can't do."
-        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, "Set it to 1.", (f"{ROLLOUT}.name",))
 
 
 def _trained_shards(config: RunConfiguration) -> dict[str, FsdpConfig]:
@@ -262,81 +240,6 @@ def gradients_have_their_range(config: RunConfiguration) -> Iterator[Problem]:
             yield Problem(f"{key}.dtype", what, "Set it to bfloat16.")
 
 
-def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Every role has a pool, and the sizes of engines and shards divide the pool's processes."""
-    broken = list(placement_problems(config))
-    yield from broken
-    if broken:
-        return
-    placement = resolve_placement(config)
-    involves = ("trainer.resource_pools", "trainer.role_pools", "trainer.n_gpus_per_node", "trainer.nnodes")
-    ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    processes = placement.processes(placement.rollout)
-    if processes % ranks:
-        what = f"is {ranks}, which does not divide the {processes} rollout processes."
-        hint = f"Nearest that do: {_nearest_divisors(processes, ranks)}."
-        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, hint, involves)
-    sharded: dict[str, tuple[str, ShardingConfig]] = {
-        placement.actor: (ACTOR, config.actor_rollout_ref.actor.fsdp_config),
-        "ref": (REF, config.actor_rollout_ref.ref.fsdp_config),
-        "critic": ("critic.model", config.critic.model.fsdp_config),
-        "rm": ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config),
-    }
-    # The reference follows the actor: what is wrong with both is said once, unless they have pools of their own.
-    said: set[tuple[int, ...]] = set()
-    for role, (owner, sharding) in sharded.items():
-        if role not in placement.roles:
-            continue
-        processes, whose = placement.processes(role), f" of {role}"
-        yield from _uneven_copies(owner, sharding, processes, whose, involves)
-        groups = sharding.tensor_parallel_size, sharding.expert_parallel_size
-        sizes = sharding.ulysses_sequence_parallel_size, *groups, processes
-        if role != "ref" or sizes not in said:
-            yield from _uneven_groups(owner, sharding, processes, whose, involves)
-        said.add(sizes)
-
-
-def _uneven_copies(
-    owner: str, sharding: ShardingConfig, processes: int, whose: str, involves: tuple[str, ...]
-) -> Iterator[Problem]:
-    """Report a size of a sharded copy that does not divide the number of processes."""
-    size = sharding.fsdp_size
-    if size != -1 and (size == 0 or processes % size):
-        what = f"is {size}, which does not divide the {processes} processes{whose}."
-        yield Problem(f"{owner}.fsdp_config.fsdp_size", what, "Set it to -1 for all of them.", involves)
-
-
-def _uneven_groups(
-    owner: str, sharding: ShardingConfig, processes: int, whose: str, involves: tuple[str, ...]
-) -> Iterator[Problem]:
-    """Report sizes of groups that don't divide the processes, or don't go with the rest."""
-    degree = sharding.ulysses_sequence_parallel_size
-    if processes % degree:
-        what = f"is {degree}, which does not divide the {processes} processes{whose}."
-        divisors = _nearest_divisors(processes, degree)
-        hint = f"Nearest that do: {divisors}; or start a multiple of {degree} processes (trainer.n_gpus_per_node)."
-        yield Problem(f"{owner}.fsdp_config.ulysses_sequence_parallel_size", what, hint, involves)
-    copy = processes if sharding.fsdp_size in (-1, 0) else min(sharding.fsdp_size, processes)
-    for name in ("tensor_parallel_size", "expert_parallel_size"):
-        degree = getattr(sharding, name)
-        if copy % degree:
-            what = f"is {degree}, which does not divide the {copy} processes{whose} that share a copy of the model."
-            hint = f"Nearest that do: {_nearest_divisors(copy, degree)}; or start a multiple of {degree} processes."
-            yield Problem(f"{owner}.fsdp_config.{name}", what, hint, (*involves, f"{owner}.fsdp_config.fsdp_size"))
-    degree, key = sharding.tensor_parallel_size, f"{owner}.fsdp_config.tensor_parallel_size"
-    if degree > 1 and sharding.expert_parallel_size > 1:
-        other = f"{owner}.fsdp_config.expert_parallel_size"
-        what = f"is {sharding.expert_parallel_size}, and {key} is {degree}: a tensor group shares out experts itself."
-        yield Problem(other, what, "Set one of the two to 1.", (key,))
-    if degree > 1 and sharding.ulysses_sequence_parallel_size > 1:
-        other = f"{owner}.fsdp_config.ulysses_sequence_parallel_size"
-        what = f"is {degree}, and {other} is {sharding.ulysses_sequence_parallel_size}: a row has one kind of group."
-        yield Problem(key, what, "Set one of the two to 1.", (other,))
-    if degree > 1 and isinstance(sharding, FsdpConfig) and sharding.model_dtype == "bf16":
-        what = f"is {degree}, and masters in bf16 are rounded by whole rows, which tensor groups cut."
-        yield Problem(key, what, f"Set {owner}.fsdp_config.model_dtype=fp32.", (f"{owner}.fsdp_config.model_dtype",))
-
-
 _REWARD_TOKENS = "reward.reward_model.reward_tokens"
 
 
@@ -353,7 +256,7 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
                 what = f"can't be used beside a reward model that {apart}."
                 yield Problem(key, what, "Leave one of the two out.", ("reward.reward_model.step_token",))
     if reward.reward_model.is_served:
-        yield from _nothing_beside_a_served_model(config)
+        yield from _nothing_else_of_a_served_model(config)
     words = reward.reward_model.reward_tokens
     if words is not None and reward.reward_model.step_token is None:
         what = "are said behind steps, and reward.reward_model.step_token is null."
@@ -362,7 +265,7 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem(
             _REWARD_TOKENS, f"are twice {words[0]!r}.", "Name that of a right step, then that of a wrong one."
         )
-    if config.reward_entries or not config.environment.pays:
+    if config.reward_entries or not (config.environment.pays or config.may_leave_unscored):
         yield from _functions_can_be_summed(reward)
     buffer, longest = reward.overlong_buffer, config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= longest:
@@ -373,15 +276,12 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
 _OF_THE_SERVER = frozenset({"model", "host", "port", "served_model_name", "data_parallel_size", "api_key"})
 
 
-def _nothing_beside_a_served_model(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """What scores batches in the training workers, and what starts before the server does, is not asked for."""
+def _nothing_else_of_a_served_model(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """What scores batches in the training workers is not asked for, nor what the run itself tells the server."""
     serves, settings = "reward.reward_model.serve", config.reward.reward_model
     if settings.step_token is not None:
         what = "is for a model that scores in the training workers, and reward.reward_model.serve is true."
         yield Problem("reward.reward_model.step_token", what, "Leave one of the two out.", (serves,))
-    if config.environment.is_used:
-        what = "can't be used beside a reward model that the run serves: episodes ask functions before it is there."
-        yield Problem("environment.path", what, "Start the server yourself: docs/reward-models.md.", (serves,))
     for name in sorted(_OF_THE_SERVER.intersection(settings.server_kwargs)):
         what = f"has {name}, which the run sets itself."
         yield Problem("reward.reward_model.server_kwargs", what, f"Remove {name}.", (serves,))
@@ -519,13 +419,10 @@ def validation_has_rows(config: RunConfiguration) -> Iterator[Problem]:
 
 
 def resume_names_its_folder(config: RunConfiguration) -> Iterator[Problem]:
-    """A path to resume from is given if and only if it is used."""
+    """A run that is to resume from a path has one."""
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield Problem("trainer.resume_from_path", "needs a checkpoint folder, because resume_mode is resume_path.")
-    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
-        what, hint = f"is not read in resume_mode={trainer.resume_mode}.", "Set trainer.resume_mode=resume_path."
-        yield Problem("trainer.resume_from_path", what, hint, ("trainer.resume_mode",))
 
 
 def checkpoints_can_be_resumed(config: RunConfiguration) -> Iterator[Problem]:
@@ -622,15 +519,13 @@ def bypass_mode_does_what_is_set(config: PPOTrainerConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "optimal_token_baseline":
         what = f"is true, but {_ESTIMATOR}=optimal_token_baseline needs the forward pass that it skips."
         yield Problem(bypass, what, "Set it to false.", (_ESTIMATOR,))
-    if settings.loss_type == "ppo_clip" and settings.rollout_is is not None:
-        what = f"is {settings.rollout_is}, but the clipped loss of bypass mode already contains that ratio."
-        yield Problem(f"{_CORRECTION}.rollout_is", what, f"Remove it, or set {reinforce}=reinforce.", (bypass,))
     if settings.loss_type == "reinforce" and loss != "vanilla":
         what = f"is reinforce, which would replace {_LOSS}.loss_mode={loss}."
         yield Problem(reinforce, what, "Set only one of the two.", (f"{_LOSS}.loss_mode",))
     if settings.rollout_is_batch_normalize:
         what = "is true, but bypass mode computes weights per micro-batch during the update, not for the whole batch."
-        yield Problem(f"{_CORRECTION}.rollout_is_batch_normalize", what, f"Set it to false, or {bypass}.", (bypass,))
+        hint = f"Set it to false, or {bypass}=false."
+        yield Problem(f"{_CORRECTION}.rollout_is_batch_normalize", what, hint, (bypass,))
 
 
 def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -676,240 +571,18 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
         yield Problem("algorithm.kl_ctrl.kl_coef", what, "Set it above 0, e.g. to 0.1.", (key,))
 
 
-_ENGINES = ("vllm", "sglang", "hf", "scripted")
-
-_ELSEWHERE = ("trtllm",)
-"""Engines of verl that hrl does not start."""
-
-_SET_BY = {
-    **{name: f"{ROLLOUT}.{name}" for name in RolloutConfig.model_fields},
-    "model": f"{MODEL}.path",
-    "hf_overrides": f"{MODEL}.override_config",
-    "trust_remote_code": f"{MODEL}.trust_remote_code",
-    "kv_cache_memory_bytes": f"{ROLLOUT}.kv_cache_gib",
-    "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
-    "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
-}
-"""Arguments of vLLM that hrl has a key for, so they are refused here."""
-
-_FIXED = {
-    "logprobs_mode": "log-probs are those of the distribution that was sampled from",
-    "skip_tokenizer_init": "engines get and return only token ids",
-    "generation_config": "sampling follows the keys, not the model's folder",
-    "distributed_executor_backend": "engine processes end with their rank",
-    "worker_extension_cls": "weight sync uses it",
-    **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
-        f"an adapter is that of {MODEL}.lora_rank",
-    ),
-    "data_parallel_size": "every group of processes has an engine of its own",
-    "pipeline_parallel_size": "engines are tensor parallel only",
-}
-"""Arguments of vLLM whose value the rest of a run relies on, and why."""
-
-_SET_BY_FOR_SGLANG = {
-    "model_path": f"{MODEL}.path",
-    "json_model_override_args": f"{MODEL}.override_config",
-    "trust_remote_code": f"{MODEL}.trust_remote_code",
-    "dtype": f"{ROLLOUT}.dtype",
-    "tp_size": f"{ROLLOUT}.tensor_model_parallel_size",
-    "context_length": f"{ROLLOUT}.max_model_len",
-    "max_running_requests": f"{ROLLOUT}.max_num_seqs",
-    "chunked_prefill_size": f"{ROLLOUT}.max_num_batched_tokens",
-    "mem_fraction_static": f"{ROLLOUT}.gpu_memory_utilization",
-    "disable_radix_cache": f"{ROLLOUT}.enable_prefix_caching",
-    "disable_cuda_graph": f"{ROLLOUT}.enforce_eager",
-    "enable_memory_saver": f"{ROLLOUT}.free_cache_engine",
-}
-"""Arguments of SGLang that hrl has a key for."""
-
-_FIXED_FOR_SGLANG = {
-    "device": "the engine is where its rank is",
-    "enable_deterministic_inference": "samples follow their seeds",
-    "sampling_defaults": "sampling follows the keys, not the model's folder",
-    "preferred_sampling_params": "sampling follows the keys",
-    "skip_tokenizer_init": "engines get and return only token ids",
-    "weight_version": "every answer names the weights of its sync",
-    **dict.fromkeys(("dp_size", "pp_size", "nnodes"), "every process has an engine of its own"),
-}
-"""Arguments of SGLang whose value the rest of a run relies on, and why."""
-
-
-_OF_ENGINES = {
-    "vllm": ("vLLM's", _SET_BY, _FIXED),
-    "sglang": ("SGLang's", _SET_BY_FOR_SGLANG, _FIXED_FOR_SGLANG),
-}
-
-
-def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """`engine_kwargs` is keyed by engine and has no argument that hrl has a key for or fixes."""
-    for engine, arguments in config.actor_rollout_ref.rollout.engine_kwargs.items():
-        if engine not in _ENGINES or not isinstance(arguments, dict):
-            if engine in _ELSEWHERE:
-                if arguments and config.actor_rollout_ref.rollout.name != engine:
-                    what, hint = f"has arguments of {engine}, which does not run here.", "Remove them."
-                    yield Problem(f"{_ENGINE_KWARGS}.{engine}", what, hint, (f"{ROLLOUT}.name",), Reason.ABSENT)
-                continue
-            hint = did_you_mean(engine, _ENGINES, f"Write it as {{vllm: {{{engine}: ...}}}}.")
-            yield Problem(_ENGINE_KWARGS, f"has {engine!r}, which is not an engine with arguments.", hint)
-        elif engine in _OF_ENGINES:
-            of, set_by, fixed = _OF_ENGINES[engine]
-            for name in arguments:
-                if name in set_by:
-                    yield Problem(_ENGINE_KWARGS, f"sets {of} {name}.", f"Set {set_by[name]}.", (set_by[name],))
-                elif name in fixed:
-                    yield Problem(_ENGINE_KWARGS, f"sets {of} {name}, which is fixed: {fixed[name]}.", "Remove it.")
-
-
-_SERVER = f"{ROLLOUT}.server"
-
-
-def servers_have_addresses(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Engines that somebody else started have addresses, each once, and a key that a variable holds."""
-    rollout, key, name = config.actor_rollout_ref.rollout, f"{_SERVER}.urls", f"{ROLLOUT}.name"
-    settings = rollout.server
-    if rollout.is_served and settings.urls and rollout.engine_kwargs.get(rollout.name):
-        what = f"has arguments, and {name} is {rollout.name}, whose servers have those that they were started with."
-        yield Problem(f"{_ENGINE_KWARGS}.{rollout.name}", what, "Remove them.", (name,))
-    if not rollout.is_served:
-        if settings.urls:
-            what = f"has addresses, and {name} is {rollout.name}, which runs in the run itself."
-            yield Problem(key, what, f"Set {name}=server (vLLM's) or sglang, or remove them.", (name,))
-        return
-    if not settings.urls:
-        what = f"is {rollout.name}, whose servers are started by somebody else, and {key} names none."
-        hint = f"Start servers, and name them: {key}=[http://127.0.0.1:8000]; or use vllm."
-        yield Problem(name, what, hint, (key,), Reason.ALTERNATIVE)
-    broken = list(_broken_addresses(_SERVER, settings.urls, settings.api_key))
-    yield from broken
-    for url in settings.urls if not broken and rollout.name == "server" and settings.weights_folder is None else ():
-        if not is_loopback(urlsplit(url).hostname or ""):
-            what = f"is null, and {url} is not on this machine, whose memory it can't read."
-            hint = "Name a folder that both see, or the servers of this machine as http://127.0.0.1:port."
-            yield Problem(f"{_SERVER}.weights_folder", what, hint, (key,))
-    if rollout.name == "sglang" and settings.weights_folder is None:
-        what = f"needs a value, because {name} is sglang, which reads weights from a folder."
-        yield Problem(f"{_SERVER}.weights_folder", what, "Name one that its servers see too.", (name,))
-
-
-def _broken_addresses(section: str, urls: Sequence[str], api_key: str | None) -> Iterator[Problem]:
-    """Yield a problem for what is no address in `urls` of a section, or twice, and for a key that is written out."""
-    key = f"{section}.urls"
-    for url in urls:
-        try:
-            parts = urlsplit(url)
-            is_whole = parts.hostname and parts.scheme in ("http", "https") and parts.port != 0
-        except ValueError:
-            is_whole, parts = False, urlsplit("")
-        if not is_whole:
-            yield Problem(key, f"has {url!r}, which is no address.", "Write http://host:port.")
-        elif parts.username or parts.password or parts.query or parts.fragment:
-            what = "has an address with a login, a query or a fragment in it."
-            yield Problem(key, what, f"Write http://host:port; a key goes to {section}.api_key.")
-    roots = [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
-    if len(set(roots)) < len(roots):
-        yield Problem(key, "names a server twice.", "Name each once.")
-    if api_key is not None and not re.fullmatch(r"env:[A-Za-z_]\w*", api_key):
-        what = "is not env:NAME; written out, it would be saved with the run."
-        yield Problem(f"{section}.api_key", what, "Export the key as an environment variable, and name that.")
-
-
-def servers_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """What only an engine of the run's own can do is refused with engines that somebody else started."""
-    policy = config.actor_rollout_ref
-    name, key = policy.rollout.name, f"{ROLLOUT}.name"
-    if not policy.rollout.is_served or list(placement_problems(config)):
-        return
-    placement = resolve_placement(config)
-    if not placement.trains:
-        what = f"is null, and {key}={name}: nobody would give the servers the weights that are to be sampled from."
-        yield Problem("trainer.role_pools.actor", what, f"Use {key}=vllm.", (key,))
-    elif placement.rollout != placement.actor:
-        what = f"names a pool, and {key}={name}: the servers are not in the run's processes."
-        yield Problem("trainer.role_pools.rollout", what, "Remove it.", (key,))
-
-
-def engines_of_others_can_do_what_is_asked(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """What hrl asks of its own vLLM alone is refused with servers and with SGLang."""
-    policy = config.actor_rollout_ref
-    name, key = policy.rollout.name, f"{ROLLOUT}.name"
-    if not policy.rollout.is_of_others:
-        return
-    if policy.rollout.enable_rollout_routing_replay:
-        what = f"is R3, and {key}={name}, whose engines are not asked for the experts that tokens went to."
-        yield Problem(f"{ACTOR}.router_replay.mode", what, "Set it to R2, or disabled.", (key,))
-    if policy.model.trains_adapter and not policy.model.lora.merge:
-        what = f"is false, and {key}={name}, whose engines get whole models."
-        yield Problem(f"{MODEL}.lora.merge", what, "Set it to true.", (key,))
-    for part, off in (("top_p", 1.0), ("top_k", -1)):
-        value = getattr(policy.rollout, part)
-        if name == "sglang" and value != off:
-            what = f"is {value}, and {key} is sglang, which returns log-probs among all tokens, not among these."
-            yield Problem(f"{ROLLOUT}.{part}", what, f"Set it to {off:g}.", (key,))
-
-
-#: What vLLM's `quantization` may be beside a trainer: it rounds weights of 16 or 32 bits as they are loaded.
-_ROUNDS_WHAT_IS_LOADED = (
-    "fp8",
-    "fp8_per_channel",
-    "fp8_per_tensor",
-    "fp8_per_block",
-    "mxfp8",
-    "mxfp4",
-    "nvfp4_per_token",
-    "int8_per_channel_weight_only",
-    "experts_int8",
-    "online",
-)
-
-
-def an_engine_rounds_what_a_trainer_sends(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """A trainer sends weights in full: an engine that reads stored codes and scales would find none in a sync."""
-    arguments = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm")
-    method = arguments.get("quantization") if isinstance(arguments, dict) else None
-    if method is not None and method not in _ROUNDS_WHAT_IS_LOADED:
-        what = f"is {method}, whose codes and scales lie in a folder; a sync brings weights in full precision."
-        hint = f"Take one that rounds what is loaded: {', '.join(_ROUNDS_WHAT_IS_LOADED)}."
-        yield Problem(f"{_ENGINE_KWARGS}.vllm.quantization", what, hint)
-
-
-#: Methods of speculative decoding that have no weights.
-_DRAFTS_FROM_THE_CONTEXT = ("ngram", "ngram_gpu", "suffix")
-
-
-def _speculation(rollout: RolloutConfig) -> Any:
-    """Return vLLM's `speculative_config` as it is given; None without it, or with another engine."""
-    arguments = rollout.engine_kwargs.get("vllm")
-    return arguments.get("speculative_config") if rollout.name == "vllm" and isinstance(arguments, dict) else None
-
-
-def drafts_change_no_distribution(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Speculative decoding says what it drafts with, and keeps the policy's distribution."""
-    rollout = config.actor_rollout_ref.rollout
-    given, key = _speculation(rollout), f"{_ENGINE_KWARGS}.vllm.speculative_config"
-    if given is None:
-        return
-    if not isinstance(given, dict) or not (given.get("method") or given.get("model")):
-        what = f"is {given!r}, which does not say what drafts."
-        yield Problem(key, what, "Write {method: ngram, num_speculative_tokens: 4}, or name a model.")
-        return
-    if given.get("rejection_sample_method") == "synthetic":
-        what = "accepts drafts at a given rate without asking the policy, so its samples would be of another one."
-        yield Problem(f"{key}.rejection_sample_method", what, "Remove it.")
-    if rollout.enable_rollout_routing_replay:
-        what = "is set, and R3 would replay the experts of drafts that were not kept."
-        mode = f"{ACTOR}.router_replay.mode"
-        yield Problem(key, what, f"Remove it, or set {mode} to R2 or disabled.", (mode,))
-
-
 def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Problem]:
     """The token budget of a micro-batch is large enough for the longest row, or both answers of the longest pair."""
     data = config.data
-    pairs = isinstance(data, PairDataConfig)
-    longest = data.max_length * (2 if pairs else 1)
+    longest = data.max_length * (2 if isinstance(data, PairDataConfig) else 1)
     each = config.micro_batches()["model"]
     if _is_below(each, longest):
-        row = f"the two answers of a pair may have 2 × {data.max_length}" if pairs else f"one row may have {longest}"
+        if config.learns_from_pairs:
+            row = f"the two answers of a pair may have 2 × {data.max_length}"
+        elif isinstance(data, PairDataConfig):
+            row = f"a prompt with the answer to another one may have 2 × {data.max_length}"
+        else:
+            row = f"one row may have {longest}"
         what = f"is {_tokens_of(each, data.max_token_len_per_gpu)}, but {row}."
         yield Problem(each.tokens_key, what, f"Set it to at least {each.budget_for(longest)}.", ("data.max_length",))
 
@@ -976,22 +649,6 @@ def an_adapter_is_in_float32(config: RunConfiguration) -> Iterator[Problem]:
             yield Problem(f"{key}.model_dtype", what, hint, (rank,))
 
 
-#: Arguments of vLLM by which its loader rounds weights.
-_OF_LOADING = ("load_format", "additional_config", "model_loader_extra_config")
-
-
-def an_engine_rounds_what_it_loads(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Under an adapter that is sent alone, an engine's own loader gives it the trainer's numbers in 4 bits."""
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    if not model.load_in_4bit or model.lora.merge or rollout.name != "vllm":
-        return
-    for name in rollout.engine_kwargs.get("vllm") or ():
-        if name in _OF_LOADING:
-            what = f"sets vLLM's {name}, and with {MODEL}.load_in_4bit the engine rounds weights as it loads them."
-            hint = f"Remove it, or set {MODEL}.lora.merge=true."
-            yield Problem(_ENGINE_KWARGS, what, hint, (f"{MODEL}.load_in_4bit", f"{MODEL}.lora.merge"))
-
-
 def an_adapter_is_of_a_policy_that_learns(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Engines that are alone sample from the model's folder, to which nothing adds an adapter."""
     model = config.actor_rollout_ref.model
@@ -1013,24 +670,6 @@ def weights_are_cut_where_they_can_be(config: RunConfiguration) -> Iterator[Prob
                 )
                 hint = f"Set it to 1, or {other} to {'adamw' if optim.name != 'adamw' else 'false'}."
                 yield Problem(f"{key}.{name}", what, hint, (other,))
-
-
-def the_engine_has_kernels_for_the_rank(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """vLLM takes an adapter alone up to a rank."""
-    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
-    if engine == "vllm" and not model.lora.merge and model.lora_rank > LORA_RANKS[-1]:
-        what = f"is {model.lora_rank}, and vLLM takes adapters up to rank {LORA_RANKS[-1]}."
-        yield Problem(
-            f"{MODEL}.lora_rank", what, f"Lower it, or set {MODEL}.lora.merge=true.", (f"{MODEL}.lora.merge",)
-        )
-
-
-def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
-    """The sizes of a sharded copy and of every kind of group divide the number of processes."""
-    involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    sharding, processes = config.model.fsdp_config, config.num_processes
-    yield from _uneven_copies("model", sharding, processes, "", involves)
-    yield from _uneven_groups("model", sharding, processes, "", involves)
 
 
 _OF_LABELS = f"Set it to 1, or take {' or '.join(LABELLED_LOSS_TRAITS)}, whose rows are single answers with a label."
@@ -1082,14 +721,20 @@ def a_teacher_is_named_and_read(config: PPOTrainerConfig) -> Iterator[Problem]:
     mode, as_reward = f"{_DISTILLATION_LOSS}.loss_mode", f"{_DISTILLATION_LOSS}.use_policy_gradient"
     server, temperature = config.distillation.teacher_models.teacher_model.server, f"{ROLLOUT}.temperature"
     if config.teacher_is_served:
-        yield from _broken_addresses(_TEACHER_SERVER, server.urls, server.api_key)
+        for urls in server.of_each:
+            yield from broken_addresses(_TEACHER_SERVER, urls)
+        yield from written_out_key(_TEACHER_SERVER, server.api_key)
+        if () in server.of_each:
+            what = "has a name without an address."
+            yield Problem(f"{_TEACHER_SERVER}.urls", what, "Name the servers that score such rows, or leave it out.")
         if (value := config.actor_rollout_ref.rollout.temperature) != 1:
             what = f"is {value:g}, and a served teacher says how likely tokens are at 1."
             hint = "Set it to 1, or let the run hold the teacher."
             yield Problem(temperature, what, hint, (f"{_TEACHER_SERVER}.urls",))
     elif not config.teacher_path:
         hint = f"Name a folder or hub id, or servers with {_TEACHER_SERVER}.urls."
-        yield Problem(TEACHER, f"needs a value, because {switch} is true.", hint, (switch,))
+        involved = (switch, f"{_TEACHER_SERVER}.urls")
+        yield Problem(TEACHER, f"needs a value, because {switch} is true.", hint, involved)
     penalties = {
         f"{ACTOR}.use_kl_loss": config.actor_rollout_ref.actor.use_kl_loss,
         "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
@@ -1101,9 +746,24 @@ def a_teacher_is_named_and_read(config: PPOTrainerConfig) -> Iterator[Problem]:
     if loss.use_policy_gradient and not loss.traits.is_sampled:
         what = f"is {loss.loss_mode}, which a sampled token's advantage can't hold: it has a gradient of its own."
         yield Problem(mode, what, f"Set k1, or {as_reward}=false.", (as_reward,))
+    if config.reads_whole_teacher:
+        yield from _what_the_whole_distribution_needs(config, mode)
     if not loss.use_policy_gradient and not loss.traits.has_gradient:
         what = f"is {loss.loss_mode}, whose expected gradient in a loss is zero."
         yield Problem(mode, what, f"Use k2 or reverse_kl_topk, or set {as_reward}=true.", (as_reward,))
+
+
+def _what_the_whole_distribution_needs(config: PPOTrainerConfig, mode: str) -> Iterator[Problem]:
+    """A teacher shows its states to a policy whose head is whole."""
+    name = config.distillation.distillation_loss.loss_mode
+    if config.teacher_is_served:
+        what = f"is {name}, and a served teacher says how likely a few tokens are."
+        yield Problem(mode, what, f"Set {name}_topk, or let the run hold the teacher.", (f"{_TEACHER_SERVER}.urls",))
+    for owner, section in ((ACTOR, config.actor_rollout_ref.actor), (REF, config.actor_rollout_ref.ref)):
+        if (degree := section.fsdp_config.tensor_parallel_size) > 1:
+            key = f"{owner}.fsdp_config.tensor_parallel_size"
+            what = f"is {name}, and with {key}={degree} no rank has a whole head."
+            yield Problem(mode, what, f"Set {name}_topk, or {key}=1.", (key,))
 
 
 PPO_RULES: tuple[Rule, ...] = (
@@ -1121,11 +781,7 @@ PPO_RULES: tuple[Rule, ...] = (
     validation_sampling_makes_sense,
     one_row_fits_the_token_budget,
     fixed_micro_batches_have_a_size,
-    engine_holds_whole_sequences,
-    engines_are_told_what_is_theirs,
-    servers_have_addresses,
-    servers_can_do_what_is_asked,
-    engines_of_others_can_do_what_is_asked,
+    *ENGINE_RULES,
     gradients_have_their_range,
     weights_are_cut_where_they_can_be,
     an_optimizer_steps_where_it_can,
@@ -1150,11 +806,7 @@ PPO_RULES: tuple[Rule, ...] = (
     weights_in_4_bits_are_frozen,
     weights_in_4_bits_are_not_cut,
     an_adapter_is_in_float32,
-    an_engine_rounds_what_it_loads,
-    an_engine_rounds_what_a_trainer_sends,
-    drafts_change_no_distribution,
     an_adapter_is_of_a_policy_that_learns,
-    the_engine_has_kernels_for_the_rank,
     replayed_experts_come_from_somewhere,
     a_teacher_is_named_and_read,
 )
@@ -1197,6 +849,10 @@ def warnings(config: RunConfiguration) -> list[str]:
         found.append(never_best)
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
+    if config.trainer.resume_from_path and config.trainer.resume_mode != "resume_path":
+        found.append(
+            f"trainer.resume_from_path has no effect while trainer.resume_mode is {config.trainer.resume_mode}."
+        )
     found += [*_low_rates_of_adapters(config), *_keys_of_no_adapter(config), *_idle_keys_of_memory(config)]
     found += _rates_of_adamw(config)
     return [*config.remarks, *found]
@@ -1272,28 +928,28 @@ def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
     for key, is_set in ((TEACHER, named.model_path is not None), (f"{_TEACHER_SERVER}.urls", bool(named.server.urls))):
         if not distilled.enabled and is_set:
             yield f"{key} has no effect while distillation.enabled is false."
-    if config.teacher_is_served and "ref" in config.trainer.role_pools:
+    if distilled.teacher_key != "data_source" and not (distilled.enabled and isinstance(named.server.urls, Mapping)):
+        yield f"distillation.teacher_key has no effect: {_TEACHER_SERVER}.urls names no teachers of their own rows."
+    # Every placement names a pool of the reference; one that others have too is no mistake.
+    own_pool = config.trainer.role_pools.get("ref")
+    if config.teacher_is_served and own_pool and own_pool not in resolve_placement(config).pools:
         yield "trainer.role_pools.ref has no effect: servers score the samples, and no process of the run."
     if distilled.enabled and distilled.distillation_loss.distillation_loss_coef != distilled.distillation_loss.weight:
         yield f"{_DISTILLATION_LOSS}.distillation_loss_coef has no effect while use_task_rewards is false."
     loss = distilled.distillation_loss
-    if distilled.enabled and loss.traits.is_sampled and loss.log_prob_min_clamp is not None:
+    if distilled.enabled and not loss.traits.reads_top and loss.log_prob_min_clamp is not None:
         yield f"{_DISTILLATION_LOSS}.log_prob_min_clamp has no effect on {loss.loss_mode}: it is of the _topk modes."
     if config.critic.enable and not estimator_traits(estimator).needs_critic:
         yield f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads."
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
         yield f"{ACTOR}.ppo_micro_batch_size_per_gpu has no effect while use_dynamic_bsz is true."
-    engine, arguments = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_kwargs
-    for name, given in arguments.items():
-        if name != engine and given:
-            yield f"{ROLLOUT}.engine_kwargs.{name} has no effect while {ROLLOUT}.name is {engine}."
-    drafts = _speculation(config.actor_rollout_ref.rollout)
-    if isinstance(drafts, dict) and drafts.get("method") not in _DRAFTS_FROM_THE_CONTEXT:
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
         yield (
-            f"{_ENGINE_KWARGS}.vllm.speculative_config: what drafts keeps the weights of its folder, since a sync "
-            "brings the policy's alone. Samples stay the policy's; the further it moves, the fewer drafts are accepted "
-            "(rollout/acceptance_rate)."
+            f"{_CORRECTION}.rollout_is={correction.rollout_is} is measured and weighs nothing: the clipped loss of "
+            "bypass mode already contains that ratio."
         )
+    yield from engine_warnings(config)
     if config.environment.is_used and config.environment.max_turns > 1 and (rowwise := _taken_by_rows(config)):
         yield (
             f"{', '.join(rowwise)}: the update takes each row for a sequence, so an episode that a chat template gives "

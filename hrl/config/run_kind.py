@@ -22,7 +22,7 @@ class Help:
     """The text of `--help` for a kind of run.
 
     Attributes:
-        summary: What happens without arguments.
+        quickstart: What the run is without arguments, in words.
         groups: Groups of YAML files to choose from.
         most_used: The keys set most often.
         examples: Example arguments of the program.
@@ -30,7 +30,7 @@ class Help:
         page: The page that documents all keys.
     """
 
-    summary: str
+    quickstart: str
     groups: tuple[str, ...]
     most_used: tuple[str, ...]
     examples: tuple[str, ...]
@@ -89,7 +89,7 @@ PPO = RunKind(
     rules=PPO_RULES,
     spellings=PPO_SPELLINGS,
     help=Help(
-        summary="Without arguments this runs the quickstart: GRPO on a small model that learns to add.",
+        quickstart="GRPO on a small model that learns to add.",
         groups=("placement", "recipe", "size"),
         most_used=(
             "actor_rollout_ref.model.path",
@@ -147,11 +147,11 @@ _OFFLINE_EXAMPLES = (
 
 
 def _offline(
-    name: str, schema: type[C], summary: str, *keys: str, rules: tuple[Rule, ...] = OFFLINE_RULES
+    name: str, schema: type[C], quickstart: str, *keys: str, rules: tuple[Rule, ...] = OFFLINE_RULES
 ) -> RunKind[C]:
     """Return a kind of run that learns from a data set; `keys` are the most used ones of its own."""
     help_text = Help(
-        summary=f"Without arguments this runs the quickstart: {summary}",
+        quickstart=quickstart,
         groups=(),
         most_used=(*_OFFLINE_DATA_KEYS, *keys, "optim.lr", *_RUN_KEYS),
         examples=_OFFLINE_EXAMPLES,
@@ -169,6 +169,9 @@ DPO = _offline(
     "algorithm.beta",
     rules=DPO_RULES,
 )
+KTO = {"algorithm.loss_type": "kto", "trainer.experiment_name": "kto"}
+"""Key → value: what makes KTO of a run of DPO's kind, whatever else is set."""
+KTO_QUICKSTART = "KTO on sums that are labelled right or wrong."
 SFT = _offline("sft", SFTTrainerConfig, "supervised fine-tuning on sums and their answers.", "algorithm.loss_agg_mode")
 RM = _offline("rm", RMTrainerConfig, "a reward model that tells right sums from wrong ones.")
 OFFLINE_KINDS: dict[str, RunKind[OfflineConfig]] = {kind.name: kind for kind in (DPO, SFT, RM)}

@@ -164,16 +164,17 @@ class Get:
         key = self.full(key)
         if key in self.given:
             return self.given[key]
-        leaf = leaves(self._root)[key]
-        return leaf.plain if leaf.derive is None else leaf.derive(Get(self.given, self._root, key.rpartition(".")[0]))
+        return self.default(key)
 
     def full(self, key: str) -> str:
         """Return the full dotted key of `.name`."""
         return f"{self._parent}{key}" if key.startswith(".") else key
 
-    def plain(self, key: str) -> Any:
-        """Return the plain default of a key, whatever is given."""
-        return leaves(self._root)[self.full(key)].plain
+    def default(self, key: str) -> Any:
+        """Return what a key is if nobody sets it."""
+        key = self.full(key)
+        leaf = leaves(self._root)[key]
+        return leaf.plain if leaf.derive is None else leaf.derive(Get(self.given, self._root, key.rpartition(".")[0]))
 
 
 Derive = Callable[[Get], Any]

@@ -163,11 +163,11 @@ def _one_weighted_function() -> Conversion:
     return Conversion(convert, "the `weight` of an entry of `reward.functions`", "set the weight in reward.functions")
 
 
-def _engine_argument(name: str) -> Conversion:
-    """Return the conversion of a key of its own to an argument of vLLM."""
+def _engine_argument(name: str, *values: Any) -> Conversion:
+    """Return the conversion of a key of its own, with one of these values, to an argument of vLLM."""
 
     def convert(value: Any, given: Get) -> Mapping[str, Any] | None:
-        if not isinstance(value, bool) or not isinstance(arguments := given(f"{ROLLOUT}.engine_kwargs"), Mapping):
+        if not _holds(values, value) or not isinstance(arguments := given(f"{ROLLOUT}.engine_kwargs"), Mapping):
             return None
         of_vllm = arguments.get("vllm") or {}
         if not isinstance(of_vllm, Mapping) or of_vllm.get(name, value) != value:
@@ -175,7 +175,8 @@ def _engine_argument(name: str) -> Conversion:
         return {f"{ROLLOUT}.engine_kwargs": {**arguments, "vllm": {**of_vllm, name: value}}}
 
     written = f"{ROLLOUT}.engine_kwargs.vllm.{name}"
-    return Conversion(convert, f"`{written}`", f"set {written} alone, to true or false")
+    known = " or ".join(json.dumps(value).strip('"') for value in values)
+    return Conversion(convert, f"`{written}`", f"set {written} alone, to {known}")
 
 
 def _alarm(name: str) -> Conversion:
@@ -253,6 +254,32 @@ def _limit_of_answers() -> Conversion:
     )
 
 
+def _pool_of_teacher() -> Conversion:
+    """Return the conversion of the machines of verl's teachers to a pool of the teacher's own."""
+    per_machine, pools, roles = "distillation.n_gpus_per_node", "trainer.resource_pools", "trainer.role_pools"
+
+    def convert(machines: Any, given: Get) -> Mapping[str, Any] | None:
+        processes = given.given.get(per_machine, 8)  # verl's default
+        own, homes = given(pools), given(roles)
+        if not all(type(count) is int for count in (machines, processes)) or machines < 0 or processes < 1:
+            return None
+        if machines == 0 or given("distillation.enabled") is not True:
+            return {}
+        if not (isinstance(own, Mapping) and own and isinstance(homes, Mapping)):
+            return None
+        policy = homes.get("actor_rollout") or homes.get("actor") or next(iter(own))
+        if homes.get("ref", policy) != policy:  # the line has placed it
+            return {}
+        return {pools: {**own, "teacher": [processes] * machines}, roles: {**homes, "ref": "teacher"}}
+
+    return Conversion(
+        convert,
+        f"a pool `teacher` in `{pools}`, of `{per_machine}` processes on each machine, and `{roles}.ref=teacher`",
+        f"set {pools} and {roles}.ref, which say where the teacher runs",
+        f"adds no pool: the teacher runs where {roles}.ref says, beside the policy by default",
+    )
+
+
 _PPO_CONVERTED: dict[str, Conversion] = {
     f"{ACTOR}.ppo_micro_batch_size": _over_processes(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
     "critic.ppo_micro_batch_size": _over_processes("critic.ppo_micro_batch_size_per_gpu"),
@@ -272,13 +299,15 @@ _PPO_CONVERTED: dict[str, Conversion] = {
     "data.gen_batch_size": _sampled_at_once(),
     "reward.function_weight": _one_weighted_function(),
     f"{ROLLOUT}.logprob_diff_alarm": _alarm(SAMPLER_GAP),
-    f"{ROLLOUT}.enable_chunked_prefill": _engine_argument("enable_chunked_prefill"),
+    f"{ROLLOUT}.enable_chunked_prefill": _engine_argument("enable_chunked_prefill", True, False),
+    f"{ROLLOUT}.quantization": _engine_argument("quantization", "fp8"),
     f"{ROLLOUT}.multi_turn.enable": _needs_environment(False),
     f"{ROLLOUT}.agent.default_agent_loop": _needs_environment("single_turn_agent"),
     f"{ROLLOUT}.multi_turn.max_user_turns": _limit_of_answers(),
     f"{ROLLOUT}.multi_turn.format": _of_environment("environment.tool_parser", str, names=_VERLS_PARSERS),
     f"{ROLLOUT}.agent.num_workers": _of_environment("environment.num_workers", int),
     "trainer.val_only": _switch({"trainer.total_training_steps": 0}),
+    "distillation.nnodes": _pool_of_teacher(),
 }
 
 

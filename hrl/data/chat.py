@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -230,6 +230,15 @@ def _is_shallow(value: object) -> bool:
         if not level:
             return True
     return not any(isinstance(item, Mapping | list | tuple) for item in level)
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield every text in a value, such as those of a message."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from texts_in(part)
 
 
 def text_of(message: Mapping[str, Any]) -> str:

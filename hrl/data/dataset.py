@@ -70,8 +70,8 @@ def check_prompt(
     prompt_key: str,
     answer_key: str | None = None,
     *,
-    image_key: str = IMAGES,
-    video_key: str = VIDEOS,
+    image_key: str | None = IMAGES,
+    video_key: str | None = VIDEOS,
 ) -> PromptRow | str:
     """Check a raw row; return a prompt, or a sentence about what is wrong with the row.
 
@@ -80,8 +80,8 @@ def check_prompt(
         prompt_key: Column of the prompt (`data.prompt_key`). Rows without it may have `messages`, a whole chat.
         answer_key: Column of the right answer (`data.answer_key`); None takes `reward_model.ground_truth`, or else the
             column `ground_truth` or `answer`.
-        image_key: Column of its pictures (`data.image_key`).
-        video_key: Column of its videos (`data.video_key`).
+        image_key: Column of its pictures (`data.image_key`); None shows none.
+        video_key: Column of its videos (`data.video_key`); None shows none.
     """
     prompt, reply = _prompt_of(raw, prompt_key)
     messages = as_messages(prompt, prompt_key, pictures=True)
@@ -191,7 +191,10 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
 
     def render(self, row: PromptRow) -> str:
         text = render_row(self.tokenizer, self.config, row)
-        return self._pictures.spread(text, row.images) if row.images else text
+        if not row.images:
+            return text
+        self._pictures.require_unspelled(row.messages, row.tools)
+        return self._pictures.spread(text, row.images)
 
     def shape(self, row: PromptRow) -> str:
         is_text = len(row.messages) == 1 and row.messages[0]["role"] == "user"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hrl.data.chat import ChatTemplateError
-from hrl.data.picture_files import WrongPictureError, part_source, picture_source, video_source
+from hrl.data.chat import ChatTemplateError, texts_in
+from hrl.data.picture_files import WrongPictureError, limited, part_source, picture_source, video_of_part, video_source
 from hrl.errors import DatasetError
 from hrl.models.pictures import PictureProcessor
 from hrl.models.videos import VideoProcessor
@@ -26,8 +26,8 @@ from hrl.pictures import (
     PictureSource,
     Shown,
     VideoSource,
-    digest_of,
     digest_of_frames,
+    digest_of_picture,
 )
 
 if TYPE_CHECKING:
@@ -37,10 +37,21 @@ IMAGE, VIDEO = "image", "video"
 """Kinds of what a prompt shows, as its parts call them."""
 PLACEHOLDERS = {IMAGE: "<image>", VIDEO: "<video>"}
 """What stands for the row's next picture or video in the text of a prompt, as in verl's rows."""
-_OTHER_NAMES = ("image", "images", "picture", "pictures", "img", "image_path")
-"""Columns of pictures in other data sets."""
+_KEYS = {IMAGE: "data.image_key", VIDEO: "data.video_key"}
+_OTHER_NAMES = {
+    IMAGE: ("images", "image", "picture", "pictures", "img", "image_path"),
+    VIDEO: ("videos", "video", "clip", "clips", "video_path"),
+}
+"""Columns of pictures and videos in other data sets."""
 AUDIO_KEY = "audios"
 """verl's column of sounds (`data.audio_key`)."""
+_SOUNDS = ("audio", "sound", "sounds")
+"""Those of other data sets."""
+_FILES = (
+    *(".png", ".apng", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v"),
+)
+"""How names of pictures and videos end."""
 _NAMES = {IMAGE: "picture", VIDEO: "video"}
 _SOURCES: Mapping[str, Any] = {IMAGE: picture_source, VIDEO: video_source}
 _MARKS = re.compile("(" + "|".join(PLACEHOLDERS.values()) + ")")
@@ -48,46 +59,77 @@ _KINDS = {mark: kind for kind, mark in PLACEHOLDERS.items()}
 
 
 def take_pictures(
-    raw: Mapping[str, Any], messages: Sequence[dict[str, Any]], image_key: str, video_key: str
+    raw: Mapping[str, Any], messages: Sequence[dict[str, Any]], image_key: str | None, video_key: str | None
 ) -> tuple[list[dict[str, Any]], tuple[Shown, ...]] | str:
     """Return the messages with a part for each picture and video, and these in order; or what is wrong with them.
 
     Args:
         raw: The row.
         messages: Its prompt, from `as_messages`.
-        image_key: Column of the pictures (`data.image_key`).
-        video_key: Column of the videos (`data.video_key`).
+        image_key: Column of the pictures (`data.image_key`); None shows those alone that parts of the prompt bring.
+        video_key: Column of the videos (`data.video_key`); likewise.
     """
-    if _listed(raw.get(AUDIO_KEY)):
-        return f"{AUDIO_KEY!r} has sounds, and hrl shows a model none: leave the row out, or empty the column"
+    sounds = (AUDIO_KEY, *_SOUNDS) if _shows(messages, "<audio>") else (AUDIO_KEY,)
+    if (name := next((name for name in sounds if _listed(raw.get(name))), None)) is not None:
+        return f"{name!r} has sounds, and hrl shows a model none: leave the row out, or empty the column"
     keys = {IMAGE: image_key, VIDEO: video_key}
     try:
         given = {
             kind: [
                 _SOURCES[kind](each, f"{_NAMES[kind]} {number} of {key!r}")
-                for number, each in enumerate(_listed(raw.get(key)))
+                for number, each in enumerate([] if key is None else _listed(raw.get(key)))
             ]
             for kind, key in keys.items()
         }
         placed, shown = _placed(messages, given, keys)
     except WrongPictureError as error:
         return str(error)
-    return _elsewhere(raw, messages, image_key) or (placed, shown)
+    return next(filter(None, (_elsewhere(raw, messages, kind, key) for kind, key in keys.items())), (placed, shown))
 
 
-def _elsewhere(raw: Mapping[str, Any], messages: Sequence[dict[str, Any]], image_key: str) -> str | None:
-    """Return what is wrong with a row whose prompt shows a picture, and whose pictures are in another column."""
-    marks = PLACEHOLDERS[IMAGE]
-    if _listed(raw.get(image_key)) or not any(
-        isinstance(message["content"], str) and marks in message["content"] for message in messages
-    ):
+def _elsewhere(raw: Mapping[str, Any], messages: Sequence[dict[str, Any]], kind: str, key: str | None) -> str | None:
+    """Return what is wrong with a row whose prompt shows a picture or a video, and that has these in another column."""
+    if key is None or _listed(raw.get(key)) or not _shows(messages, PLACEHOLDERS[kind]):
         return None
-    other = next((name for name in _OTHER_NAMES if name != image_key and _listed(raw.get(name))), None)
+    other = next((name for name in _OTHER_NAMES[kind] if name != key and _listed(raw.get(name))), None)
     if other is None:
         return None
     return (
-        f"the prompt has {marks}, and {image_key!r} has no picture, but the column {other!r} something: if these are "
-        f"the pictures, set data.image_key={other}"
+        f"the prompt has {PLACEHOLDERS[kind]}, and {key!r} has no {_NAMES[kind]}, but the column {other!r} something: "
+        f"if these are the {_NAMES[kind]}s, set {_KEYS[kind]}={other}"
+    )
+
+
+def _shows(messages: Sequence[Mapping[str, Any]], mark: str) -> bool:
+    return any(isinstance(message["content"], str) and mark in message["content"] for message in messages)
+
+
+def passed_over(raw: Mapping[str, Any], image_key: str | None, video_key: str | None) -> str | None:
+    """Return what is wrong with a row that shows nothing, and has pictures or videos in a column called otherwise.
+
+    Args:
+        raw: The row.
+        image_key: Column of the pictures (`data.image_key`); None shows none, and nothing is wrong.
+        video_key: Column of the videos (`data.video_key`); likewise.
+    """
+    for kind, key in ((IMAGE, image_key), (VIDEO, video_key)):
+        others = (name for name in _OTHER_NAMES[kind] if name != key and _holds_files(raw.get(name)))
+        if key is not None and (other := next(others, None)) is not None:
+            return (
+                f"the column {other!r} has a {_NAMES[kind]}, which the prompt does not show: set {_KEYS[kind]}={other} "
+                f"and put {PLACEHOLDERS[kind]} where each belongs; {_KEYS[kind]}=null reads the words alone"
+            )
+    return None
+
+
+def _holds_files(value: object) -> bool:
+    """Return whether a column has what a picture or a video may be, and not words."""
+    return any(
+        isinstance(each, bytes | bytearray | np.ndarray)
+        or type(each).__module__.startswith("PIL.")
+        or (isinstance(each, Mapping) and not {"bytes", "path"}.isdisjoint(each))
+        or (isinstance(each, str) and (each.startswith("data:") or each.lower().endswith(_FILES)))
+        for each in _listed(value)
     )
 
 
@@ -103,7 +145,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _placed(
-    messages: Sequence[dict[str, Any]], given: Mapping[str, list[Shown]], keys: Mapping[str, str]
+    messages: Sequence[dict[str, Any]], given: Mapping[str, list[Shown]], keys: Mapping[str, str | None]
 ) -> tuple[list[dict[str, Any]], tuple[Shown, ...]]:
     """Put a part in the place of each placeholder of which the row's column has something."""
     found: list[Shown] = []
@@ -111,6 +153,10 @@ def _placed(
 
     def taken(kind: str, where: str) -> Shown:
         if not left[kind]:
+            if keys[kind] is None:
+                raise WrongPictureError(
+                    f"{where} shows a {_NAMES[kind]} that it does not bring, and {_KEYS[kind]} is null"
+                )
             raise WrongPictureError(
                 f"{where} shows one {_NAMES[kind]} more than {keys[kind]!r} has, which is {len(given[kind])}: it needs "
                 f"one for each {PLACEHOLDERS[kind]} of the prompt"
@@ -141,13 +187,11 @@ def _placed(
                     parts.append({"type": "text", "text": part["text"]})
                     continue
                 parts.append({"type": kind})
-                own = part_source(part, kind)
-                if own is None:
-                    found.append(taken(kind, where))
-                else:
-                    if kind == VIDEO and not isinstance(own, Mapping):
-                        own = {**part, VIDEO: own}  # which may say how fast its frames follow each other
-                    found.append(_SOURCES[kind](own, f"the {_NAMES[kind]} of {where}"))
+                own, name = part_source(part, kind), f"the {_NAMES[kind]} of {where}"
+                if kind == VIDEO:
+                    own = video_of_part(part, own, name)
+                source = taken(kind, where) if own is None else _SOURCES[kind](own, name)
+                found.append(limited(source, part, name) if isinstance(source, PictureSource) else source)
             message = message | {"content": parts}
         placed.append(message)
     for kind, rest in left.items():
@@ -155,7 +199,8 @@ def _placed(
             number = len(given[kind])
             raise WrongPictureError(
                 f"{keys[kind]!r} has {number} {_NAMES[kind]}{'s' * (number > 1)}, and the prompt shows "
-                f"{number - len(rest)}: put {PLACEHOLDERS[kind]} where each belongs, or a part { ({'type': kind}) }"
+                f"{number - len(rest)}: put {PLACEHOLDERS[kind]} where each belongs, or a part { ({'type': kind}) }; "
+                f"{_KEYS[kind]}=null reads the words alone"
             )
     return placed, tuple(found)
 
@@ -194,6 +239,14 @@ class PictureTokens:
         except PictureError as error:
             raise DatasetError(str(error)) from error
 
+    @cached_property
+    def sees(self) -> bool:
+        """Whether the model sees, with an image processor in its folder."""
+        try:
+            return bool(self.processor)
+        except DatasetError:
+            return False
+
     def num_tokens(self, shown: Shown) -> int:
         """Return how many tokens stand for a picture or a video, without those between its moments.
 
@@ -201,11 +254,41 @@ class PictureTokens:
             ValueError: The processor takes none of such a shape.
         """
         if isinstance(shown, PictureSource):
-            return self.processor.num_tokens(shown.width, shown.height)
+            return self.processor.num_tokens(shown.width, shown.height, shown.limits)
         return self.videos.num_tokens(self.videos.look(shown).grid)
+
+    def require_unspelled(self, messages: Sequence[Mapping[str, Any]], tools: object = None) -> None:
+        """Refuse a prompt whose texts spell a token that its template writes where a picture is shown.
+
+        The two could not be told apart. An answer may have them: only a prompt has places for pictures.
+
+        Args:
+            messages: The prompt.
+            tools: Functions that it offers.
+
+        Raises:
+            ChatTemplateError: One does; names it.
+        """
+        for where, said in [*((f"message {number}", each) for number, each in enumerate(messages)), ("'tools'", tools)]:
+            for text in texts_in(said):
+                token = next((token for token in self._own_tokens if token in text), None)
+                if token is not None:
+                    raise ChatTemplateError(
+                        f"{where} spells {token}, by which this model's prompts show a picture, beside pictures that "
+                        f"the row has: where one belongs write {PLACEHOLDERS[IMAGE]}, and elsewhere put a space in it"
+                    )
+
+    @cached_property
+    def _own_tokens(self) -> list[str]:
+        """The texts of the tokens that show a picture or a video, or stand around it."""
+        return [self._token(number) for number in self.processor.own_tokens]
 
     def spread(self, text: str, shown: Sequence[Shown]) -> str:
         """Return a rendered prompt in which as many tokens stand for each picture and video as it takes.
+
+        Args:
+            text: The prompt, whose messages spell no such token (`require_unspelled`).
+            shown: In the order of the prompt.
 
         Raises:
             ChatTemplateError: The chat template shows another number of pictures or videos.
@@ -229,7 +312,7 @@ class PictureTokens:
         for number, each in enumerate(shown):
             at = 2 * number + 1
             if isinstance(each, PictureSource):
-                pieces[at] *= self.processor.num_tokens(each.width, each.height)
+                pieces[at] *= self.num_tokens(each)
             else:
                 before, pieces[at], behind = self.videos.spread(each, self._token)
                 pieces[at - 1] = pieces[at - 1].removesuffix(before)
@@ -258,12 +341,12 @@ class PictureTokens:
         found: list[Picture] = []
         for each in shown:
             if isinstance(each, PictureSource):
-                length = self.processor.num_tokens(each.width, each.height)
-                data = each.read()
-                found.append(Picture(data, digest_of(data), _run(places, length), length))
+                length, data = self.num_tokens(each), each.read()
+                digest = digest_of_picture(data, each.limits)
+                found.append(Picture(data, digest, _run(places, length), length, limits=each.limits))
                 continue
             look = self.videos.look(each)
-            files = each.read(look.chosen)
+            files = each.read(look.chosen, partial(self.videos.scaled, grid=look.grid))
             for moment, (at, grid) in enumerate(self.videos.moments(look)):
                 (data, *others), length = files[at], self.videos.num_tokens(grid)
                 digest = digest_of_frames([data, *others], grid, look.seconds)

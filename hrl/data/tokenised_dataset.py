@@ -20,7 +20,7 @@ from hrl.columns import object_column
 from hrl.data.chat import RENDERING_ERRORS, ChatTemplateError
 from hrl.data.files import BadRow
 from hrl.data.order import EpochOrder, MixedOrder, Position, fingerprint, whole_shares
-from hrl.data.pictures import PictureTokens
+from hrl.data.pictures import PictureTokens, passed_over
 from hrl.data.sources import DataFiles, DataRow, checked_row, open_table, read_rows, sources_of
 from hrl.data.streamed import Column, StreamedRows
 from hrl.errors import DatasetError
@@ -154,7 +154,11 @@ class Intake:
             )
 
     def _shown_bad(self) -> str:
-        return "; ".join(f"{row.origin}: {row.reason}" for row in self.bad)
+        """Return the first bad rows by their reason, which all may share."""
+        of_reason: dict[str, list[str]] = {}
+        for row in self.bad:
+            of_reason.setdefault(row.reason, []).append(row.origin)
+        return "; ".join(f"{', '.join(origins)}: {reason}" for reason, origins in of_reason.items())
 
 
 class TokenisedDataset(ABC, Generic[R, X, T]):
@@ -226,7 +230,7 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         for number, source in enumerate(self.data_files):
             before, usable = len(self.rows), 0
             most = left if limits is None else limits[number]
-            for block in self._intake.blocks(read_rows([source], self.check), most):
+            for block in self._intake.blocks(read_rows([source], self._checked), most):
                 usable += len(block)
                 for row, tokens in self._tokenised(block, self._intake):
                     self.rows.append(row)  # type: ignore[attr-defined]
@@ -273,7 +277,7 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         usable: list[tuple[int, R]] = []
         for place, (number, index, raw) in enumerate(wanted):
             source = self.data_files[number]
-            row = checked_row(source, f"{source.title} row {index}", raw, self.check, source.data_source)
+            row = checked_row(source, f"{source.title} row {index}", raw, self._checked, source.data_source)
             if isinstance(row, BadRow):
                 intake.leave_out(row)
             else:
@@ -283,6 +287,14 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
             found[places[id(row)]] = (row, tokens)
         intake.refuse(**self._left_out())
         return found
+
+    def _checked(self, raw: Mapping[str, Any]) -> R | str:
+        """Return what `check` does, but for a row whose pictures a model that sees would not be shown."""
+        row = self.check(raw)
+        if isinstance(row, str) or row.images:
+            return row
+        wrong = passed_over(raw, self.config.image_key, self.config.video_key)
+        return row if wrong is None or not self._pictures.sees else wrong
 
     def _left_out(self) -> dict[str, Any]:
         return {"skip_bad": self.config.bad_rows == "skip", "too_long": self.too_long()}

@@ -32,9 +32,30 @@ if TYPE_CHECKING:
     from hrl.config.environment import EnvironmentConfig
 
 T = TypeVar("T")
-Generate = Callable[..., Awaitable[SampleOutput]]
-"""Has a turn sampled, given its context, how, the episode, and the name that errors use; and, where the experts of its
-tokens are wanted, `experts_from`, see `EngineRequest`."""
+
+
+class Generate(Protocol):
+    """Has a turn sampled, as `Router.generate` does."""
+
+    def __call__(
+        self,
+        context: list[int],
+        sampling: SamplingParams,
+        episode: tuple[str, int],
+        name: str,
+        /,
+        *,
+        experts_from: int | None,
+    ) -> Awaitable[SampleOutput]:
+        """Sample a response.
+
+        Args:
+            context: Token ids.
+            sampling: How.
+            episode: Key of the episode that the turn belongs to.
+            name: What errors call the turn.
+            experts_from: Place in the context from which on the experts of its tokens are wanted; None for none.
+        """
 
 
 class World(Protocol):
@@ -392,9 +413,8 @@ class Player:
             sampling = task.turn_sampling(turn, min(left, settings.max_turn_tokens or left))
             began = time.perf_counter()
             with clock.standing():
-                name, experts = f"turn {turn} of {task.name}", {"experts_from": script.num_routed}
-                asked = experts if task.with_experts else {}
-                output = await self._generate(script.context, sampling, task.key, name, **asked)
+                name, experts_from = f"turn {turn} of {task.name}", script.num_routed if task.with_experts else None
+                output = await self._generate(script.context, sampling, task.key, name, experts_from=experts_from)
             play.engine_s += time.perf_counter() - began
             if settings.stop and output.finish_reason != "abort":
                 output = await self._aside(functools.partial(self._stopped, output), len(output.token_ids))

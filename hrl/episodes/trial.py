@@ -165,7 +165,9 @@ async def run_trial(
     records: dict[Key, Record] = {}
     async with EnvironmentPool(setup.environment, settings) as pool:
 
-        async def generate(context: list[int], sampling: SamplingParams, key: Any, _: str) -> SampleOutput:
+        async def generate(
+            context: list[int], sampling: SamplingParams, key: Key, _: str, *, experts_from: int | None
+        ) -> SampleOutput:
             output = await policy(records[key], context, sampling)
             records[key].sampled.append((context, output))
             return output
@@ -233,7 +235,7 @@ class _AtOnce(Router):
         may_fail: bool = False,
         experts_from: int | None = None,
     ) -> SampleOutput:
-        return await self._sample([*token_ids], sampling, episode, name)
+        return await self._sample([*token_ids], sampling, episode, name, experts_from=experts_from)
 
 
 class _Kept:

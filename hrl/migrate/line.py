@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hrl.config.compose import config_problems
 from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
-from hrl.errors import RefusedError
+from hrl.errors import Problem, RefusedError
 
 _ROWS = "data.train_files"
 _PLACEHOLDER = "YOUR_ROWS.jsonl"
@@ -73,7 +73,7 @@ class Migrated:
                 if problem is None:
                     kept.append(argument)
                 else:
-                    self.lost.append(Remark(argument, f"{problem.what} {problem.hint}".strip()))
+                    self.lost.append(Remark(argument, _reason(problem)))
             if len(kept) == len(self.arguments) and _ROWS in refused and _ROWS not in map(key_of, kept):
                 self.lost.append(Remark(_ROWS, f"was not in the line: put yours in place of {_PLACEHOLDER}"))
                 kept.append(f"{_ROWS}={_PLACEHOLDER}")
@@ -96,6 +96,16 @@ class Migrated:
         return {"from": self.program, "command": self.words, "composes": self.composes, **remarks}
 
 
+_ONLY_REFUSES = re.compile(r"can't be .* here[:.]|has no counterpart in hrl:", re.DOTALL)
+
+
+def _reason(problem: Problem) -> str:
+    """Return why an argument was removed. That it can't be said here is said by where this is shown."""
+    if problem.hint and _ONLY_REFUSES.fullmatch(problem.what):
+        return problem.hint[:1].lower() + problem.hint[1:]
+    return f"{problem.what} {problem.hint}".strip()
+
+
 def key_of(argument: str) -> str:
     """Return the key of `key=value`."""
     return argument.lstrip("+~").partition("=")[0]
@@ -107,7 +117,7 @@ def script(migrated: Migrated) -> str:
     lines = [f"# from {migrated.program}", " \\\n    ".join([first, *map(quoted, migrated.arguments)])]
     for title, remarks in (
         ("Without a counterpart", migrated.lost),
-        ("Taken, and different in some respect", migrated.differs),
+        ("Taken, and written or meant differently", migrated.differs),
         ("Not needed", migrated.needless),
     ):
         if remarks:

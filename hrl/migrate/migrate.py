@@ -16,7 +16,6 @@ from hrl.migrate.verl import migrate_verl
 _PYTHON = re.compile(r"^\s*(from|import)\s+\w|^\s*\w+\s*=\s*\w+\(", re.MULTILINE)
 _DOCTEST = re.compile(r"^\s*(?:>>>|\.\.\.)(?: (.*)|)$", re.MULTILINE)
 _SCRIPT_OF_TRL = re.compile(r"(?:.*/)?(?:trl|examples)/scripts/(\w+)\.py")
-_EXPORT = re.compile(r"^[ \t]*export[ \t]+([A-Za-z_]\w*)=", re.MULTILINE)
 _LAUNCHERS = {
     "nproc[_-]per[_-]node|num_gpus": "trainer.n_gpus_per_node",
     "nnodes|num_nodes": "trainer.nnodes",
@@ -72,7 +71,10 @@ def _left_in_the_script(text: str, command: Command) -> list[Remark]:
     for name in dict.fromkeys(command.environment):
         why = "is set for the command alone and not in this line; set it before `hrl train` if the run needs it"
         remarks.append(Remark(f"{name}=…", why))
-    for name in dict.fromkeys(_EXPORT.findall(text)):
+    for name in command.reads:
+        why = "is set in the script, and a command in this line reads it; set it before `hrl train`, or write its value"
+        remarks.append(Remark(f"${name}", why))
+    for name in command.exported:
         if not re.search(rf"\$\{{?{name}\b", text):  # else the value is in the line
             why = "is set in the script and not in this line; export it before the run if it needs it"
             remarks.append(Remark(f"export {name}", why))
@@ -97,10 +99,14 @@ def _one(program: str, arguments: list[str], words: Sequence[str], processes: in
         told = [int(value) for flag, value in pairwise(words) if flag == "--num_processes" and value.isdigit()]
         arguments = [word for place, word in enumerate(arguments) if not _is_of_accelerate(arguments, place)]
         return migrate_trl_line(program.removeprefix("trl "), arguments, told[0] if told else processes)
-    is_openrlhf = program.startswith("openrlhf.")
-    migrated = migrate_openrlhf(program, arguments) if is_openrlhf else migrate_verl(program, arguments)
+    if not program.startswith("openrlhf."):
+        said = {key_of(argument) for argument in arguments}
+        return migrate_verl(
+            program, [*arguments, *(word for word in processes_started(words) if key_of(word) not in said)]
+        )
+    migrated = migrate_openrlhf(program, arguments)
     known = {key_of(argument) for argument in migrated.arguments}
-    started = [word for word in _of_launcher(words) if key_of(word) not in known]
+    started = [word for word in processes_started(words) if key_of(word) not in known]
     if started:
         migrated.arguments += started
         migrated.drop_what_does_not_compose()
@@ -110,8 +116,8 @@ def _one(program: str, arguments: list[str], words: Sequence[str], processes: in
     return migrated
 
 
-def _of_launcher(words: Sequence[str]) -> Iterator[str]:
-    """Yield how many processes `torchrun` or `deepspeed` starts, as keys."""
+def processes_started(words: Sequence[str]) -> Iterator[str]:
+    """Yield how many processes `torchrun` or `deepspeed` starts, as `key=value`."""
     for flags, key in _LAUNCHERS.items():
         if found := re.search(rf" --(?:{flags})[ =](\d+) ", " ".join(words)):
             yield from [f"{key}={found[1]}"] if found[1] != "1" else []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hrl.config.arithmetic import count
 from hrl.migrate.line import Migrated, MigrationError, Remark
-from hrl.migrate.table import Given, Table, by_table, read_table
+from hrl.migrate.table import Given, Table, balance, by_table, read_table
 from hrl.migrate.values import flags_of
 
 PROGRAMS = {
@@ -106,17 +107,27 @@ def _reward(given: Given, into: Migrated) -> None:
 
 
 def _lengths(given: Given, into: Migrated) -> None:
-    whole = int(given.number("data.max_len", 2048))
-    prompt, response = given.get("prompt_max_len"), given.get("generate_max_len", given.get("rollout.max_new_tokens"))
-    if prompt is None and response is None:
+    prompt, response = _longest(given)
+    if _PROMPT not in given and not any(name in given for name in _RESPONSE):
         why = (
             "half of it goes to the prompt and half to the response; set data.max_prompt_length and max_response_length"
         )
-        into.differs.append(Remark(f"--data.max_len {whole}", why))
-        response = whole // 2
-    prompt = whole - int(response) if prompt is None else prompt
-    response = whole - int(prompt) if response is None else response
+        into.differs.append(Remark(f"--data.max_len {prompt + response}", why))
     into.set({"data.max_prompt_length": prompt, "data.max_response_length": response})
+
+
+_PROMPT, _RESPONSE = "prompt_max_len", ("generate_max_len", "rollout.max_new_tokens")
+
+
+def _longest(given: Given) -> tuple[int, int]:
+    """Return the longest prompt and the longest response."""
+    whole = int(given.number("data.max_len", 2048))
+    response = next((int(given.number(name, 0)) for name in _RESPONSE if name in given), None)
+    if _PROMPT in given:
+        prompt = int(given.number(_PROMPT, 0))
+        return prompt, whole - prompt if response is None else response
+    response = whole // 2 if response is None else response
+    return whole - response, response
 
 
 def _batch(given: Given, into: Migrated) -> None:
@@ -129,12 +140,18 @@ def _batch(given: Given, into: Migrated) -> None:
         why = f"{sequences} sequences of an optimizer step are {count(mini, 'prompt')} × {samples} samples"
         into.differs.append(Remark(f"--train.batch_size {sequences}", why))
     if given.is_on("train.dynamic_batch_enable"):
-        tokens = int(given.number("train.max_tokens_per_gpu", 16192))
-        into.set({f"{actor}.ppo_max_token_len_per_gpu": tokens})
-        if "rollout.max_tokens_per_gpu" in given:
-            into.set(
-                {"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": given.get("rollout.max_tokens_per_gpu")}
-            )
+        least = -(-sum(_longest(given)) // int(given.number("ds.ring_attn_size", 1)))
+        for name, key in (
+            ("train.max_tokens_per_gpu", f"{actor}.ppo_max_token_len_per_gpu"),
+            ("rollout.max_tokens_per_gpu", "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"),
+        ):
+            tokens = int(given.number(name, 16192))
+            if name not in given and name.startswith("rollout."):
+                continue
+            into.set({key: max(tokens, least)})
+            if tokens < least:
+                why = f"is {least} here, a process's part of the longest row, which a budget has to hold"
+                into.differs.append(Remark(f"--{name} {tokens}", why))
         return
     for name, key in (
         ("train.micro_batch_size", f"{actor}.ppo_micro_batch_size_per_gpu"),
@@ -183,6 +200,9 @@ def _clip(given: Given, into: Migrated) -> None:
 
 
 def _correction(given: Given, into: Migrated) -> None:
+    if "algo.advantage.is_correction_enable" in given:
+        _typed_correction(given, into)
+        return
     level = given.get("algo.advantage.is_correction_level", "off")
     if level == "off":
         return
@@ -198,6 +218,33 @@ def _correction(given: Given, into: Migrated) -> None:
     into.set(
         {f"{correction}.rollout_is": level, f"{correction}.rollout_is_threshold": high if clips else f"{low}_{high}"}
     )
+
+
+def _typed_correction(given: Given, into: Migrated) -> None:
+    """Take a correction by its type, of which each bounds the trainer's probability over the sampler's."""
+    if not given.is_on("algo.advantage.is_correction_enable"):
+        return
+    kind, key = given.get("algo.advantage.is_correction_type", "tis"), "algorithm.rollout_correction"
+    limits = given.get("algo.advantage.is_correction_threshold", [0.5, 5.0])
+    if not isinstance(limits, list) or len(limits) != 2 or not float(limits[1]) > 0:
+        word = given.word("algo.advantage.is_correction_threshold")
+        into.lost.append(Remark(word, "are no two bounds, a lower and an upper one"))
+        return
+    low, high = map(float, limits)
+    bounds = f"{low:g}_{high:g}" if kind == "icepop" else high
+    into.set({f"{key}.rollout_is": "token", f"{key}.rollout_is_threshold": bounds})
+    name = f"--algo.advantage.is_correction_type {kind}"
+    if kind == "tis":
+        into.differs.append(Remark(name, f"weights are cut to {high:g}, and none is raised to {low:g}"))
+    elif kind == "seq-mask-tis":
+        into.set(
+            {
+                f"{key}.rollout_rs": "seq_mean_k1",
+                f"{key}.rollout_rs_threshold": f"{1 / high:g}_{1 / low if low else 1e9:g}",
+            }
+        )
+        why = f"rollout_rs has the bounds, of the sampler's probability over the trainer's; weights are cut to {high:g}"
+        into.differs.append(Remark(name, why))
 
 
 def _shaping(given: Given, into: Migrated) -> None:
@@ -282,6 +329,7 @@ FUNCTIONS: dict[str, Callable[[Given, Migrated], None]] = {
     "estimator": _estimator,
     "kl": _kl,
     "clip": _clip,
+    "balance": partial(balance, name="model.aux_loss_coef"),
     "correction": _correction,
     "shaping": _shaping,
     "overlong": _overlong,

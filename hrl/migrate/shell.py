@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
@@ -19,6 +20,10 @@ _KEYWORDS = {"then", "do", "else", "fi", "done", "{", "}", "!", "time"}
 _CONDITIONS = ("if", "elif", "and", "or")
 """`and` and `or` stand for `[ … ] &&` and `[ … ] ||`."""
 _DECLARE = {"export", "local", "readonly", "declare", "typeset"}
+_CASE, _PATTERNS, _ESAC = "case", "of", "esac"
+"""`case … in`; `of` stands for the patterns of a branch, `a|b)`."""
+_PROBE = re.compile(r"[$(`]+[^|&]*\btorch_npu\b[^|&]*&&\s*echo\s+\S+\s*\|\|\s*echo\s+(\w+)[)`]")
+"""A command that asks whether there is an Ascend NPU, and what it says if there is none: hrl runs on none."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,15 @@ class Command:
         environment: Names of the variables that are set for it alone (`X=1 run …`, `env X=1 run …`).
         arguments: Arguments of the script, such as `$1` and `$@`, that its words are made with. They stand for nothing,
             and an option or a key that has nothing else for its value is left out.
+        exported: Names of the variables that the script has exported before it.
+        reads: Names of variables of the script that commands within its words read, as `$(dirname $X)` does.
     """
 
     words: list[str]
     environment: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
+    exported: list[str] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -45,19 +54,24 @@ class _Reader:
         variables: Name → words; a plain variable has one.
         made_with: Name → arguments of the script that its words are made with.
         arguments: Arguments of the script that were asked for since it was last emptied.
-        skipping: One entry for each `if` around: whether its present branch is left out, and whether one was taken.
+        exported: Names of exported variables.
+        skipping: One entry for each `if` and `case` around: whether its present branch is left out, and whether one was
+            taken.
+        cases: What each `case` around compares with its patterns.
     """
 
     variables: dict[str, list[str]] = field(default_factory=dict)
     made_with: dict[str, list[str]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
+    exported: list[str] = field(default_factory=list)
     skipping: list[tuple[bool, bool]] = field(default_factory=list)
+    cases: list[str] = field(default_factory=list)
 
 
 def commands_of(text: str) -> list[Command]:
     """Return every command of a script, with its variables put in, in order.
 
-    Of a condition that compares texts or numbers, the branch that holds is read; of any other the first one.
+    Of a `case` and of a condition that compares texts or numbers the branch that holds is read, of any other the first.
     """
     reader, commands = _Reader(), []
     for statement in _statements(text):
@@ -76,6 +90,7 @@ def _statements(text: str) -> Iterator[list[str]]:
     heredocs: list[tuple[list[str], str]] = []
     statement: list[str] = []
     closes = False  # the statement stands behind `[ … ] &&`
+    awaits: list[bool] = []  # of each `case` around, whether the patterns of a branch come next
     at = 0
     while at < len(text):
         char = text[at]
@@ -102,6 +117,11 @@ def _statements(text: str) -> Iterator[list[str]]:
                 if operator == ")":
                     statement.append(")")
                 continue
+            if awaits and awaits[-1] and operator in ("(", "|", ")"):
+                if operator == ")":
+                    yield [_PATTERNS, *statement]
+                    statement, awaits[-1] = [], False
+                continue
             if statement and operator in ("&&", "||") and statement[0] in ("[", "[[", "test"):
                 yield ["and" if operator == "&&" else "or", *statement]
                 statement, closes = [], True
@@ -112,6 +132,8 @@ def _statements(text: str) -> Iterator[list[str]]:
             if closes and operator not in ("&&", "||"):
                 yield ["fi"]
                 closes = False
+            if awaits and operator == ";;":
+                awaits[-1] = True
             if operator == "|":
                 statement = ["|"]
         else:
@@ -131,6 +153,14 @@ def _statements(text: str) -> Iterator[list[str]]:
                     _, at = _word(text, at)
             elif not redirect:
                 statement.append(word)
+                if statement[0] == _CASE and word == "in" and len(statement) == 3:
+                    yield statement
+                    statement = []
+                    awaits.append(True)
+                elif awaits and statement == [_ESAC]:
+                    yield statement
+                    statement = []
+                    awaits.pop()
     if statement:
         yield statement
 
@@ -222,6 +252,9 @@ def _run(statement: list[str], reader: _Reader) -> Command | None:
             reader.skipping[-1] = (taken, True)
         elif keyword == "fi" and reader.skipping:
             reader.skipping.pop()
+    if words and words[0] in (_CASE, _PATTERNS, _ESAC):
+        _case(words, reader)
+        return None
     if any(skips for skips, _ in reader.skipping) or not words:
         return None
     if words[0] == "read" and words[-1].startswith("\0"):
@@ -231,6 +264,8 @@ def _run(statement: list[str], reader: _Reader) -> Command | None:
             reader.variables[name] = [_text(words[-1][1:].strip(), reader)]
             reader.made_with[name] = list(reader.arguments)
         return None
+    if words[0] == "export":
+        reader.exported += [found[1] for word in words if (found := _ASSIGNMENT.fullmatch(word))]
     if words[0] in _DECLARE:
         words = [word for word in words[1:] if not word.startswith("-")]
     environment = []
@@ -262,7 +297,31 @@ def _run(statement: list[str], reader: _Reader) -> Command | None:
         if is_gone and not values and expanded and expanded[-1].startswith("--"):
             expanded.pop()  # `--flag $1` without its value
         expanded += [value for value in values if not (is_gone and value.endswith("="))]  # nor `key=$1`
-    return Command(expanded, environment, list(dict.fromkeys(reader.arguments)))
+    within = [name for word in expanded if "$(" in word for name in re.findall(rf"\$\{{?({_NAME})", word)]
+    return Command(
+        expanded,
+        environment,
+        list(dict.fromkeys(reader.arguments)),
+        list(dict.fromkeys(reader.exported)),
+        [name for name in dict.fromkeys(within) if name in reader.variables],
+    )
+
+
+def _case(words: list[str], reader: _Reader) -> None:
+    """Begin a `case`, decide about the branch whose patterns these are, or end it."""
+    if words[0] == _CASE:
+        reader.cases.append(_text(words[1], reader))
+        reader.skipping.append((True, False))
+    elif words[0] == _ESAC and reader.cases:
+        reader.cases.pop()
+        reader.skipping.pop()
+    elif words[0] == _PATTERNS and reader.cases:
+        _, taken = reader.skipping.pop()
+        subject = reader.cases[-1]
+        is_known = "$(" not in subject and "`" not in subject  # else the first branch is read, as of an `if`
+        fits = not is_known or any(fnmatchcase(subject, _text(word, reader)) for word in words[1:])
+        holds = fits and not taken and not any(skips for skips, _ in reader.skipping)
+        reader.skipping.append((not holds, holds or taken))
 
 
 def _condition(keyword: str, words: list[str], reader: _Reader) -> None:
@@ -398,6 +457,8 @@ def _dollar(text: str, at: int, reader: _Reader) -> tuple[list[str], int]:
         return [], at + 2
     else:
         return [text[at]], at + 1
+    if probe := _PROBE.fullmatch(text[at:end]):
+        return [probe[1]], end
     return [text[at:end]], end  # the output of a command
 
 

@@ -158,3 +158,17 @@ def _apply(name: str, row: Any, given: Given, into: Migrated) -> None:
         into.needless.append(Remark(written, row["is"]))
     elif not any(value == other and type(value) is type(other) for other in row.get("unless", ())):
         into.lost.append(Remark(written, row["not"]))
+
+
+def balance(given: Given, into: Migrated, *, name: str) -> None:
+    """Take the weight of the loss that balances the load of experts, which reward models are trained without."""
+    weight, word = given.number(name, 0), given.word(name)
+    if not weight:
+        return
+    if into.kind == "rm":
+        why = "a reward model is trained without a loss that balances the load of experts"
+        into.lost.append(Remark(word, why))
+        return
+    section = "actor_rollout_ref.actor" if into.kind == "ppo" else "algorithm"
+    into.set({f"{section}.router_aux_loss_coef": weight})
+    into.differs.append(Remark(word, "balances the load of experts over a whole batch"))

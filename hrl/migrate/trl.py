@@ -7,29 +7,43 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hrl.config.arithmetic import count
 from hrl.migrate.line import Migrated, MigrationError, Remark
-from hrl.migrate.table import Given, Table, by_table, read_table
+from hrl.migrate.table import Given, Table, balance, by_table, read_table
 from hrl.migrate.trl_rewards import rewards_of_command, rewards_of_file, set_rewards
 from hrl.migrate.values import flags_of
 
-PROGRAMS = {"grpo": "ppo", "rloo": "ppo", "dpo": "dpo", "sft": "sft", "reward": "rm"}
+PROGRAMS = {"grpo": "ppo", "rloo": "ppo", "dpo": "dpo", "kto": "dpo", "sft": "sft", "reward": "rm"}
 """Commands of `trl` that hrl has → the kind of run."""
 _CONFIGS = {
     "GRPOConfig": "grpo",
     "RLOOConfig": "rloo",
     "DPOConfig": "dpo",
+    "KTOConfig": "kto",
     "SFTConfig": "sft",
     "RewardConfig": "reward",
 }
 _TRAINERS = {name.replace("Config", "Trainer"): program for name, program in _CONFIGS.items()}
+_OFFLINE_LOSSES = ("sigmoid", "ipo", "hinge", "kto", "apo_zero_unpaired")
+"""Losses that hrl has under TRL's names."""
 _REWARDS = "reward_funcs"
 _CHANGES = ("append", "extend", "insert", "remove", "pop", "clear", "update", "setdefault")
 """Methods that change a list or a dict in its place; rows have none of these names."""
 _FORMATS = ("json", "csv", "parquet")
 """What `load_dataset` takes for the name of files in a format."""
+_OF_LOADING = (
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "device_map",
+    "low_cpu_mem_usage",
+    "num_labels",
+    "use_cache",
+)
+"""Arguments of `from_pretrained` that say how a model is loaded, and not which one it is."""
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -167,6 +181,10 @@ def _value(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) ->
         return _value(constants[node.id], constants, depth + 1)
     if isinstance(node, ast.Call) and _called(node) == "load_dataset":
         return _loaded(node, None, constants, depth) or Unknown(node)
+    if isinstance(node, ast.Call) and _called(node) == "from_pretrained" and len(node.args) == 1 and depth < 8:
+        name = _value(node.args[0], constants, depth + 1)  # the model is the one of this name
+        is_plain = isinstance(name, str) and all(each.arg in _OF_LOADING for each in node.keywords)
+        return name if is_plain else Unknown(node)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         whole = node.value
         while isinstance(whole, ast.Name) and whole.id in constants and depth < 8:
@@ -302,6 +320,8 @@ def _migrate(
     given = Given(table, known, texts)
     if PROGRAMS[program] == "ppo":
         into.set({"algorithm.adv_estimator": program})
+    if program == "kto":  # whatever its loss, not that of pairs
+        into.set({"algorithm.loss_type": "kto"})
     into.set({"trainer.n_gpus_per_node": processes})
     for name in by_table(given, into):
         FUNCTIONS[name](given, into)
@@ -405,10 +425,12 @@ def _loss(given: Given, into: Migrated) -> None:
     if into.kind != "ppo":
         names = given.get("loss_type")
         names = names if isinstance(names, list) else [names]
-        if into.kind == "dpo" and names == [names[0]] and names[0] in ("sigmoid", "ipo", "hinge"):
+        if into.kind == "dpo" and len(names) == 1 and names[0] in _OFFLINE_LOSSES:
             into.set({"algorithm.loss_type": names[0]})
         elif names not in (["sigmoid"], ["nll"], ["chunked_nll"]):
-            into.lost.append(Remark(given.word("loss_type"), "the losses are sigmoid, ipo, hinge, simpo and orpo"))
+            into.lost.append(
+                Remark(given.word("loss_type"), "the losses are sigmoid, ipo, hinge, simpo, orpo and KTO's")
+            )
         return
     name = given.get("loss_type", "grpo")
     modes = {
@@ -640,6 +662,7 @@ FUNCTIONS: dict[str, Callable[[Given, Migrated], None]] = {
     "reward": _reward,
     "shaping": _shaping,
     "model": _model,
+    "balance": partial(balance, name="router_aux_loss_coef"),
     "adapter": _adapter,
     "data": _data,
     "precision": _precision,

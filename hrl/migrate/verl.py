@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from hrl.config.compose import read_override
+from hrl.config.arithmetic import step_sizes
+from hrl.config.compose import compose_kind, config_problems, read_override
 from hrl.config.override import as_override
+from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import KINDS, RunKind
-from hrl.config.section import Get, WholeConfig, leaves, sections
+from hrl.config.section import ACTOR, ROLLOUT, Get, WholeConfig, leaves, sections
 from hrl.config.spellings import lookup
-from hrl.errors import Problem
+from hrl.errors import ConfigError, Problem
 from hrl.migrate.line import Migrated, MigrationError, Remark, key_of
 from hrl.migrate.verl_turns import take_turns
 
@@ -25,6 +28,15 @@ PROGRAMS = {
     "verl.trainer.fsdp_sft_trainer": "sft",
 }
 """verl's programs that hrl has → the kind of run."""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ppo": {"algorithm.adv_estimator": "gae", f"{ROLLOUT}.n": 1},
+    "sft": {"data.train_batch_size": 256, "trainer.total_epochs": 4},
+}
+"""Kind of run → verl's defaults that say what is learnt, where hrl has others."""
+_DEVICES = "trainer.n_gpus_per_node=8"
+"""verl's default of PPO: what divides the work among devices means nothing without their number."""
+_UNSAID = "was not in the line and is verl's default"
 
 
 def migrate_verl(program: str, arguments: Sequence[str]) -> Migrated:
@@ -42,15 +54,57 @@ def migrate_verl(program: str, arguments: Sequence[str]) -> Migrated:
     into = Migrated(program, PROGRAMS[program])
     kind = KINDS[into.kind]
     options = [word for word in arguments if "=" not in word or word.startswith("-")]
-    into.arguments = [word for word in arguments if word not in options]
+    into.arguments = [_with_outputs_quoted(word) for word in arguments if word not in options]
     _options(options, kind, into)
     if into.kind == "ppo":
         take_turns(into, kind.spellings)
+        if key_of(_DEVICES) not in (kind.spellings.present_name(key_of(word)) for word in into.arguments):
+            into.arguments.append(_DEVICES)
+            into.differs.append(Remark(_DEVICES, _UNSAID))
     into.drop_what_does_not_compose()
     converted: dict[str, str] = {}
     present = [text for word in into.arguments for text in _present(word, into, kind, converted)]
     into.arguments = [*(text for text in present if key_of(text) not in converted), *converted.values()]
+    try:
+        config = compose_kind(kind, into.arguments)
+    except ConfigError:
+        return into  # what is missing is said; the rest depends on it
+    if isinstance(config, PPOTrainerConfig):
+        _count_optimizer_steps(into, config)
+    _say_what_verl_has_unsaid(into, config)
     return into
+
+
+def _with_outputs_quoted(word: str) -> str:
+    """Return an argument whose value holds the output of a command, `$(date)`, as the text that hydra will see."""
+    key, _, value = word.partition("=")
+    is_text = "$(" in value and value[:1] not in "'\"[{"
+    return f"{key}={as_override(value)}" if is_text else word
+
+
+def _count_optimizer_steps(into: Migrated, config: PPOTrainerConfig) -> None:
+    """Make warm-ups as long as in verl, whose schedules advance once a trainer step."""
+    for section, learner in ((ACTOR, config.actor_rollout_ref.actor), ("critic", config.critic)):
+        key, warmup = f"{section}.optim.lr_warmup_steps", learner.optim.lr_warmup_steps
+        steps = step_sizes(config, learner).optimizer_steps
+        for place, word in enumerate(into.arguments):
+            if key_of(word) == key and warmup > 0 and steps > 1:
+                into.arguments[place] = f"{key}={warmup * steps}"
+                into.differs.append(Remark(word, f"is {warmup * steps} optimizer steps, {steps} for each trainer step"))
+
+
+def _say_what_verl_has_unsaid(into: Migrated, config: WholeConfig) -> None:
+    """Write verl's defaults where the line leaves them out and hrl has others."""
+    given = {key_of(word) for word in into.arguments}
+    for key, value in _DEFAULTS[into.kind].items():
+        own, word = attrgetter(key)(config), f"{key}={as_override(value)}"
+        if key in given or own == value:
+            continue
+        if config_problems(KINDS[into.kind], [*into.arguments, word]):
+            into.differs.append(Remark(key, f"was not in the line and is {own} here; verl has {value}"))
+        else:
+            into.arguments.append(word)
+            into.differs.append(Remark(word, _UNSAID))
 
 
 def _options(words: Sequence[str], kind: RunKind[WholeConfig], into: Migrated) -> None:
@@ -96,11 +150,15 @@ def _present(word: str, into: Migrated, kind: RunKind[WholeConfig], converted: d
         return []
     conversion = spellings.converted.get(key)
     if conversion is not None:
-        result = {} if value is None else conversion.convert(value, Get(_values(into, kind), kind.schema)) or {}
-        converted |= {name: f"{name}={as_override(each)}" for name, each in result.items()}
-        if result:
-            read = ", ".join(f"{name}={each}" for name, each in result.items())
+        given = _values(into, kind)
+        result = {} if value is None else conversion.convert(value, Get(given, kind.schema)) or {}
+        new = {name: each for name, each in _parts(result) if name not in given or given[name] != each}
+        converted |= {name: f"{name}={as_override(each)}" for name, each in new.items()}
+        if new:
+            read = ", ".join(f"{name}={as_override(each)}" for name, each in new.items())
             into.differs.append(Remark(word, f"is {read}"))
+        elif result:
+            into.needless.append(Remark(word, "is said by another key of the line"))
         else:
             into.needless.append(Remark(word, "is off" if value in (None, False) else conversion.idle))
         return []
@@ -109,6 +167,15 @@ def _present(word: str, into: Migrated, kind: RunKind[WholeConfig], converted: d
         into.needless.append(Remark(word, entry[1].says))
         return []
     return [word.lstrip("+")]
+
+
+def _parts(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values, for an argument of an engine its own key: the line may set others beside it."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key.startswith(f"{ROLLOUT}.engine_kwargs"):
+            yield from _parts({f"{key}.{name}": each for name, each in value.items()})
+        else:
+            yield key, value
 
 
 def _has(key: str, kind: RunKind[WholeConfig]) -> bool:

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hrl.models.pictures import sees
+
 #: A length that a cut's short sequences cross, and one that only a packed row of them reaches: a model that counts
 #: positions over the row instead of the sequence changes there.
 CROSSED_TOKENS, UNREACHED_TOKENS = 8, 32
@@ -48,6 +50,7 @@ _STATE_WIDTH = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
 _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 #: What Qwen2-VL's tower calls its width.
 _TOWER_WIDTH = "embed_dim"
+_TOWER_BLOCKS, _TOWER_HEADS, _TOWER_FEED_FORWARD = 2, 2, 32
 #: Heads of a state-space layer in a model without attention.
 _FEW_STATE_HEADS = 4
 #: Width of a model without heads of any kind.
@@ -260,7 +263,8 @@ def _kinds_of_layers(
         model = build(config)
     settings = model.config.get_text_config()
     count = settings.num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    decoder = model.get_decoder() if sees(model.config) else model  # a tower may have as many blocks
+    stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     lists = [getattr(settings, key) for key in per_layer]
     return [repr(([_kind(stack[i]) for stack in stacks], [_plain(v[i]) for v in lists])) for i in range(count)]
 
@@ -277,3 +281,27 @@ def _kind(layer: nn.Module) -> list[Any]:
 def _plain(value: Any) -> str:
     """Return a switch, name or whole number as text; of a float only the type, since it only scales."""
     return repr(value) if isinstance(value, (bool, int, str, type(None))) else type(value).__name__
+
+
+def with_small_tower(cut: PretrainedConfig, whole: PretrainedConfig) -> PretrainedConfig:
+    """Return the cut with a tower of two narrow blocks, of which one does whatever only some blocks of it do.
+
+    Args:
+        cut: Of the text decoder.
+        whole: The model's, whose tower it is: windows and patches keep their sizes.
+    """
+    fields = cut.to_dict()
+    vision: dict[str, Any] = whole.vision_config.to_dict()
+    fields["vision_config"] = vision
+    width = _TOWER_WIDTH if _TOWER_WIDTH in vision else "hidden_size"
+    out = "out_hidden_size" if "out_hidden_size" in vision else "hidden_size"
+    heads = vision["num_heads"]
+    vision[width] = vision[width] // heads * _TOWER_HEADS
+    vision["num_heads"], vision["depth"] = _TOWER_HEADS, _TOWER_BLOCKS
+    if "intermediate_size" in vision:
+        vision["intermediate_size"] = _TOWER_FEED_FORWARD
+    vision[out] = cut.get_text_config().hidden_size
+    for name, value in vision.items():
+        if name.endswith("_indexes") and isinstance(value, list):
+            vision[name] = [0] if value else []
+    return type(cut).from_dict(fields)

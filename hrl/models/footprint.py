@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hrl.errors import HrlError
+from hrl.models.hf_config import head_width
 from hrl.models.ops.layout import AttentionLayout, PaddedLayout
 
 if TYPE_CHECKING:
@@ -202,8 +203,7 @@ def _cache_width(text: Any) -> int:
     latent = getattr(text, "kv_lora_rank", None)
     if latent:  # vLLM caches the latent vector, which all heads share, and its rotary part
         return int(latent + text.qk_rope_head_dim)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * _kv_heads(text) * head_dim)
+    return 2 * _kv_heads(text) * head_width(text)
 
 
 def _kv_heads(text: Any) -> int:

@@ -11,7 +11,9 @@ work for a folder of any version of transformers, although newer versions keep b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,11 @@ from hrl.nearest import nearest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_NO_PART_OF_THE_MODEL = re.compile(
+    r"_name_or_path|transformers_version|architectures|(torch_|head_)?dtype|_?attn_implementation|.*_token_id"
+    r"|.*dropout.*|.*_pdrop|initializer_range|use_cache|output_.*|return_dict|id2label|label2id|problem_type"
+)
+"""Fields that change no logit of a model that is asked by token ids, or whose dtype is compared elsewhere."""
 ROPE_FORMS = ("rope_parameters", "rope_scaling")
 """The newer and the older name of the same section."""
 _KEPT_WITH_ROPE = ("rope_theta", "partial_rotary_factor")
@@ -133,6 +140,11 @@ def _check_names(own: Any, written: Mapping[str, Any], override: Mapping[str, An
             _check_names(section, written.get(key) or {}, value, f"{where}.{key}")
 
 
+def head_width(text: Any) -> int:
+    """Return how many elements a head of a model's attention has, by the configuration of its text model."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
 def vocabulary_of(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> int:
     """Return the number of tokens that a model embeds, those included that fill its embedding up.
 
@@ -156,6 +168,41 @@ def engine_overrides(path: Path | str, override: Mapping[str, Any], *, trust_rem
         return {}
     own, used = (load_config(path, o, trust_remote_code=trust_remote_code).to_dict() for o in ({}, override))
     return _difference(own, used)
+
+
+def plain_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a configuration that decide what its model computes, as data that passes through JSON."""
+    return {
+        name: _plain(value) for name, value in config.to_dict().items() if not _NO_PART_OF_THE_MODEL.fullmatch(name)
+    }
+
+
+def model_differences(own: PretrainedConfig, theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, own and other value of each field by which a model computes something else than another one.
+
+    Fields that only one of both has are left out: an engine may have another class or release of the configuration.
+
+    Args:
+        own: Of one model.
+        theirs: `plain_fields` of the other one.
+    """
+    ours = plain_fields(own)
+    for name, value in theirs.items():
+        if name not in ours and not hasattr(own, name):
+            continue
+        mine = ours[name] if name in ours else _plain(getattr(own, name))  # the latter under another name
+        # For "no window" some folders have 0, which vLLM replaces.
+        if mine != value and not (name == "sliding_window" and not mine and not value):
+            yield name, mine, value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    is_plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_plain else str(value)
 
 
 def _difference(own: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,17 +27,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, relu
 from transformers import PreTrainedModel
 
 from hrl.batching.trie import Trie
 from hrl.models.experts import PackedRouting, followed_experts
 from hrl.models.head import head_form, last_hidden_states
+from hrl.models.ops.divergence import TeacherHead, divergence_from_teacher
 from hrl.models.ops.exchange import SequenceGroup, SlicedLayout, join_results
 from hrl.models.ops.layout import AttentionLayout, PaddedLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
@@ -633,15 +635,18 @@ class PackedCausalLM(PackedModel):
         at: Tensor | None = None,
         num_top: int = 0,
         vocabulary: int | None = None,
+        with_states: bool = False,
+        teacher: Taught | None = None,
     ) -> TokenStatistics:
         """Return log-probs `(N,)` and what else is asked for, in float32; see `token_statistics`.
 
-        With `vocabulary` they are of the distribution over so many first tokens alone.
+        With `vocabulary` they are of the distribution over so many first tokens alone. With a `teacher` there is also
+        the divergence from its distribution.
         """
         hidden = self.hidden_states(packed)
         if self.form.hidden_scale != 1.0:
             hidden = hidden * self.form.hidden_scale
-        return self.model.get_output_embeddings()(
+        found: TokenStatistics = self.model.get_output_embeddings()(
             hidden,
             packed.labels,
             temperature=temperature,
@@ -653,7 +658,33 @@ class PackedCausalLM(PackedModel):
             at=at,
             num_top=num_top,
             vocabulary=vocabulary,
+            teacher=teacher,
         )
+        return found._replace(states=hidden.detach()) if with_states else found
+
+    @property
+    def width(self) -> int:
+        """Of a last hidden state."""
+        return int(self.model.get_output_embeddings().weight.shape[1])
+
+    @torch.no_grad()
+    def teacher_head(self, dtype: torch.dtype) -> TeacherHead:
+        """Return a copy of the head on the CPU, whole, in a dtype; every rank calls this."""
+        head = self.model.get_output_embeddings()
+        bias = None if head.bias is None else _whole(head.bias).to(dtype).cpu()
+        return TeacherHead(_whole(head.weight).to(dtype).cpu(), bias, self.form.logits)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach().clone()
+
+
+class Taught(NamedTuple):
+    """A teacher's last hidden states `(N, H)` of a micro-batch, its head, and which divergence is wanted."""
+
+    states: Tensor
+    head: TeacherHead
+    is_reverse: bool
 
 
 def _head_forward(
@@ -662,6 +693,7 @@ def _head_forward(
     labels: Tensor | None = None,
     group: WeightGroup | None = None,
     vocabulary: int | None = None,
+    teacher: Taught | None = None,
     **options: Any,
 ) -> Any:
     """Return logits as the head's own forward does, or with labels `(N,)` statistics of the tokens after `(N, H)`."""
@@ -671,7 +703,24 @@ def _head_forward(
     first = 0 if group is None else group.part(len(head.weight)).start
     if vocabulary is not None:
         weight, bias = (None if part is None else part[: max(vocabulary - first, 0)] for part in (weight, bias))
-    return token_statistics(hidden.to(weight.dtype), weight, labels, bias=bias, first=first, group=group, **options)
+    hidden = hidden.to(weight.dtype)
+    found = token_statistics(hidden, weight, labels, bias=bias, first=first, group=group, **options)
+    if teacher is None:
+        return found
+    if group is not None:
+        raise ValueError("a divergence over all tokens needs the whole head, which a tensor group's ranks do not have")
+    divergence = divergence_from_teacher(
+        hidden,
+        weight,
+        teacher.states.to(teacher.head.weight.dtype),
+        teacher.head,
+        options["temperature"],
+        chunk=options["chunk"],
+        is_reverse=teacher.is_reverse,
+        bias=bias,
+        form=options["form"],
+    )
+    return found._replace(divergence=divergence)
 
 
 class PackedScalarModel(PackedModel):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
+from hrl.models.cut import with_small_tower
 from hrl.models.head import backbone_of
 from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource, prepare
@@ -38,7 +39,6 @@ from hrl.models.probe import (
 from hrl.pictures import Clip, Picture, PictureError, PictureSource, VideoSource, digest_of, digest_of_frames
 
 _CPU = torch.device("cpu")
-_BLOCKS, _HEADS, _FEED_FORWARD = 2, 2, 32
 _SIDES = ((64, 64), (64, 96))
 """Width and height of the pictures: the second has another number of rows than columns."""
 _LONGEST = 4096
@@ -73,7 +73,7 @@ def _require_sight(path: str, overrides: str, trust_remote_code: bool, scalar: b
         family = Family(auto, _LONGEST, trust_remote_code)
         try:
             cut, _ = first_that_runs(config, family)
-            values, gradients = _differences(_with_small_tower(cut, config), family, processor)
+            values, gradients = _differences(with_small_tower(cut, config), family, processor)
         except FAILURES as error:
             raise ProbeError(
                 f"{config.model_type} at {path} cannot be shown pictures: no small cut of it runs with one "
@@ -86,30 +86,6 @@ def _require_sight(path: str, overrides: str, trust_remote_code: bool, scalar: b
             f"from its own forward, its gradients by {gradients:.2g}. Take Qwen2.5-VL or Qwen3-VL, see docs/pictures.md"
         )
     return values
-
-
-def _with_small_tower(cut: PretrainedConfig, whole: PretrainedConfig) -> PretrainedConfig:
-    """Return the cut with a tower of two narrow blocks, of which one does whatever only some blocks of it do.
-
-    Args:
-        cut: Of the text decoder.
-        whole: The model's, whose tower it is: windows and patches keep their sizes.
-    """
-    fields = cut.to_dict()
-    vision: dict[str, Any] = whole.vision_config.to_dict()
-    fields["vision_config"] = vision
-    width = "embed_dim" if "embed_dim" in vision else "hidden_size"
-    out = "out_hidden_size" if "out_hidden_size" in vision else "hidden_size"
-    heads = vision["num_heads"]
-    vision[width] = vision[width] // heads * _HEADS
-    vision["num_heads"], vision["depth"] = _HEADS, _BLOCKS
-    if "intermediate_size" in vision:
-        vision["intermediate_size"] = _FEED_FORWARD
-    vision[out] = cut.get_text_config().hidden_size
-    for name, value in vision.items():
-        if name.endswith("_indexes") and isinstance(value, list):
-            vision[name] = [0] if value else []
-    return type(cut).from_dict(fields)
 
 
 def _differences(config: PretrainedConfig, family: Family, processor: PictureProcessor) -> tuple[float, float]:

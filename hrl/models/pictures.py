@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from hrl.models.hf_config import load_config
 from hrl.models.videos import VideoProcessor
-from hrl.pictures import FORMATS, Picture, PictureError
+from hrl.pictures import FORMATS, NO_LIMITS, ORIENTATION, UNREADABLE, Picture, PictureError, PixelLimits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,6 +42,18 @@ _NEEDED = ("get_rope_index", "get_image_features", "get_placeholder_mask")
 _TEXT, _IMAGE, _VIDEO = 0, 1, 2
 """Kinds of a token, as `get_rope_index` takes them."""
 _AXES = 3
+_MOST_TOKENS = 1 << 20
+"""That stand for one picture."""
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""EXIF's orientations → what puts a picture the right way up, as `ImageOps.exif_transpose` has them."""
 
 
 # ---- from files to pixels --------------------------------------------------------------------------------------
@@ -70,6 +82,7 @@ class PictureProcessor:
     Attributes:
         token_id: The token that stands for a part of a picture.
         video_token_id: The token that stands for a part of a video; None if the model has none.
+        own_tokens: These two, and those that a prompt has around them.
         merge: Patches of a token, in each direction.
 
     Raises:
@@ -83,6 +96,8 @@ class PictureProcessor:
         self._folder, self._config = folder, config
         self.token_id, self.merge = config.image_token_id, config.vision_config.spatial_merge_size
         self.video_token_id: int | None = getattr(config, "video_token_id", None)
+        others = (getattr(config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
+        self.own_tokens = [token for token in (self.token_id, self.video_token_id, *others) if token is not None]
         try:
             self._processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
@@ -107,13 +122,28 @@ class PictureProcessor:
         """
         return VideoProcessor(self._folder, self._config, self.merge)
 
-    def num_tokens(self, width: int, height: int) -> int:
-        """Return how many tokens stand for a picture of this size.
+    def num_tokens(self, width: int, height: int, limits: PixelLimits = NO_LIMITS) -> int:
+        """Return how many tokens stand for a picture of this size, shown within these limits.
 
         Raises:
-            ValueError: The processor takes no picture of such a shape.
+            ValueError: The processor takes no picture of such a shape, or shows it larger than any model reads.
         """
-        return int(self._processor.get_number_of_image_patches(height, width, {})) // self.merge**2
+        given = {"min_pixels": limits.least, "max_pixels": limits.most}
+        options = {name: number for name, number in given.items() if number is not None}
+        tokens = int(self._processor.get_number_of_image_patches(height, width, options)) // self.merge**2
+        if tokens > _MOST_TOKENS:
+            raise ValueError(
+                f"a picture of {width} × {height} pixels would be {tokens:,} tokens long, and no prompt has more than "
+                f"{_MOST_TOKENS:,}: look at its 'min_pixels'"
+            )
+        return tokens
+
+    def _options(self, limits: PixelLimits) -> dict[str, Any]:
+        """Return these limits as arguments of the processor, of which a call takes both together."""
+        if limits == NO_LIMITS:
+            return {}
+        least, most = self._processor.size["shortest_edge"], self._processor.size["longest_edge"]
+        return {"size": {"shortest_edge": limits.least or least, "longest_edge": limits.most or most}}
 
     def pixels(self, picture: Picture) -> Pixels:
         """Return what the tower reads of a picture or of a video's frames, which is kept for a while.
@@ -136,8 +166,8 @@ class PictureProcessor:
             )
         try:
             with decoded(picture.data) as image:
-                made = self._processor(images=[image], return_tensors="pt")
-        except (OSError, SyntaxError) as error:  # Pillow's, for a file that it can't read to its end
+                made = self._processor(images=[image], return_tensors="pt", **self._options(picture.limits))
+        except UNREADABLE as error:
             raise PictureError(
                 f"picture {picture.digest} can't be read ({error}): has its file changed since the run looked at it?"
             ) from error
@@ -145,7 +175,8 @@ class PictureProcessor:
         if int(np.prod(grid)) != picture.length * self.merge**2:
             raise PictureError(
                 f"picture {picture.digest} makes a grid of {grid[1]} by {grid[2]} patches here, and "
-                f"{picture.length} tokens stand for it: the image processors of this node and of the driver's differ"
+                f"{picture.length} tokens stand for it: the image processor of this node is not the driver's. Have the "
+                "same version of transformers and the same model folder on every node"
             )
         return Pixels(made["pixel_values"].float(), grid)
 
@@ -167,10 +198,13 @@ class PictureProcessor:
 @contextmanager
 def decoded(data: bytes) -> Iterator[Image]:
     """Open a picture's file as RGB, the right way up; what is transparent becomes white, as in verl."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with Image.open(io.BytesIO(data), formats=FORMATS) as stored:
-        image = ImageOps.exif_transpose(stored)
+        stored.load()  # where a PNG's EXIF stands behind its pixels
+        # Not `ImageOps.exif_transpose`, which writes all of the EXIF anew and fails on fields of another type.
+        turn = _TURNS.get(stored.getexif().get(ORIENTATION, 1))
+        image = stored if turn is None else stored.transpose(Image.Transpose[turn])
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             shown = image.convert("RGBA")
             white = Image.new("RGBA", shown.size, "white")

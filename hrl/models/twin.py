@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from hrl.errors import RefusedError
-from hrl.models.cut import Heads, changed, first_of_every_kind, resize
+from hrl.models.cut import Heads, changed, first_of_every_kind, resize, with_small_tower
 from hrl.models.hf_config import load_config
+from hrl.models.loading import classifier_class, language_model_class
+from hrl.models.pictures import sees
 from hrl.models.source import TEMPLATES
 
 #: Widths of feed-forward layers, experts' included, and of heads: the least that vLLM's kernels take, on a CPU too.
@@ -36,10 +32,10 @@ _OF_THE_MODEL = (
     *("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf"),
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx"),
 )
-#: What a model gives numbers for → its class, the end of that class's name, and how many numbers a new head has.
+#: What a model gives numbers for → what has its class, the end of that class's name, and the numbers of a new head.
 _SCORERS = {
-    "answers": (AutoModelForSequenceClassification, "ForSequenceClassification", 1),
-    "steps": (AutoModelForTokenClassification, "ForTokenClassification", 2),
+    "answers": (classifier_class, "ForSequenceClassification", 1),
+    "steps": (lambda config: AutoModelForTokenClassification, "ForTokenClassification", 2),
 }
 #: What the code of a family raises for sizes that do not go together.
 _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
@@ -131,25 +127,28 @@ def write_twin(
     """
     config = load_config(source, override_config, trust_remote_code=trust_remote_code)
     named = [what for what, (_, end, _) in _SCORERS.items() if any(end in name for name in config.architectures or ())]
-    auto: Any = AutoModelForCausalLM
+    class_of: Callable[[PretrainedConfig], Any] = language_model_class
     if named or scores is not None:
-        auto, _, num_labels = _SCORERS[scores or named[0]]
+        class_of, _, num_labels = _SCORERS[scores or named[0]]
         if named[:1] != [scores or named[0]]:
             config.num_labels = num_labels
 
     def build(smaller: PretrainedConfig) -> PreTrainedModel:
-        model: PreTrainedModel = auto.from_config(
+        model: PreTrainedModel = class_of(smaller).from_config(
             smaller, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
         return model
 
     def shrink(fields: dict[str, Any], section: PretrainedConfig, _: int) -> None:
         resize(fields, section, _FEED_FORWARD, sharing.heads)
+        _fit_axes(fields)
 
     try:
         narrow = changed(config, shrink, 0)
         if narrow is None:
             raise TwinError(f"{source.name}: {config.model_type} has no valid config with these sizes reduced")
+        if sees(config):
+            narrow = with_small_tower(narrow, config)
         small = first_of_every_kind(narrow, build) or narrow
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -170,6 +169,18 @@ def write_twin(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocabulary=whole.vocab_size,
     )
+
+
+def _fit_axes(fields: Mapping[str, Any]) -> None:
+    """Let the axes of M-RoPE share the frequencies of narrower heads as they shared those of the model's."""
+    settings: Any = fields.get("rope_parameters")
+    shares = settings.get("mrope_section") if isinstance(settings, dict) else None
+    if not shares:
+        return
+    width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    before, now = sum(shares), width // 2
+    rest = [max(1, share * now // before) for share in shares[1:]]
+    settings["mrope_section"] = [now - sum(rest), *rest]
 
 
 def _copy_others(source: Path, target: Path) -> None:

@@ -217,6 +217,27 @@ class VideoProcessor:
 
     # ---- pixels
 
+    def scaled(self, frame: Image, grid: tuple[int, int, int]) -> Image:
+        """Return a frame as small as the tower reads it, so that no more of it travels; the pixels are those it reads.
+
+        Args:
+            frame: In RGB.
+            grid: t, h and w, in patches.
+        """
+        from PIL.Image import fromarray
+
+        height, width = (side * self._patch for side in grid[1:])
+        if height * width >= frame.height * frame.width:
+            return frame
+        pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None].contiguous()
+        return fromarray(self._of_size(pixels, (height, width))[0].permute(1, 2, 0).contiguous().numpy())
+
+    def _of_size(self, frames: Tensor, pixels: tuple[int, int]) -> Tensor:
+        """Return frames `(n, 3, height, width)` uint8 in another size, as the processor scales them."""
+        if frames.shape[-2:] == pixels:
+            return frames
+        return interpolate(frames, pixels, mode=self._filter, antialias=True, align_corners=False)
+
     def patches(self, frames: Sequence[AbstractContextManager[Image]], grid: tuple[int, int, int]) -> Tensor:
         """Return what the tower reads of frames, `(t * h * w, C)` float32.
 
@@ -237,9 +258,7 @@ class VideoProcessor:
                 f"{len(made)} frames of a video can't be {time} patches in time, or are of several sizes"
             )
         video = torch.stack(made).permute(0, 3, 1, 2).contiguous()
-        pixels = (height * self._patch, width * self._patch)
-        if video.shape[-2:] != pixels:
-            video = interpolate(video, pixels, mode=self._filter, antialias=True, align_corners=False)
+        video = self._of_size(video, (height * self._patch, width * self._patch))
         video = (video.float() - self._mean[:, None, None]) / self._std[:, None, None]
         if missing := -len(video) % self._of_time:
             video = torch.cat([video, video[-1:].expand(missing, -1, -1, -1)])

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from hrl.config.arithmetic import batch_arithmetic, changed_values, placement_facts, units_in_words
 from hrl.config.compose import YOURS, compose_kind, to_yaml
-from hrl.config.help import check_help
 from hrl.config.outline import RunConfiguration
 from hrl.config.override import NotPlainError, as_override
 from hrl.config.placement_picture import placement_picture
@@ -72,7 +71,6 @@ def check(
     full: bool = False,
     config_only: bool = False,
     as_json: bool = False,
-    explain: bool = False,
 ) -> int:
     """Compose and validate as a run would, make its preflight checks, and report.
 
@@ -82,14 +80,10 @@ def check(
         full: Show every value instead of a summary.
         config_only: Check only the configuration, for a command line meant for another machine.
         as_json: Write one JSON object.
-        explain: Write the text of `--help` instead.
 
     Returns:
         The exit status: 0, or 2 if something is wrong.
     """
-    if explain:
-        sys.stdout.write(check_help(kind) + "\n")
-        return 0
     try:
         config = compose_kind(kind, overrides)
         ready, findings = None, None

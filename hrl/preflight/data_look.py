@@ -117,6 +117,7 @@ def look_at_rows(
                 findings.facts.append(Fact(noun, _in_words(dataset, sources, reader)))
                 findings.facts += _of_each_source(noun, dataset, sources)
                 _look_at_last_turns(findings, key, dataset)
+                _look_at_labels(findings, key, dataset)
                 if isinstance(config, PPOTrainerConfig) and not config.environment.is_used:
                     _look_at_loops(findings, key, dataset)
         found.append(dataset)
@@ -136,6 +137,20 @@ def _look_at_last_turns(findings: Findings, key: str, rows: Any) -> None:
         findings.notes.append(
             f"{count(answered, 'prompt')} of {key} end with a message of the assistant, which the model is shown and "
             "answers once more. If it is the answer, data.prompt_key=messages data.map={messages: prompt} takes it off"
+        )
+
+
+def _look_at_labels(findings: Findings, key: str, rows: Any) -> None:
+    """Add a note if all labels are alike: without answers of the other kind there is nothing to tell apart."""
+    if not isinstance(rows, LabelledDataset):
+        return
+    labels = {rows.rows[index].is_desirable for index in rows.known}
+    if len(labels) == 1:
+        label, others = ("true", "bad") if labels == {True} else ("false", "good")
+        findings.notes.append(
+            f"{rows.config.label_key!r} is {label} in every row of {key} that was looked at ({len(rows.known):,}): "
+            f"without {others} answers beside them all are pushed one way. Is it the column (data.label_key)? To "
+            "imitate good answers there is `hrl train sft`"
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.cluster.machine import LEAST_OBJECT_STORE_BYTES, MOST_RANKS_PER_CORE, available_cores, crowding
+from hrl.cluster.precision import fastest_dtype
 from hrl.config.arithmetic import Fact, count
 from hrl.config.outline import Outline, RunConfiguration
 from hrl.config.rollout import RolloutConfig
@@ -56,7 +57,7 @@ def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
         with findings.about("actor_rollout_ref.rollout.name"):
             sglang_engine.require_supported(sglang_engine.sglang_folder())
         findings.notes.append(
-            "actor_rollout_ref.rollout.name=sglang was never run with SGLang: look at rollout/logprob_diff_mean of the "
+            "actor_rollout_ref.rollout.name=sglang was never run on a GPU: look at rollout/logprob_diff_mean of the "
             "first step, which says how far its log-probs are from the trainer's"
         )
     if rollout.name != "vllm":
@@ -93,16 +94,18 @@ def look_at_vllm(findings: Findings, given: Mapping[str, Any], key: str, argumen
 
 #: Of what vLLM can round weights to and draft with, what its CPU backend has kernels for, tried with vLLM 0.32.
 _QUANTISES_ON_CPU = ("fp8_per_channel",)
-_DRAFTS_ON_CPU = ("ngram", "draft_model")
+_DRAFTS_ON_CPU = ("ngram", "draft_model", "eagle")
+_OF_GPUS = frozenset({"cpu_offload_gb", "attention_backend", "disable_custom_all_reduce"})
 
 
-def look_at_cpu_engine(findings: Findings, rollout: RolloutConfig, device: str) -> None:
-    """Check that vLLM's CPU backend can quantise and draft as it is told to, where it will run on one.
+def look_at_cpu_engine(findings: Findings, rollout: RolloutConfig, device: str, head_size: int | None) -> None:
+    """Check that vLLM's CPU backend has kernels for what it is told to do, where it will run on one.
 
     Args:
         findings: Collects problems.
         rollout: Its section.
         device: That the run will choose, `cpu` or `cuda`.
+        head_size: Of the policy's attention; None if it is not known, or has no attention of the usual kind.
     """
     given = rollout.engine_kwargs.get("vllm") or {}
     if rollout.name != "vllm" or device != "cpu":
@@ -112,11 +115,52 @@ def look_at_cpu_engine(findings: Findings, rollout: RolloutConfig, device: str) 
     if method is not None and method not in _QUANTISES_ON_CPU:
         what = f"is {method}, for whose linear layers vLLM's CPU backend has no kernel on every machine."
         findings.problem(f"{key}.quantization", what, f"On a CPU, set it to {_QUANTISES_ON_CPU[0]} or remove it.")
+    elif method is not None and rollout.dtype == "auto" and fastest_dtype(device) == "float32":
+        what = f"is auto, which is float32 on this machine, and beside that vLLM has no kernel for {method}."
+        findings.problem("actor_rollout_ref.rollout.dtype", what, "Set it to bfloat16.")
     drafts = given.get("speculative_config") or {}
     if drafts.get("method") not in (None, *_DRAFTS_ON_CPU):
         what = f"is {drafts['method']}, which is for GPUs."
-        hint = f"On a CPU, set it to {' or '.join(_DRAFTS_ON_CPU)}."
+        hint = f"On a CPU, set it to {', '.join(_DRAFTS_ON_CPU[:-1])} or {_DRAFTS_ON_CPU[-1]}."
         findings.problem(f"{key}.speculative_config.method", what, hint)
+    package = vllm_folder()
+    sizes = [] if package is None or head_size is None else _head_sizes_on_cpu(package)
+    if sizes and head_size not in sizes:
+        what = (
+            f"is vllm, whose CPU backend has no attention for heads of {head_size} elements; it has for "
+            f"{', '.join(map(str, sizes))}."
+        )
+        findings.problem("actor_rollout_ref.rollout.name", what, "Set it to hf, or take another model.")
+
+
+def _head_sizes_on_cpu(package: Path) -> list[int]:
+    """Return the widths of heads that vLLM's attention on CPUs has kernels for, from its source; empty without it."""
+    source = package / "v1" / "attention" / "backends" / "cpu_attn.py"
+    if not source.is_file():
+        return []
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            returned = node.body[-1]
+            if isinstance(returned, ast.Return) and isinstance(returned.value, ast.List):
+                sizes = [element.value for element in returned.value.elts if isinstance(element, ast.Constant)]
+                return [size for size in sizes if isinstance(size, int)]
+    return []
+
+
+def arguments_on_cpu(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of vLLM's engine with what its CPU backend runs in place of what it doesn't, or without it.
+
+    Weights that are rounded are rounded by the method that it has, and only the context drafts.
+
+    Args:
+        given: The arguments, for any device.
+    """
+    kept = {name: value for name, value in given.items() if name not in _OF_GPUS}
+    if kept.get("quantization") is not None and kept["quantization"] not in _QUANTISES_ON_CPU:
+        kept["quantization"] = _QUANTISES_ON_CPU[0]
+    if (kept.get("speculative_config") or {}).get("method", "ngram") != "ngram":
+        del kept["speculative_config"]
+    return kept
 
 
 def _vllm_arguments(package: Path) -> set[str]:

@@ -10,7 +10,7 @@ from hrl.config.arithmetic import Fact
 from hrl.config.outline import NamedModel, Outline
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.section import TEACHER
-from hrl.models.hf_config import load_config, vocabulary_of
+from hrl.models.hf_config import head_width, load_config, vocabulary_of
 from hrl.models.source import (
     ModelSourceError,
     check_links,
@@ -256,6 +256,19 @@ def look_at_positions(findings: Findings, outline: Outline, model: NamedModel, f
         verb = "are" if len(keys) > 1 else "is"
         what = f"{verb} {wanted} tokens, but {folder.name} has {limit} positions."
         findings.problem(" + ".join(keys), what, hint)
+
+
+def head_size(outline: Outline, folders: Mapping[str, Path]) -> int | None:
+    """Return the width of the policy's attention heads; None if the model is not here, or caches no such heads."""
+    policy = next(iter(outline.models))
+    if policy not in folders:
+        return None
+    trust, override = outline.model.trust_remote_code, outline.models[policy].override_config
+    text = load_config(folders[policy], override, trust_remote_code=trust).get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):  # of a latent vector vLLM has another kernel
+        return None
+    return head_width(text)
 
 
 def look_at_heads(findings: Findings, outline: Outline, folders: Mapping[str, Path]) -> None:

@@ -55,17 +55,33 @@ def _in_words(dataset: Any, kind: type[PictureSource] | type[VideoSource]) -> st
     if not any(numbers):
         return None
     shown = (each for index in dataset.known for each in dataset.rows[index].images if isinstance(each, kind))
-    sizes = {(each.width, each.height, getattr(each, "num_frames", 1)): each for each in shown}
+    sizes = {
+        (each.width, each.height, getattr(each, "num_frames", 1), getattr(each, "limits", None)): each for each in shown
+    }
     lengths = {dataset.picture_tokens(each): size for size, each in sizes.items()}
     most = max(lengths)
-    width, height, frames = lengths[most]
+    width, height, frames, _ = lengths[most]
     few = f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else str(max(numbers))
     what = f"{frames} frames of {width} × {height} pixels" if kind is VideoSource else f"{width} × {height} pixels"
     return f"{few} a row, {sum(numbers):,} in all; the largest, {what}, takes {count(most, 'token')}"
 
 
+def shows_pictures(*datasets: Any) -> bool:
+    """Return whether any of these rows show pictures."""
+    return any(map(_has_pictures, datasets))
+
+
+def vllm_shows_pictures_here() -> bool:
+    """Return whether this machine has what vLLM's classes of models that see import."""
+    return importlib.util.find_spec("torchvision") is not None
+
+
 def look_at_pictures(
-    findings: Findings, config: RunConfiguration, *datasets: Any, rm_reads_others: bool = False
+    findings: Findings,
+    config: RunConfiguration,
+    *datasets: Any,
+    rm_reads_others: bool = False,
+    runs_here: bool = True,
 ) -> None:
     """Refuse what reads no pictures in a run whose rows have some.
 
@@ -74,6 +90,7 @@ def look_at_pictures(
         config: The validated configuration.
         datasets: Rows to train and to validate on.
         rm_reads_others: The reward model has a tokenizer or a chat template of its own.
+        runs_here: The run is this machine's, and not one that is only looked at here.
     """
     shown = [dataset for dataset in datasets if _has_pictures(dataset)]
     if not shown:
@@ -106,7 +123,7 @@ def look_at_pictures(
             "begin where its time ends, and transformers 5 where its frames end."
         )
         findings.problem("actor_rollout_ref.rollout.name", what, "Set it to hf, or take Qwen3-VL.")
-    if samples_by_vllm and importlib.util.find_spec("torchvision") is None:
+    if samples_by_vllm and runs_here and not vllm_shows_pictures_here():
         what = "is vllm, and the rows have pictures: its classes of models that see import torchvision."
         hint = "Install the torchvision that is built for this torch, or set it to hf."
         findings.problem("actor_rollout_ref.rollout.name", what, hint)
@@ -115,6 +132,13 @@ def look_at_pictures(
             "rollout.name=vllm with pictures has not been run on a GPU yet: look at rollout/logprob_diff_mean of the "
             "first step, which says how far its log-probs are from the trainer's"
         )
+    if isinstance(config, PPOTrainerConfig):
+        blind = [entry.name for entry in config.reward.entries if entry.name in ("remote", "judge")]
+        if blind:
+            findings.notes.append(
+                f"{' and '.join(dict.fromkeys(blind))} of reward.functions: what is sent of a prompt is its words, in "
+                "which <image> or <video> stands for what it shows"
+            )
     if isinstance(config, PPOTrainerConfig) and config.teacher_is_served:
         what = "names a teacher, which reads text alone, and the rows have pictures."
         findings.problem(f"{OF_TEACHER}.urls", what)

@@ -36,6 +36,7 @@ from hrl.preflight.machine_look import (
 )
 from hrl.preflight.memory_look import device_and_capacity, look_at_memory
 from hrl.preflight.model_look import (
+    head_size,
     look_at_families,
     look_at_ids,
     look_at_models,
@@ -44,10 +45,10 @@ from hrl.preflight.model_look import (
 )
 from hrl.preflight.pictures_look import look_at_pictures, pictures_of
 from hrl.preflight.resume_look import look_at_changes
-from hrl.preflight.reward_look import look_at_reward
+from hrl.preflight.reward_look import ALL_SCORED, Scored, look_at_reward
 from hrl.preflight.reward_model_look import look_at_reward_model, look_at_served_model
 from hrl.preflight.run_inputs import run_inputs
-from hrl.preflight.server_look import look_at_served_teacher, look_at_servers
+from hrl.preflight.server_look import look_at_served_teacher, look_at_servers, look_at_teachers_of_rows
 from hrl.preflight.small_models import look_at_rate
 from hrl.report.live import ShowStage, in_silence
 
@@ -73,6 +74,7 @@ class Preflight:
         reward_reader: How a reward model reads the policy's answers that does not read its tokens; None of one that
             does, and without one.
         served_model: Local folder of a reward model that the run serves; None without one.
+        scored: Whose samples are scored.
     """
 
     outline: Outline
@@ -87,6 +89,7 @@ class Preflight:
     packs_rows: bool = True
     reward_reader: OtherReader | None = None
     served_model: Path | None = None
+    scored: Scored = ALL_SCORED
 
 
 def preflight(config: RunConfiguration, given: Given | None = None, stage: ShowStage = in_silence) -> Preflight:
@@ -131,7 +134,6 @@ def inspect_run(
     look_at_4_bits(findings, outline)
     if isinstance(config, PPOTrainerConfig):
         look_at_engine(findings, config.actor_rollout_ref.rollout)
-        look_at_cpu_engine(findings, config.actor_rollout_ref.rollout, device_and_capacity(config.trainer)[0])
     with stage("looking at the model and its tokenizer"):
         folders, tokenizer = look_at_models(findings, outline, download=download)
         ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
@@ -139,15 +141,20 @@ def inspect_run(
         reader = look_at_reward_model(findings, outline, folders, tokenizer, settings)
         served = look_at_served_model(findings, settings, download=download)
     if isinstance(config, PPOTrainerConfig):
+        device, width = device_and_capacity(config.trainer)[0], head_size(outline, folders)
+        look_at_cpu_engine(findings, config.actor_rollout_ref.rollout, device, width)
         look_at_tokens_of_teacher(findings, config, folders, tokenizer)
         look_at_servers(findings, config, folders.get(next(iter(outline.models))), ids)
         look_at_served_teacher(findings, config, folders.get(next(iter(outline.models))), tokenizer)
     with stage("reading the rows"):
         train, val = look_at_rows(findings, config, given, tokenizer, ids)
     shown_tools: Sequence[Mapping[str, Any]] | None = []
+    scored = ALL_SCORED
     if isinstance(config, PPOTrainerConfig):
+        look_at_teachers_of_rows(findings, config, train)
         shown_tools = look_at_environment(findings, config, given, tokenizer, train, val)
-        look_at_reward(findings, config, given, train, val)
+        scored = Scored.of(config, given, train, val)
+        look_at_reward(findings, config, given, train, val, scored)
     elif given.reward is not None:
         findings.problem("reward", "was given, and this kind of run scores nothing.", "Leave it out.")
     look_at_batch(findings, config, train)
@@ -183,5 +190,5 @@ def inspect_run(
     steps = total_steps(config, len(train))
     if settings.is_served and served is None:
         return None, findings
-    ready = (outline, folders, tokenizer, ids, train, val, steps, findings, inputs, packs_rows, reader, served)
+    ready = (outline, folders, tokenizer, ids, train, val, steps, findings, inputs, packs_rows, reader, served, scored)
     return Preflight(*ready), findings

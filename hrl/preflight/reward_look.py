@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from hrl.config.arithmetic import Fact, count
 from hrl.config.ppo import PPOTrainerConfig
@@ -14,19 +14,66 @@ from hrl.nearest import nearest
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.given import Given
 from hrl.processes.isolation import isolation_limit
-from hrl.reward.function import RESPONSE, RewardFunctionError
+from hrl.reward.function import RESPONSE, RewardFunctionError, names_taken, unwrapped
 from hrl.reward.library.catalogue import CATALOGUE
 from hrl.reward.pool import RewardPool
 from hrl.reward.score import find_scorer, why_no_scorer
 from hrl.reward.spec import RewardSpec, with_served
 from hrl.reward.weighted import entries_of
-from hrl.user_file import functions_in_user_file, names_in_user_file
+from hrl.user_file import functions_in_user_file, names_in_user_file, names_taken_in_user_file
 
 _AS_TEXT = "Only numbers, text, lists and dicts can go to another process: write what the reward needs as text"
 _FUNCTION, _FUNCTIONS = "reward.custom_reward_function", "reward.functions"
 
 
-def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, train: Any, val: Any) -> None:
+class Scored(NamedTuple):
+    """Whose samples are scored."""
+
+    steps: bool = True
+    validations: bool = True
+
+    @classmethod
+    def of(cls, config: PPOTrainerConfig, given: Given, train: Any, val: Any) -> Scored:
+        """Return whose samples a run scores.
+
+        All, unless it learns from a teacher alone, names nothing that scores, and the built-in scorers can't.
+
+        Args:
+            config: The validated configuration.
+            given: A reward function that the caller gave as an object.
+            train: Rows to train on, None if they could not be read.
+            val: Rows to validate on.
+        """
+        if given.reward is not None or not config.may_leave_unscored:
+            return cls()
+        if not config.reward_entries:
+            return cls(steps=False, validations=False)
+        return cls(train is None or _can_be_scored(train), val is not None and _can_be_scored(val))
+
+    def of_steps(self, config: PPOTrainerConfig) -> Iterator[tuple[str, str]]:
+        """Yield every key that needs scores of a step's samples, which have none, and how it does without."""
+        if self.steps:
+            return
+        algorithm = config.algorithm
+        keys = {
+            "algorithm.filter_groups.enable": (algorithm.filter_groups.enable, "false"),
+            "algorithm.use_pf_ppo": (algorithm.use_pf_ppo, "false"),
+            "data.sampler": (config.data.sampler is not None, "null"),
+            "critic.enable": (config.needs_critic, "false, and algorithm.adv_estimator=reinforce_plus_plus"),
+        }
+        yield from ((key, instead) for key, (is_set, instead) in keys.items() if is_set)
+
+
+ALL_SCORED = Scored()
+
+
+def _can_be_scored(rows: Any) -> bool:
+    return all(why_no_scorer(source) is None for source in rows.data_sources) and not _without_ground_truth(rows)
+
+
+def look_at_reward(
+    findings: Findings, config: PPOTrainerConfig, given: Given, train: Any, val: Any, scored: Scored = ALL_SCORED
+) -> None:
     """Load the reward function and check that it can score the rows.
 
     Args:
@@ -35,6 +82,7 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
         given: A reward function that the caller gave as an object.
         train: Rows to train on, None if they could not be read.
         val: Rows to validate on.
+        scored: Whose samples are scored.
     """
     reward = config.reward
     try:
@@ -50,6 +98,16 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
             "Give it again (hrl.GRPO(reward=…)), or name its file (my_reward.py:function).",
         )
         return
+    for key, instead in scored.of_steps(config):
+        what = "needs scores, and the rows to train on have none: a teacher alone is learnt from."
+        findings.problem(key, what, f"Set it to {instead}, or name something that scores with {_FUNCTIONS}.")
+    if not any(scored):
+        findings.facts.append(Fact("reward", "none: samples are not scored, and the teacher alone is learnt from"))
+        return
+    for key, rows, is_scored in zip(("data.train_files", "data.val_files"), (train, val), scored, strict=True):
+        if rows is not None and not is_scored:
+            findings.notes.append(f"{key} has rows without an answer or a scorer: their samples have no score")
+    train, val = train if scored.steps else None, val if scored.validations else None
     also = f"the reward model {reward.reward_model.model_path}" if config.needs_reward_model else ""
     if config.environment.pays:
         also = f"{also} and the environment" if also else "the environment"
@@ -58,7 +116,7 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
         return
     before, words = len(findings.problems), list[str]()
     known: tuple[str, ...] = ()
-    rows = {"data.train_files": train, "data.val_files": val}
+    to_score = {"data.train_files": train, "data.val_files": val}
     for entry in entries:
         if isinstance(entry, tuple):
             name, _, weight = entry
@@ -66,20 +124,22 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
         else:
             name, weight, what = entry.part, entry.weight, _what_it_is(entry)
         if not isinstance(entry, tuple) and entry.name == "data_source":
-            known = _look_at_scorers(findings, rows)
+            known = _look_at_scorers(findings, to_score)
             what = "; ".join(f"{source} pays for {find_scorer(source).rule}" for source in known) or "built-in"
         elif isinstance(entry, tuple) or entry.path is not None:
-            if isinstance(entry, tuple) or _look_at_function(findings, reward, *entry.file_and_function):
-                _look_for_ground_truth(findings, name, train, val)
+            if isinstance(entry, tuple):
+                _look_for_ground_truth(findings, name, names_taken(unwrapped(entry[1])), train, val)
+            elif _look_at_function(findings, reward, *entry.file_and_function):
+                taken = names_taken_in_user_file(*entry.file_and_function)
+                _look_for_ground_truth(findings, name, taken, train, val)
         elif CATALOGUE[str(entry.name)].needs_answer:
-            _look_for_answers(
-                findings, f"the function {entry.name}", {"data.train_files": train, "data.val_files": val}
-            )
+            _look_for_answers(findings, f"the function {entry.name}", to_score)
         words.append(what if len(entries) == 1 and weight == 1 else f"{weight:g} · {what}")
     findings.facts.append(Fact("reward", " + ".join(words) + (f", and {also}" if also else "")))
     there = [each for each in (train, val) if each is not None]
     left_out = {name: why for each in there for name, why in getattr(each, "left_out", {}).items()}
-    if len(findings.problems) == before and train is not None:  # whose columns the function may need
+    is_read = train is not None or not scored.steps
+    if len(findings.problems) == before and is_read:  # whose columns the function may need
         _load_where_it_runs(findings, reward, given, known, columns_of_rows(there), left_out)
     if left_out:
         findings.notes.append(f"left out for the reward: {', '.join(left_out.values())}. {_AS_TEXT}")
@@ -100,8 +160,18 @@ def _what_it_is(entry: RewardEntry) -> str:
     return f"{entry.name}({given})" if given else str(entry.name)
 
 
-def _look_for_ground_truth(findings: Findings, name: str, train: Any, val: Any) -> None:
-    """Add a note if some rows have no ground truth for a user's own function."""
+def _look_for_ground_truth(findings: Findings, name: str, taken: frozenset[str] | None, train: Any, val: Any) -> None:
+    """Add a note if some rows have no ground truth for a user's own function, unless it asks for none.
+
+    Args:
+        findings: Collects notes.
+        name: Of the function.
+        taken: Names of what it takes; None if they are not known.
+        train: Rows to train on.
+        val: Rows to validate on.
+    """
+    if taken is not None and taken.isdisjoint(("answer", GROUND_TRUTH)):
+        return
     bare = sum(len(_without_ground_truth(rows)) for rows in (train, val))
     if bare:
         what = "an answer (a column `answer`, or reward_model.ground_truth)"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from hrl.cluster.precision import with_dtypes
-from hrl.config.arithmetic import Fact
+from hrl.config.arithmetic import Fact, count
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.data.dataset import RLHFDataset
 from hrl.models.hf_config import vocabulary_of
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
@@ -21,7 +23,14 @@ from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.host import engine_of
 from hrl.workers.rollout.scoring_server import ScoringServer, look_at_each, opened
 from hrl.workers.rollout.server_engine import look_at_all
-from hrl.workers.rollout.server_http import OF_TEACHER, ServerError, ServerGoneError, key_of
+from hrl.workers.rollout.server_http import (
+    OF_TEACHER,
+    ServerError,
+    ServerFaltersError,
+    ServerGoneError,
+    ServerRefusesError,
+    key_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,6 +87,8 @@ def look_at_servers(findings: Findings, config: PPOTrainerConfig, folder: Path |
     asyncio.run(look())
 
 
+_MOST_NAMES = 8
+"""Of rows whose teacher is not named, in one message."""
 _SENTENCE = "Übung macht den Meister: 1,000 + 2.5 = ? <|im_end|>\n\tfor x in range(10): 你好"
 """Tokenised on both sides: letters beyond ASCII, numbers, spaces, and what may be a special token."""
 
@@ -103,10 +114,13 @@ def look_at_served_teacher(
     model, num_top = config.actor_rollout_ref.model, config.num_teacher_tokens
     vocabulary = vocabulary_of(folder, model.override_config, trust_remote_code=model.trust_remote_code)
     own = tokenizer.encode(_SENTENCE, add_special_tokens=False)
+    teacher = config.distillation.teacher_models.teacher_model
 
-    async def look() -> None:
+    async def look(urls: Sequence[str]) -> list[str]:
+        told = []
         async with opened(
-            config.distillation.teacher_models.teacher_model,
+            teacher,
+            urls,
             vocabulary=vocabulary,
             timeout_s=_LOOK_TIMEOUT_S,
             most_at_once=1,
@@ -114,20 +128,64 @@ def look_at_served_teacher(
             found = await look_at_each(servers, config.data.max_prompt_length + config.data.max_response_length)
             if not any(found):
                 raise ServerGoneError("; ".join(str(server.why_down) for server in servers))
-            for number, (server, text) in enumerate(zip(servers, found, strict=True), 1):
+            for server, text in zip(servers, found, strict=True):
                 if text is None:
-                    findings.notes.append(f"{server.why_down}; the others score until it is there")
+                    findings.notes.append(f"{server.why_down}; the teacher's others score until it is there")
                     continue
-                findings.facts.append(Fact(f"teacher {number}", f"{server.address.url}: {text}"))
+                told.append(f"{server.address.url}: {text}")
                 await _compare_tokens(findings, server, own)
                 try:
-                    await server.score(own[:4], 1, num_top)
-                except ServerError as error:
+                    await server.score(own[:4], 1, num_top, is_look=True)
+                except ServerRefusesError as error:
                     more = f"; it allows as many with --max-logprobs {num_top}" if num_top else ""
                     raise ServerError(f"{error}{more}") from error
+                except ServerFaltersError as error:  # of what vLLM compiles before its first text, it keeps the result
+                    raise ServerError(
+                        f"{error} Have it score a text once (prompt_logprobs), and start again"
+                    ) from error
+        return told
 
-    with findings.about(f"{OF_TEACHER}.urls"):
-        asyncio.run(look())
+    async def look_at_all() -> list[list[str] | BaseException]:
+        return await asyncio.gather(*map(look, teacher.server.of_each), return_exceptions=True)
+
+    for urls, told in zip(teacher.server.of_each, asyncio.run(look_at_all()), strict=True):
+        with findings.about(f"{OF_TEACHER}.urls"):
+            if isinstance(told, BaseException):
+                raise told
+        named = teacher.server.urls
+        rows = (
+            f" of {', '.join(name for name in named if tuple(named[name]) == urls)}" if isinstance(named, dict) else ""
+        )
+        findings.facts += [Fact("teacher", f"{text}{rows}") for text in told]
+
+
+def look_at_teachers_of_rows(findings: Findings, config: PPOTrainerConfig, rows: RLHFDataset | None) -> None:
+    """Check that each known row to train on names one of several teachers.
+
+    Args:
+        findings: Collects a problem with what rows name instead.
+        config: The validated configuration.
+        rows: To train on; None where they could not be read.
+    """
+    distilled = config.distillation
+    named = distilled.teacher_models.teacher_model.server.urls
+    if not config.teacher_is_served or not isinstance(named, dict) or rows is None:
+        return
+    lacking: dict[str | None, list[str]] = {}
+    for row in (rows.rows[index] for index in rows.known):
+        if (name := distilled.named_in(row.data_source, row.columns)) not in named:
+            lacking.setdefault(name, []).append(row.origin)
+    if without := lacking.pop(None, []):
+        what = (
+            f"is {distilled.teacher_key}, a column that {count(len(without), 'row')} lack; the first is {without[0]}."
+        )
+        hint = "Name a column that all have; data.map={subject: extra_info.subject} makes one of a field."
+        findings.problem("distillation.teacher_key", what, hint)
+    if lacking:
+        shown = [f"{str(name)[:60]} ({count(len(where), 'row')}, first {where[0]})" for name, where in lacking.items()]
+        more = f", and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
+        what = f"names no servers for {', '.join(shown[:_MOST_NAMES])}{more}, in the column {distilled.teacher_key}."
+        findings.problem(f"{OF_TEACHER}.urls", what, "Name some, or leave these rows out.")
 
 
 async def _compare_tokens(findings: Findings, server: ScoringServer, own: list[int]) -> None:

@@ -16,6 +16,8 @@ _LAST_BYTES = 64 << 10
 _LONGEST_ERROR = 500
 _ERROR = re.compile(r"\b(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit)\b: .+")
 """The last line of a traceback, wherever in a line of a log it stands."""
+_ECHO = "for the root cause"
+"""In an error of vLLM that only says that another one was printed before it."""
 
 
 def exit_in_words(code: int) -> str:
@@ -138,4 +140,5 @@ def _last_error(file: Path) -> str | None:
     with file.open("rb") as stream:
         stream.seek(max(file.stat().st_size - _LAST_BYTES, 0))
         found = _ERROR.findall(stream.read().decode(errors="replace"))
-    return str(found[-1])[:_LONGEST_ERROR].strip() if found else None
+    causes = [error for error in found if _ECHO not in error]
+    return str((causes or found)[-1])[:_LONGEST_ERROR].strip() if found else None

@@ -16,7 +16,7 @@ from hrl.files import expanded
 from hrl.models.adapter import ALL_LINEAR, AdapterError, adapter_of
 from hrl.models.footprint import footprint
 from hrl.models.loading import ModelSource
-from hrl.rehearse.smaller import Change
+from hrl.rehearse.parts import Change
 
 _LAYERS = ("target_modules", "exclude_modules")
 

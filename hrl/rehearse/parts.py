@@ -6,15 +6,34 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hrl.errors import HrlError, RefusedError
-from hrl.rehearse.smaller import Change
 
 _REFUSED_STATUS = 2
 
 
 class RehearsalError(HrlError):
     """A part of a rehearsal failed; the table says which."""
+
+
+class Change(NamedTuple):
+    """What was reduced.
+
+    Attributes:
+        what: Key or name.
+        was: What the line has.
+        now: What the rehearsal has.
+    """
+
+    what: str
+    was: str
+    now: str
+
+
+def told(value: Any) -> str:
+    """Return a value as the table shows it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)

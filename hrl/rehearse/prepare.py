@@ -18,7 +18,7 @@ from hrl.config.load import load_kind
 from hrl.config.outline import RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import RunKind
-from hrl.config.section import TEACHER, flatten, unflatten
+from hrl.config.section import RM, ROLLOUT, TEACHER, flatten, unflatten
 from hrl.models.hf_config import load_config
 from hrl.models.source import ModelSourceError, describe_model
 from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
@@ -29,9 +29,12 @@ from hrl.preflight.given import Given
 from hrl.preflight.memory_ledger import Ledger, gib, ledgers_of
 from hrl.preflight.memory_look import size_of
 from hrl.preflight.model_look import look_at_heads, look_at_positions
+from hrl.preflight.pictures_look import look_at_pictures, shows_pictures, vllm_shows_pictures_here
 from hrl.rehearse.adapters import SmallAdapter, small_adapter
-from hrl.rehearse.parts import Rehearsal, RehearsalError
-from hrl.rehearse.smaller import MOST_PROCESSES, TRAIN_ROWS, lost, shapes_of, smaller, with_twins
+from hrl.rehearse.engines import with_engine
+from hrl.rehearse.layout import MOST_PROCESSES, lost, shapes_of
+from hrl.rehearse.parts import Change, Rehearsal, RehearsalError
+from hrl.rehearse.smaller import LIMIT_S, TRAIN_ROWS, smaller, with_twins
 from hrl.workers.rollout.server_http import OF_TEACHER
 
 _BATCH = "data.train_batch_size"
@@ -58,7 +61,12 @@ def _engine_here(config: RunConfiguration) -> str | None:
 
 
 def small_run(
-    kind: RunKind[RunConfiguration], config: RunConfiguration, folder: Path, processes: int | None, found: Rehearsal
+    kind: RunKind[RunConfiguration],
+    config: RunConfiguration,
+    folder: Path,
+    processes: int | None,
+    found: Rehearsal,
+    limit_s: float = LIMIT_S,
 ) -> RunConfiguration:
     """Return the small run of a line, on the twins of its models.
 
@@ -68,6 +76,7 @@ def small_run(
         folder: Where run folder and twins go.
         processes: The largest pool; None for as many as fit.
         found: Takes what is made and reduced.
+        limit_s: Seconds that a start of it may take.
 
     Raises:
         RehearsalError: A model is not there, has no twin, or the run does not fit.
@@ -77,7 +86,7 @@ def small_run(
     with found.part("tiny models") as said:
         sources = _described(config)
         for most in _pool_sizes(processes):
-            small = smaller(kind, config, folder / "run", most, engine=engine)
+            small = smaller(kind, config, folder / "run", most, engine=engine, limit_s=limit_s)
             together = sum(shape.processes for shape in shapes_of(small.config).values())
             crowded = together > MOST_RANKS_PER_CORE * available_cores()
             if crowded and most > 1 and processes is None:  # else the run says so itself
@@ -125,21 +134,31 @@ def _described(config: RunConfiguration) -> dict[str, Path]:
         PreflightError: One is not there, or can't be laid out so.
     """
     findings, outline, folders = Findings(), outline_of(config), dict[str, Path]()
-    for role, model in outline.models.items():
-        with findings.about(model.key):
+    named = [(role, model.key, model.path) for role, model in outline.models.items()]
+    if (served := _served_model(config)) is not None:
+        named.append(("rm", f"{RM}.model_path", served))
+    for role, key, path in named:
+        with findings.about(key):
             try:
-                folders[role] = describe_model(model.path)
+                folders[role] = describe_model(path)
             except ModelSourceError as error:
                 raise ModelSourceError(
                     f"{str(error).removesuffix('.')}. A rehearsal needs its config and tokenizer alone: to name "
-                    f"another place of them, add {model.key}=… to the line"
+                    f"another place of them, add {key}=… to the line"
                 ) from error
     findings.raise_problems()
-    look_at_heads(findings, outline, folders)
+    look_at_heads(findings, outline, {role: folders[role] for role in outline.models})
     learner = next(iter(outline.models))
     look_at_positions(findings, outline, outline.models[learner], folders[learner])
     findings.raise_problems()
     return folders
+
+
+def _served_model(config: RunConfiguration) -> str | None:
+    """Return the model that a run serves to its reward functions, which none of its ranks holds; None without one."""
+    if not isinstance(config, PPOTrainerConfig) or not config.reward.reward_model.is_served:
+        return None
+    return config.reward.reward_model.model_path
 
 
 def _twins(
@@ -168,6 +187,15 @@ def _twins(
                 scores=scores,
             )
         twins[role] = made[key]
+    if _served_model(config) is not None:
+        twins["rm"] = write_twin(
+            sources["rm"],
+            place / "served",
+            Sharing((lcm(*degrees),)),
+            override_config={},
+            trust_remote_code=outline.model.trust_remote_code,
+            seed=config.trainer.seed,
+        )
     return twins
 
 
@@ -209,8 +237,11 @@ def _ledger(run: RunConfiguration) -> Ledger:
     return ledger
 
 
-def look_at_all_rows(config: RunConfiguration, small: RunConfiguration, found: Rehearsal) -> None:
+def look_at_all_rows(config: RunConfiguration, small: RunConfiguration, found: Rehearsal) -> bool:
     """Read the rows as the line would, with its own batch; the small run asks for fewer.
+
+    Returns:
+        Whether they show pictures.
 
     Raises:
         RehearsalError: They can't be read, or are too few.
@@ -223,11 +254,27 @@ def look_at_all_rows(config: RunConfiguration, small: RunConfiguration, found: R
             resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else folder,
             trust_remote_code=model.trust_remote_code,
         )
-        train, _ = look_at_rows(findings, config, Given(), tokenizer, token_ids(tokenizer, folder))
+        train, val = look_at_rows(findings, config, Given(), tokenizer, token_ids(tokenizer, folder))
         # The line is for GPUs: a batch that nobody chose is not too large for this machine.
         look_at_batch(findings, config.with_origins({**(config.origins or {}), _BATCH: YOURS}), train)
+        look_at_pictures(findings, config, train, val, runs_here=False)
         findings.raise_problems()
-        said += [f"{fact.label}: {fact.text}" for fact in findings.facts if fact.label.endswith("rows")]
+        shown = ("rows", "pictures", "videos")
+        said += [f"{fact.label}: {fact.text}" for fact in findings.facts if fact.label.endswith(shown)]
         said.append(f"{config.data.train_batch_size:,} of them a step")
         if len(train) > TRAIN_ROWS:
             said.append(f"the run reads {TRAIN_ROWS:,}")
+    return shows_pictures(train, val)
+
+
+def shown_here(
+    kind: RunKind[RunConfiguration], small: RunConfiguration, found: Rehearsal, *, pictures: bool
+) -> RunConfiguration:
+    """Return a small run whose engine can show its pictures on this machine, if its rows have some."""
+    samples_by_vllm = isinstance(small, PPOTrainerConfig) and small.actor_rollout_ref.rollout.name == "vllm"
+    if not pictures or not samples_by_vllm or vllm_shows_pictures_here():
+        return small
+    found.changes.append(
+        Change(f"{ROLLOUT}.name", "vllm", "hf: vLLM shows pictures with torchvision, which is not installed here")
+    )
+    return with_engine(kind, small, "hf")

@@ -26,9 +26,10 @@ from hrl.processes.lifetime import guarded_environment
 from hrl.processes.signals import answer_with
 from hrl.rehearse.child import Child, StuckError
 from hrl.rehearse.follow import Follower
+from hrl.rehearse.layout import not_kept, shapes_of
 from hrl.rehearse.parts import Rehearsal, RehearsalError
-from hrl.rehearse.prepare import look_at_all_rows, small_run
-from hrl.rehearse.smaller import shapes_of
+from hrl.rehearse.prepare import look_at_all_rows, shown_here, small_run
+from hrl.rehearse.smaller import LIMIT_S
 from hrl.report.run_folder import METRICS, RunFolder
 
 Kill = Literal["driver", "rank"]
@@ -54,7 +55,7 @@ class Options:
 
     processes: int | None = None
     kill: Kill = "driver"
-    timeout_s: float = 900.0
+    timeout_s: float = LIMIT_S
     keep: Path | None = None
 
 
@@ -76,8 +77,9 @@ def rehearse(kind: RunKind[RunConfiguration], arguments: Sequence[str], options:
     found.add("configuration", time.monotonic() - began, f"{kind.name} run, {_layout_in_words(config)}")
     found.absent += _absent(config)
     with _ended_by_signals(), _folder(options.keep) as folder, guarded_environment() as mark:
-        small = small_run(kind, config, folder, options.processes, found)
-        look_at_all_rows(config, small, found)
+        small = small_run(kind, config, folder, options.processes, found, options.timeout_s)
+        pictures = look_at_all_rows(config, small, found)
+        small = shown_here(kind, small, found, pictures=pictures)
         _write(small, folder)
         environ = _environment(folder, mark)
         found.has_run = True
@@ -242,6 +244,9 @@ def _scores(folder: Path) -> Iterator[str]:
         yield f"{len(numbers)} samples scored {min(numbers):g} to {max(numbers):g}"
 
 
+_STANDS_FOR = "an engine of the run's own stands for them, which nobody else is asked for"
+
+
 def _absent(config: RunConfiguration) -> Iterator[tuple[str, str]]:
     """Yield what is not rehearsed, and why."""
     yield "memory of a GPU", "computed before a run by `hrl check` there, and by `hrl plan --gpus N --gpu NAME` here"
@@ -249,6 +254,10 @@ def _absent(config: RunConfiguration) -> Iterator[tuple[str, str]]:
     yield "the model's weights and their learning", "the tiny models are random"
     if isinstance(config, PPOTrainerConfig) and config.teacher_is_served:
         yield "the served teacher", "a tiny model of the run's own stands for it"
+    if isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.is_of_others:
+        what = "servers" if config.actor_rollout_ref.rollout.is_served else "engines"
+        yield f"SGLang's {what}" if config.actor_rollout_ref.rollout.name == "sglang" else what, _STANDS_FOR
+    yield from not_kept(config)
     if config.trainer.nnodes > 1:
         yield f"{config.trainer.nnodes} machines", "all processes are on this one"
     if config.trainer.default_remote_dir is not None:

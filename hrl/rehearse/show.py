@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hrl.masking import masked_text
+from hrl.rehearse.layout import MOST_PROCESSES
 from hrl.rehearse.parts import Part, Rehearsal
-from hrl.rehearse.smaller import MOST_PROCESSES
 
 
 class Shown:

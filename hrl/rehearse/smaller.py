@@ -1,7 +1,6 @@
 """A run made small: the same configuration with fewer processes, samples and tokens, and what of it was reduced.
 
-A layout keeps its shape: what was shared by several processes still is, by two, and what lay beside that still does
-where so many processes are allowed. Everything that is reduced is told, from what to what.
+Everything that is reduced is told, from what to what.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from hrl.config.placement import resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import RunKind
 from hrl.config.section import ACTOR, REF, RM, ROLLOUT, flatten, unflatten
+from hrl.rehearse.engines import keys_of_engine, run_by_vllm_here, shrink_server
+from hrl.rehearse.layout import GROUPS, Shape, kept_options, shapes_of, shardings_of, small_pools
+from hrl.rehearse.parts import Change, told
 
-MOST_PROCESSES = 4
-"""Processes of a pool: two that share a copy, a sequence or an engine, and as many beside them."""
 RESPONSE_TOKENS = 16
 EPISODE_TOKENS = 1024
 """Longest response of a rehearsal, and longest episode, in which the environment's words count too."""
@@ -27,7 +27,10 @@ TRAIN_ROWS = 1024
 """Rows that the two starts read; all of them are read once before."""
 _TURNS, _SAMPLES, _VAL_ROWS, _ROWS, _PASSES = 2, 2, 4, 4, 2
 _KV_CACHE_GIB = 0.25
-_LONGEST_WAIT_S = 300.0
+LIMIT_S = 900.0
+"""Seconds that each of the two starts of a rehearsal may take, if nothing else is said."""
+_SHARE_OF_A_WAIT = 2 / 3
+"""Of that time, what one wait of the run may take: its error says more than that the time is over."""
 _UNTOUCHED = {
     "trainer.total_training_steps": 1000,  # a signal ends it
     "trainer.save_freq": 1,
@@ -46,24 +49,6 @@ _UNTOUCHED = {
 """Values of every rehearsal: nothing of the user's is written to, and nobody else is told of it."""
 
 
-_GROUPS = ("ulysses_sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
-"""Keys of a sharding that say how many processes do something together."""
-
-
-class Change(NamedTuple):
-    """What was reduced.
-
-    Attributes:
-        what: Key or name.
-        was: What the line has.
-        now: What the rehearsal has.
-    """
-
-    what: str
-    was: str
-    now: str
-
-
 class Smaller(NamedTuple):
     """A small run.
 
@@ -76,73 +61,6 @@ class Smaller(NamedTuple):
     changes: list[Change]
 
 
-class Shape(NamedTuple):
-    """How the processes of a pool share work: numbers of processes.
-
-    Attributes:
-        processes: All of them.
-        copy: Those that share one sharded copy of a model.
-        sequences: Those that run a micro-batch together.
-        engine: Those that share an engine.
-        weights: Those that compute parts of each product together.
-        experts: Those that share out a mixture's experts.
-    """
-
-    processes: int
-    copy: int
-    sequences: int
-    engine: int
-    weights: int = 1
-    experts: int = 1
-
-    def wanted(self) -> int:
-        """Return the least number of processes with which nothing of the shape is lost."""
-        if self.processes == 1:
-            return 1
-        groups = self[1:]
-        return 4 if any(1 < size < self.processes for size in groups) else 2
-
-    def within(self, processes: int) -> Shape:
-        """Return the same shape of so many processes."""
-
-        def fewer(size: int) -> int:
-            return processes if size == self.processes else min(size, 2, processes)
-
-        return Shape(processes, *map(fewer, self[1:]))
-
-
-def shapes_of(config: RunConfiguration) -> dict[str, Shape]:
-    """Return the shape of every pool."""
-    if not isinstance(config, PPOTrainerConfig):
-        sharding, processes = config.model.fsdp_config, config.num_processes
-        copy = processes if sharding.fsdp_size == -1 else sharding.fsdp_size
-        sequences, weights, experts = (getattr(sharding, name) for name in _GROUPS)
-        return {"global": Shape(processes, copy, sequences, 1, weights, experts)}
-    placement = resolve_placement(config)
-    found = {}
-    for pool, counts in placement.pools.items():
-        roles, processes = placement.roles_on(pool), sum(counts)
-        shardings = [sharding for role, sharding in _shardings(config).items() if role in roles]
-        copies = [processes if one.fsdp_size == -1 else one.fsdp_size for one in shardings]
-        samples = placement.rollout in roles
-        engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size if samples else 1
-        # Where roles of a pool differ, the one that splits it counts.
-        split = [size for size in copies if 1 < size < processes]
-        sequences, weights, experts = (max((getattr(one, name) for one in shardings), default=1) for name in _GROUPS)
-        found[pool] = Shape(processes, (split or copies or [1])[0], sequences, engine, weights, experts)
-    return found
-
-
-def _shardings(config: PPOTrainerConfig) -> dict[str, Any]:
-    placement, policy = resolve_placement(config), config.actor_rollout_ref
-    return {
-        placement.actor: policy.actor.fsdp_config,
-        "ref": policy.ref.fsdp_config,
-        "critic": config.critic.model.fsdp_config,
-        "rm": config.reward.reward_model.model.fsdp_config,
-    }
-
-
 def smaller(
     kind: RunKind[Any],
     config: RunConfiguration,
@@ -150,6 +68,7 @@ def smaller(
     most_processes: int,
     *,
     engine: str | None = None,
+    limit_s: float = LIMIT_S,
 ) -> Smaller:
     """Return a small run of the same kind; its models are still those of the line.
 
@@ -159,32 +78,38 @@ def smaller(
         run_folder: Its run folder.
         most_processes: The largest pool.
         engine: The engine in place of the line's, where that can't run here.
+        limit_s: Seconds that a start of it may take.
     """
+    longest_s = _SHARE_OF_A_WAIT * limit_s
     values = dict(flatten(config.model_dump(), kind.schema))
     before = dict(values)
     changes: list[Change] = []
     values |= _UNTOUCHED | {"trainer.default_local_dir": str(run_folder)}
     for key in ("trainer.timeouts.init_s", "trainer.timeouts.call_s"):
-        values[key] = min(values[key], _LONGEST_WAIT_S)
+        values[key] = min(values[key], longest_s)
     values["data.train_max_samples"] = _at_most(values["data.train_max_samples"], TRAIN_ROWS)
     values["data.val_max_samples"] = _at_most(values["data.val_max_samples"], _VAL_ROWS)
-    if engine is not None and isinstance(config, PPOTrainerConfig):
-        values[f"{ROLLOUT}.name"] = engine
-        values[f"{ROLLOUT}.engine_kwargs"] = {}
-        values[f"{ROLLOUT}.server.urls"] = []
-    layout = {pool: shape.within(min(shape.wanted(), most_processes)) for pool, shape in shapes_of(config).items()}
+    if isinstance(config, PPOTrainerConfig):
+        values |= keys_of_engine(engine) if engine is not None else {}
+        changes += run_by_vllm_here(values, config)
+    pools = small_pools(config, most_processes)
+    layout = {pool: shape.within(pools[pool]) for pool, shape in shapes_of(config).items()}
     if isinstance(config, PPOTrainerConfig):
         _shrink_policy(values, config, layout)
+        if config.environment.is_used:
+            _shrink_episodes(values, config, longest_s)
     else:
         (shape,) = layout.values()
         _place(values, "model", config.model.fsdp_config, shape, config.num_processes)
         values["data.train_batch_size"] = min(config.data.train_batch_size, _ROWS)
         _shrink_passes(values, config, config.data.max_length * (2 if hasattr(config.data, "chosen_key") else 1))
-    _shrink_processes(values, config, layout)
+    _shrink_processes(values, config, pools)
+    if isinstance(config, PPOTrainerConfig) and config.reward.reward_model.is_served:
+        changes += shrink_server(values, layout[resolve_placement(config).roles["rm"]].engine)
     for pool, shape in shapes_of(config).items():
         name = "processes" if len(layout) == 1 else f"processes of pool {pool}"
         changes += _changed_shape(name, shape, layout[pool], config.trainer.nnodes)
-    changes += [Change(key, _told(before[key]), _told(values[key])) for key in _TOLD if _differs(key, before, values)]
+    changes += [Change(key, told(before[key]), told(values[key])) for key in _TOLD if _differs(key, before, values)]
     return Smaller(load_kind(kind, unflatten(values)), changes)
 
 
@@ -210,10 +135,6 @@ def _differs(key: str, before: Mapping[str, Any], values: Mapping[str, Any]) -> 
     return key in values and before[key] != values[key]
 
 
-def _told(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _at_most(number: int, most: int) -> int:
     """Return the smaller of the two; -1 stands for all."""
     return most if number < 0 else min(number, most)
@@ -234,23 +155,6 @@ def _changed_shape(name: str, was: Shape, now: Shape, machines: int) -> Iterator
             yield Change(f"{name} {title}", str(old), str(new))
 
 
-def lost(config: RunConfiguration, small: RunConfiguration) -> list[str]:
-    """Return what of the layout's shape the processes of the small run are too few for, in words."""
-    words = {"copy": "copies beside each other", "sequences": "sequence groups beside each other",
-             "engine": "several engines", "weights": "tensor groups beside each other",
-             "experts": "expert groups beside each other"}  # fmt: skip
-    found = []
-    pools = shapes_of(small)
-    for pool, was in shapes_of(config).items():
-        now = pools[pool]
-        for field, title in words.items():
-            if getattr(was, field) < was.processes and getattr(now, field) == now.processes > 1:
-                found.append(title if len(pools) == 1 else f"{title} in pool {pool}")
-        if was.processes > now.processes == 1:
-            found.append("several processes" if len(pools) == 1 else f"several processes in pool {pool}")
-    return found
-
-
 def _place(values: dict[str, Any], owner: str, sharding: Any, shape: Shape, processes: int) -> None:
     """Set the sharding of a model on the small shape of its pool."""
 
@@ -260,17 +164,17 @@ def _place(values: dict[str, Any], owner: str, sharding: Any, shape: Shape, proc
     if sharding.fsdp_size != -1:
         size = within(sharding.fsdp_size)
         values[f"{owner}.fsdp_config.fsdp_size"] = -1 if size == shape.processes > 1 else size
-    for name in _GROUPS:
+    for name in GROUPS:
         values[f"{owner}.fsdp_config.{name}"] = within(getattr(sharding, name))
 
 
-def _shrink_processes(values: dict[str, Any], config: RunConfiguration, layout: Mapping[str, Shape]) -> None:
+def _shrink_processes(values: dict[str, Any], config: RunConfiguration, pools: Mapping[str, int]) -> None:
     values["trainer.nnodes"] = 1
-    values["trainer.n_gpus_per_node"] = max(shape.processes for shape in layout.values())
+    values["trainer.n_gpus_per_node"] = max(pools.values())
     if isinstance(config, PPOTrainerConfig):
-        pools = {pool: [layout[pool].processes] for pool in config.trainer.resource_pools if pool in layout}
-        values["trainer.resource_pools"] = pools
-        values["trainer.pool_options"] = {}  # one machine has no named nodes, and processes enough to share
+        values["trainer.resource_pools"] = {pool: [size] for pool, size in pools.items()}
+        options = kept_options(config, pools)
+        values["trainer.pool_options"] = {pool: own.model_dump() for pool, own in options.items()}
         values["trainer.role_pools"] = {
             role: pool for role, pool in config.trainer.role_pools.items() if pool is None or pool in pools
         }
@@ -280,12 +184,12 @@ def _shrink_policy(values: dict[str, Any], config: PPOTrainerConfig, layout: Map
     """Shrink what only runs that sample have."""
     placement, rollout = resolve_placement(config), config.actor_rollout_ref.rollout
     owners = {placement.actor: ACTOR, "ref": REF, "critic": "critic.model", "rm": f"{RM}.model"}
-    for role, sharding in _shardings(config).items():
+    for role, sharding in shardings_of(config).items():
         if role in placement.roles:
             pool = placement.roles[role]
             _place(values, owners[role], sharding, layout[pool], sum(placement.pools[pool]))
     if config.reference_is_actor or "ref" not in placement.roles:
-        for name in _GROUPS:
+        for name in GROUPS:
             values[f"{REF}.fsdp_config.{name}"] = values.get(f"{ACTOR}.fsdp_config.{name}", 1)
         values[f"{REF}.fsdp_config.fsdp_size"] = -1
     shape = layout[placement.roles[placement.rollout]]
@@ -312,15 +216,16 @@ def _shrink_policy(values: dict[str, Any], config: PPOTrainerConfig, layout: Map
     buffer = config.reward.overlong_buffer
     values["reward.overlong_buffer.len"] = min(buffer.len, max(response // 5, 1)) if buffer.enable else buffer.len
     values["algorithm.filter_groups.enable"] = False
-    if config.environment.is_used:
-        values["environment.max_turns"] = min(config.environment.max_turns, _TURNS)
-        turn = config.environment.max_turn_tokens
-        values["environment.max_turn_tokens"] = min(turn or RESPONSE_TOKENS, RESPONSE_TOKENS)
-        for key in ("environment.episode_timeout_s", "environment.step_timeout_s"):
-            share = 0.5 if "episode" in key else 0.4
-            values[key] = min(values[key], share * _LONGEST_WAIT_S)
     # A preference loss takes a prompt with both its answers for one row.
     _shrink_passes(values, config, longest + (0 if config.algorithm.preference_loss is None else response))
+
+
+def _shrink_episodes(values: dict[str, Any], config: PPOTrainerConfig, longest_s: float) -> None:
+    values["environment.max_turns"] = min(config.environment.max_turns, _TURNS)
+    turn = config.environment.max_turn_tokens
+    values["environment.max_turn_tokens"] = min(turn or RESPONSE_TOKENS, RESPONSE_TOKENS)
+    for key, share in (("environment.episode_timeout_s", 0.5), ("environment.step_timeout_s", 0.4)):
+        values[key] = min(values[key], share * longest_s)
 
 
 def _shrink_passes(values: dict[str, Any], config: RunConfiguration, longest: int) -> None:
@@ -364,4 +269,6 @@ def with_twins(
         values[model.key] = str(twins[role])
         if role not in ("rm", "ref") or not isinstance(config, PPOTrainerConfig):
             values[f"{section}.override_config"] = {}
+    if isinstance(config, PPOTrainerConfig) and config.reward.reward_model.is_served:
+        values[f"{RM}.model_path"] = str(twins["rm"])
     return load_kind(kind, unflatten(values | dict(adapters)))

@@ -23,8 +23,10 @@ FOLDER = "pictures"
 """In the folder `rollouts`."""
 _SIDE = 192
 """Longest side in pixels."""
-_MOST_BYTES = 64 * 1024
-"""A file that is no larger is kept as it is."""
+_MOST_BYTES, _MOST_PIXELS = 64 * 1024, 1 << 20
+"""A file that is no larger is kept as it is, if it has nothing of what cameras write beside a picture."""
+_OF_CAMERAS = (b"Exif\0\0", b"eXIf", b"http://ns.adobe.com/xap/", b"XML:com.adobe.xmp")
+"""What such data begin with in a JPEG and a PNG: among them may be where a photograph was taken."""
 _MOST_FRAMES = 4
 """Of a video, the first and the last among them."""
 _ENDINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg"}
@@ -95,7 +97,12 @@ def data_uris(names: Iterable[Any], rollouts: Path) -> list[str]:
 
 
 def _is_small(data: bytes) -> bool:
-    return len(data) <= _MOST_BYTES and any(data.startswith(start) for start in _ENDINGS)
+    if len(data) > _MOST_BYTES or not data.startswith(tuple(_ENDINGS)) or any(mark in data for mark in _OF_CAMERAS):
+        return False
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:  # reads the head alone
+        return image.width * image.height <= _MOST_PIXELS
 
 
 def _ending(data: bytes) -> str:

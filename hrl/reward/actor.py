@@ -94,6 +94,10 @@ class RewardLoop:
         """
         self._pool.start()
 
+    def takes_pictures(self) -> bool:
+        """Return whether the function takes the pictures of prompts."""
+        return self._pool.takes_pictures
+
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
         """Announce the samples of a step. If two others were not collected, the older one is dropped.
 
@@ -289,6 +293,10 @@ class RewardActor(NodeService):
 
     def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
         super().__init__(_Actor, spec, reward, max_concurrency=_CONCURRENT_CALLS)
+
+    def takes_pictures(self) -> bool:
+        """Return whether the function takes the pictures of prompts."""
+        return self._call("takes_pictures")
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
         """Announce the samples of a step; see `RewardLoop.begin`."""

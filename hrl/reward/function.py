@@ -18,9 +18,11 @@ from hrl.user_file import UserFileError, load_user_file, member_of
 
 RESPONSE = ("response", "solution_str")
 """What the response's text is called: plainly, and as in verl."""
-HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info", "turns", "conversation")
+PICTURES = "pictures"
+HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info", "turns", "conversation", PICTURES)
 """What a reward function may take of every sample, beside the columns of its row. Without columns of these names,
-`answer` is the ground truth, `turns` what the policy wrote in each turn, and `conversation` the whole chat."""
+`answer` is the ground truth, `turns` what the policy wrote in each turn, `conversation` the whole chat, and `pictures`
+the files of the pictures that the prompt shows, as bytes; these go only to a function that names them."""
 TURN_SCORES = "turn_scores"
 """What turns are worth one by one: an entry of the dict that a reward function returns."""
 
@@ -263,6 +265,14 @@ def names_taken(function: Callable[..., Any]) -> frozenset[str] | None:
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
     return frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+
+
+def takes_pictures(function: Callable[..., Any]) -> bool:
+    """Return whether a function names `pictures`; `**columns` alone does not, since they are large."""
+    try:
+        return PICTURES in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False  # written in C, without a signature
 
 
 def signature_problem(

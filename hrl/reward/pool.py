@@ -12,6 +12,7 @@ and is marked.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import logging
@@ -38,7 +39,7 @@ from hrl.processes.messages import GarbledError, encode, open_stream, receive
 from hrl.processes.plain_data import to_plain
 from hrl.processes.shared_state import SharedState
 from hrl.processes.watch import NEEDED, STOPPED, state_of
-from hrl.reward.function import RewardFunctionError, read_reward
+from hrl.reward.function import PICTURES, RewardFunctionError, read_reward
 from hrl.reward.scorers.base import UNSCORABLE
 from hrl.reward.spec import RewardSpec
 
@@ -76,6 +77,7 @@ class RewardRow:
         data_source, ground_truth, extra_info: From the prompt's row; plain data.
         columns: Every column of the row, as it was read; plain data.
         prompt: Its messages; plain data.
+        pictures: The files of the pictures that it shows, for a function that takes them.
     """
 
     key: Hashable
@@ -84,6 +86,7 @@ class RewardRow:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
     prompt: Sequence[Mapping[str, Any]] = ()
+    pictures: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,9 @@ class RewardPool:
         spec: The function.
         reward: The section `reward`, with number of processes, concurrency, deadline and memory limit.
         output: File that gets what the functions print; standard error if None.
+
+    Attributes:
+        takes_pictures: Whether the function names the pictures of a prompt; known once the pool is started.
     """
 
     def __init__(self, spec: RewardSpec, reward: RewardConfig, output: IO[bytes] | None = None) -> None:
@@ -195,6 +201,7 @@ class RewardPool:
                 "max_concurrency": reward.max_concurrency,
             }
         )
+        self.takes_pictures = False
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._queue: deque[_Task] = deque()
@@ -261,6 +268,11 @@ class RewardPool:
                 "columns": {
                     column: to_plain(value, f"column {column} of {name}") for column, value in row.columns.items()
                 },
+                **(
+                    {PICTURES: [base64.b64encode(file).decode() for file in row.pictures]}
+                    if self.takes_pictures
+                    else {}
+                ),
             }
         )
         task = _Task(number, name, row.data_source, frame, Future())
@@ -399,6 +411,7 @@ class RewardPool:
             return
         if "ready" in message:
             process.concurrency, process.is_limited = message["ready"], message["is_limited"]
+            self.takes_pictures = message["takes_pictures"]
             self._failed_starts = 0
             NEEDED.add(process.pid, "a reward process")
             self._started.set()

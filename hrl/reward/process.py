@@ -10,6 +10,7 @@ If the event loop is blocked, some call computes or waits without `await`. `Shar
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import inspect
 import json
@@ -29,6 +30,7 @@ from hrl.processes.sandbox import share_processors
 from hrl.processes.shared_state import SharedState
 from hrl.reward import function as function_file
 from hrl.reward.function import (
+    PICTURES,
     RESPONSE,
     TURN_SCORES,
     RewardFunctionError,
@@ -36,6 +38,7 @@ from hrl.reward.function import (
     is_async,
     names_taken,
     read_reward,
+    takes_pictures,
 )
 from hrl.reward.spec import RewardSpec
 from hrl.reward.weighted import BLAME
@@ -70,7 +73,8 @@ def main(socket_number: int, state_number: int) -> None:
         together, taken = is_async(function), names_taken(function)
         own = getattr(function, "max_concurrency", None)  # of a judge, say, whose endpoint allows so many
         most = min(settings["max_concurrency"], own or sys.maxsize)
-        connection.sendall(encode({"ready": most if together else 1, "is_limited": together and own is not None}))
+        ready = {"ready": most if together else 1, "is_limited": together and own is not None}
+        connection.sendall(encode(ready | {"takes_pictures": takes_pictures(function)}))
         # One event loop for all calls, so that clients that a function keeps stay usable.
         with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
             if together:
@@ -158,6 +162,7 @@ def _arguments(
     offered = {
         "turns": [sample["solution_str"]] if turns is None else turns,
         "conversation": sample["conversation"],
+        **{name: [base64.b64decode(file) for file in sample[name]] for name in (PICTURES,) if name in sample},
         **dict.fromkeys(spec.columns),
         "answer": truth,
         **{name: from_plain(value) for name, value in sample["columns"].items()},

@@ -14,6 +14,7 @@ from hrl.data.dataset import PromptRow
 from hrl.data.sources import show_value
 from hrl.errors import RefusedError
 from hrl.files import expanded
+from hrl.pictures import PictureSource
 from hrl.processes.plain_data import is_huge
 from hrl.reward.parts import numeric_parts
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
@@ -313,7 +314,13 @@ def run_trial(
         for number, attempt in enumerate(attempts):
             row = rows[attempt.row]
             belongings = RewardRow(
-                number, row.data_source, row.reward_model.get("ground_truth"), row.extra_info, row.columns, row.messages
+                number,
+                row.data_source,
+                row.reward_model.get("ground_truth"),
+                row.extra_info,
+                row.columns,
+                row.messages,
+                [one.read() for one in row.images if pool.takes_pictures and isinstance(one, PictureSource)],
             )
             futures.append(pool.submit(belongings, attempt.response, f"{attempt.kind} {number} (row {attempt.row})"))
         limit_s = _TRIAL_S + reward.timeout_s * len(futures)

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hrl.episodes.clock import EpisodeClock
 from hrl.episodes.play import AgentPlay, EpisodeTask, PlaySetup
@@ -94,8 +93,10 @@ class AgentDoor:
         ) -> SampleOutput:
             with clock.standing():
                 # Which row an answer belongs to is known when it is there, so all of its context is asked about.
-                asked: dict[str, Any] = {"experts_from": 0} if task.with_experts else {}
-                return await self._router.generate(ids, sampling, task.key, f"{name} of {task.name}", **asked)
+                whole = 0 if task.with_experts else None
+                return await self._router.generate(
+                    ids, sampling, task.key, f"{name} of {task.name}", experts_from=whole
+                )
 
         fixed = FixedSampling(
             task.sampling,

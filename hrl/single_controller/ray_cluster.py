@@ -107,7 +107,8 @@ def ray_cluster(
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     if address == "local":
         settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
-        settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
+        # A copy: Ray writes into it where this cluster spills, and the next one would spill there too.
+        settings |= {"include_dashboard": False, "_system_config": {**_SYSTEM_CONFIG}}
         with _own_cluster(settings | ray_kwargs, inherited):
             yield
         return

@@ -7,22 +7,28 @@ a time; the turn is free while its owner waits for ranks.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Hashable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from hrl.errors import HrlError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: How long those that are no longer wanted may take to notice it, once the turn is free: they look once in a second.
 _GIVE_UP_S = 10.0
+#: How often who waits looks whether anybody wants the result.
+_LOOK_S = 1.0
 
 
 class AbandonedError(BaseException):
@@ -187,6 +193,46 @@ def others_have_their_turn() -> Iterator[Callable[[], None]]:
         return
     with seat.left() as require_wanted:
         yield require_wanted
+
+
+def run_apart(work: Coroutine[Any, Any, T], name: str) -> T:
+    """Run a coroutine in a thread with a loop of its own, and return its result; others have their turn meanwhile.
+
+    The caller's thread may have a loop, as in a notebook. An interrupt is not kept waiting: the coroutine is cancelled.
+
+    Args:
+        work: The coroutine, whose waits have deadlines.
+        name: Of the thread.
+
+    Raises:
+        AbandonedError: Nobody wants the result any more.
+        BaseException: What the coroutine raises.
+    """
+    outcome: Future[T] = Future()
+    cancel: Future[Callable[[], object]] = Future()
+
+    async def main() -> T:
+        task = asyncio.ensure_future(work)
+        cancel.set_result(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+        return await task
+
+    def run() -> None:
+        try:
+            outcome.set_result(asyncio.run(main()))
+        except BaseException as error:  # noqa: BLE001  the caller's
+            outcome.set_exception(error)
+
+    # A daemon, which no end of the process waits for.
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        with others_have_their_turn() as require_wanted:
+            while not wait([outcome], _LOOK_S).done:
+                require_wanted()
+    except BaseException:
+        with suppress(RuntimeError):  # it has ended by itself, and its loop is closed
+            cancel.result(_LOOK_S)()
+        raise
+    return outcome.result()
 
 
 def _still_wanted() -> None:

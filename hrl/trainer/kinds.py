@@ -135,10 +135,12 @@ def _step_marks(config: PPOTrainerConfig, reader: OtherReader) -> StepMarks | No
 
 @contextmanager
 def _services(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Iterator[Mapping[str, Any]]:
-    datasets = [rows for rows in (ready.train_dataset, ready.val_dataset) if rows is not None]
+    both = zip((ready.train_dataset, ready.val_dataset), ready.scored, strict=True)
+    datasets = [rows for rows, is_scored in both if rows is not None and is_scored]
     sources = sorted({source for rows in datasets for source in rows.data_sources})
     with ExitStack() as services:
-        service = RewardService(config, tuple(sources), given.reward, columns_of_rows(datasets))
+        columns = columns_of_rows(datasets)
+        service = RewardService(config, tuple(sources), given.reward, columns, *ready.scored)
         rewards, episodes = services.enter_context(service), None
         if config.environment.is_used:
             model = config.actor_rollout_ref.model

@@ -63,8 +63,21 @@ class _Given(NamedTuple):
     metrics: StepMetrics
 
 
+class _Ended(NamedTuple):
+    """How a phase has ended the step, and what it had given by then."""
+
+    end: StepEnd
+    given: _Given
+
+
 class StepEnd(Exception):
-    """Ends the phases of a step before the last one where nothing has failed; others that have begun are waited for."""
+    """Ends the phases of a step before the last one where nothing has failed; others that have begun are waited for.
+
+    Attributes:
+        batch: With the columns of the phases up to the one that raised it; None where that gave no batch.
+    """
+
+    batch: DataProto | None = None
 
 
 def run_phases(
@@ -109,7 +122,7 @@ class _Run:
         self.waits = [{j for j in range(k) if phase.waits_for(phases[j])} for k, phase in enumerate(phases)]
         self.next = 0  # the first whose gift is not in the batch
         self.begun: set[int] = set()
-        self.given: dict[Any, _Given | StepEnd] = {}
+        self.given: dict[Any, _Given | _Ended] = {}
 
     def to_the_end(self) -> DataProto:
         with Turns() as turns:
@@ -140,7 +153,7 @@ class _Run:
     def _ready(self) -> list[int]:
         """Return the places of phases that can begin; none behind one that ends the step."""
         is_over = {*range(self.next), *self.given}
-        end = min((place for place, given in self.given.items() if isinstance(given, StepEnd)), default=len(self.waits))
+        end = min((place for place, given in self.given.items() if isinstance(given, _Ended)), default=len(self.waits))
         return [place for place in range(end) if place not in self.begun | is_over and self.waits[place] <= is_over]
 
     def _run_alone(self, place: int) -> None:
@@ -151,13 +164,13 @@ class _Run:
         self.next += 1
         self.over(self.batch, phase.name)
 
-    def _run_beside(self, place: int, view: DataProto, metrics: StepMetrics) -> _Given | StepEnd:
+    def _run_beside(self, place: int, view: DataProto, metrics: StepMetrics) -> _Given | _Ended:
         phase, before = self.phases[place], copy_of(view)
         try:
             with self.timed(phase.name, phase.on) if phase.is_timed else nullcontext():
                 found = phase.run(view, metrics)
         except StepEnd as end:
-            return end
+            return _Ended(end, _gift(phase, before, before if end.batch is None else end.batch, metrics))
         return _gift(phase, before, view if found is None else found, metrics)
 
     def _view(self, place: int) -> DataProto:
@@ -178,8 +191,12 @@ class _Run:
     def _join(self) -> None:
         """Put into the batch what has been given, up to the first phase that has not ended."""
         while (given := self.given.pop(self.next, None)) is not None:
-            if isinstance(given, StepEnd):
-                raise given
+            if isinstance(given, _Ended):
+                _put(given.given, self.batch)
+                self.metrics.absorb(given.given.metrics)
+                if given.end.batch is not None:  # that of a phase which did not see what ran beside it
+                    given.end.batch = self.batch
+                raise given.end
             _put(given, self.batch)
             self.metrics.absorb(given.metrics)
             self.next += 1

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hrl.errors import HrlError
+from hrl.models.dtypes import dtype_of
 from hrl.models.hf_config import vocabulary_of
 from hrl.models.source import find_on_this_node
 from hrl.models.tokenizer import find_tokenizer_on_this_node, load_tokenizer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from hrl.config.model import CheckpointConfig, ForwardShardingConfig, FsdpConfig, ModelConfig
     from hrl.config.rollout import RolloutConfig
     from hrl.metrics import Metric
+    from hrl.models.ops.divergence import TeacherHead
     from hrl.workers.engine.engine import Engine
     from hrl.workers.policy import Policy
     from hrl.workers.requests import AnyPolicyUpdate, LogProbRequest, SampleRequest, Training
@@ -263,6 +265,20 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._pupil_vocabulary is not None and self._pupil_vocabulary > self._own_vocabulary:
             require_known(batch, self._own_vocabulary, self.model_path)
         return self.policy.compute_log_prob(batch, request).rename("old_log_probs", "ref_log_prob")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def head_of_teacher(self) -> TeacherHead | None:
+        """Return the head of a teacher, from the first rank; the others have nothing to say."""
+        if self.fsdp is None:
+            raise RuntimeError(f"role {self.role!r} has a model, and was built without fsdp settings")
+        with self.engine.resident():
+            head: TeacherHead = self.engine.module.teacher_head(dtype_of(self.fsdp.dtype))
+        return head if self.rank == 0 else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def learn_from_head(self, head: TeacherHead) -> None:
+        """Keep a teacher's head, of which updates make its distributions."""
+        self.policy.teacher_head = head
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def update_actor(self, batch: DataProto, request: AnyPolicyUpdate) -> dict[str, Metric]:

@@ -170,13 +170,10 @@ class ScalarModelWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the backbone with its head and, where it learns, its optimizer and schedule."""
-        self.model_path = str(find_on_this_node(self.model_path))
-        self.load(join_world(self.runtime))
-
-    def load(self, device: torch.device) -> None:
-        """Load the model onto this rank's device."""
         from hrl.workers.value_model import ValueModel
 
+        self.model_path = str(find_on_this_node(self.model_path))
+        device = join_world(self.runtime)
         self.value_model = ValueModel(self.model_source(), self.training, self.model.fsdp_config, device=device)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hrl.algos.bypass import bypass_loss
-from hrl.algos.distillation import distillation_loss, sampled_divergence
+from hrl.algos.distillation import clamped, distillation_loss, sampled_divergence
 from hrl.algos.kl import kl_penalty
 from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
@@ -35,8 +35,9 @@ from hrl.columns import object_column
 from hrl.metrics import Metric
 from hrl.models.adapter import adapter_off
 from hrl.models.loading import load_causal_lm
+from hrl.models.ops.divergence import TeacherHead
 from hrl.models.ops.layout import to_device
-from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
+from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, Taught, TokenRows
 from hrl.protocol import DataProto
 from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
@@ -44,6 +45,7 @@ from hrl.workers.mismatch import measure_difference, measure_mismatch
 from hrl.workers.requests import (
     TEACHER_IDS,
     TEACHER_LOG_PROBS,
+    TEACHER_STATES,
     LabelledUpdate,
     LogProbRequest,
     OldLogProbs,
@@ -87,6 +89,7 @@ class Policy:
         vocabulary: int | None = None,
     ) -> None:
         self.vocabulary = vocabulary
+        self.teacher_head: TeacherHead | None = None
         self.engine = Engine(load_causal_lm, PackedCausalLM, model, training, fsdp, device=device)
 
     def compute_log_prob(self, batch: DataProto, request: LogProbRequest[RankPlan]) -> DataProto:
@@ -98,7 +101,8 @@ class Policy:
 
         Returns:
             `old_log_probs (B, R)` and, where asked, `entropys (B, R)` and `sum_pi_squared (B, R)`, float32, zero
-            outside `response_mask`; where asked, `routed_experts (B,)`, `teacher_log_probs (B,)`, `teacher_ids (B,)`.
+            outside `response_mask`; where asked, `routed_experts (B,)`, `teacher_log_probs (B,)`, `teacher_ids (B,)`,
+            `teacher_states (B,)`.
 
         Raises:
             RoutingError: The model has no experts that could be recorded or replayed.
@@ -106,6 +110,7 @@ class Policy:
         asked = {"old_log_probs": True, "entropys": request.with_entropy, "sum_pi_squared": request.with_sum_pi_squared}
         names = [name for name, is_asked in asked.items() if is_asked]
         count, top = len(names), request.num_top
+        width = self.engine.module.width if request.with_states else 0
 
         def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
             found = self.engine.module(
@@ -115,10 +120,13 @@ class Policy:
                 request.with_sum_pi_squared,
                 num_top=top,
                 vocabulary=self.vocabulary,
+                with_states=request.with_states,
             )
             results = [column for column in found[:3] if column is not None]
             if top:  # ids are below 2^24, which float32 holds exactly
                 results += [*found.top_log_prob.unbind(1), *found.top_ids.to(found.top_log_prob).unbind(1)]
+            if found.states is not None:
+                results += found.states.to(results[0]).unbind(1)
             return tuple(results)
 
         rows = TokenRows.of(batch, routed=request.replays_experts, pictures=request.with_pictures)
@@ -126,13 +134,18 @@ class Policy:
         if request.replays_experts or request.records_experts:
             self.engine.experts.require_some()
         with adapter_off(self.engine.module) if request.without_adapter else nullcontext():
-            columns = self.engine.forward(rows, request.plan, run, num_outputs=count + 2 * top, routed=routed)
+            outputs = count + 2 * top + width
+            columns = self.engine.forward(rows, request.plan, run, num_outputs=outputs, routed=routed)
         others = {} if routed is None else {ROUTED_EXPERTS: object_column(routed)}
+        of_teacher: dict[str, tuple[list[Tensor], type[np.generic]]] = {}
         if top:
-            likeliest = {TEACHER_LOG_PROBS: (count, np.float32), TEACHER_IDS: (count + top, np.int32)}
-            for name, (first, dtype) in likeliest.items():
-                of_rows = torch.stack(columns[first : first + top], -1).numpy().astype(dtype)
-                others[name] = object_column([row[mask] for row, mask in zip(of_rows, rows.trained, strict=True)])
+            likeliest = columns[count : count + top], columns[count + top : count + 2 * top]
+            of_teacher = {TEACHER_LOG_PROBS: (likeliest[0], np.float32), TEACHER_IDS: (likeliest[1], np.int32)}
+        if width:
+            of_teacher[TEACHER_STATES] = columns[-width:], np.float32
+        for name, (parts, dtype) in of_teacher.items():
+            of_rows = torch.stack(parts, -1).numpy().astype(dtype, copy=False)
+            others[name] = object_column([row[mask] for row, mask in zip(of_rows, rows.trained, strict=True)])
         return DataProto.from_dict(tensors=dict(zip(names, columns[:count], strict=True)), non_tensors=others)
 
     def update(self, batch: DataProto, request: AnyPolicyUpdate) -> dict[str, Metric]:
@@ -155,21 +168,97 @@ class Policy:
             self.engine.experts.require_some()
         loss_of, names = _LOSSES[type(request)]
         with_entropy = isinstance(request, PolicyUpdate)
-        teacher = Teacher.of(batch, request) if isinstance(request, PolicyUpdate) and request.reads_top else None
+        teacher: Likeliest | States | None = None
+        if isinstance(request, PolicyUpdate) and request.reads_top:
+            teacher = Likeliest.of(batch, request)
+        elif isinstance(request, PolicyUpdate) and request.reads_all:
+            teacher = States.of(batch, request, self._head_of_teacher())
 
         def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
             if teacher is None:
                 found = self.engine.module(packed, request.temperature, with_entropy)
                 return tuple(column for column in found[:2] if column is not None)
+            if isinstance(teacher, States):
+                taught = teacher.of_micro_batch(packed)
+                found = self.engine.module(packed, request.temperature, with_entropy, teacher=taught)
+                return found.log_prob, found.entropy, clamped(found.divergence, teacher.settings.loss_max_clamp)
             ids, log_probs = teacher.of_micro_batch(packed)
             found = self.engine.module(packed, request.temperature, with_entropy, at=ids)
             return found.log_prob, found.entropy, *teacher.divergence(found.log_prob_at, log_probs)
 
         return self.engine.learn(batch, request, run, partial(loss_of, request), names, with_head=True)
 
+    def _head_of_teacher(self) -> TeacherHead:
+        if self.teacher_head is None:
+            raise RuntimeError("a divergence over all tokens is asked for, and no teacher's head was given")
+        return self.teacher_head.to(self.engine.device)
+
+
+def _of_teacher(batch: DataProto, *names: str) -> list[list[np.ndarray]]:
+    """Return what a teacher said of each row's trained tokens, column by column.
+
+    Raises:
+        ValueError: A row has another number of trained tokens than the teacher scored.
+    """
+    columns = [list(batch.non_tensor_batch[name]) for name in names]
+    trained = batch.batch["response_mask"].bool().sum(1).tolist()
+    for row, (scored, count) in enumerate(zip(columns[0], trained, strict=True)):
+        if len(scored) != count:
+            raise ValueError(
+                f"row {row} has {count} trained tokens, and the teacher scored {len(scored)}: response_mask may "
+                "not change after compute_ref_log_prob"
+            )
+    return columns
+
+
+def _of_results(
+    packed: PackedMicroBatch, width: int, *columns: tuple[Sequence[np.ndarray], type[np.generic]]
+) -> tuple[Tensor, ...]:
+    """Return columns of rows, `(n, K)` each, at the results that are computed here, `(M, K)` on the device.
+
+    A rank without rows computes along with the others: its columns are `(0, width)`.
+    """
+    host = []
+    for column, dtype in columns:
+        width = column[0].shape[1] if len(column) else width
+        of_rows = [column[row] for row in packed.picked]
+        host.append(torch.from_numpy(np.concatenate([np.zeros((0, width), dtype), *of_rows]).astype(dtype)))
+    return tuple(packed.own_results(column) for column in to_device(host, packed.mask.device))
+
 
 @dataclass(frozen=True)
-class Teacher:
+class States:
+    """A teacher's last hidden states at each trained token, and the head that makes its distributions of them.
+
+    Attributes:
+        states: Of each row `(n, H)` float32, n being the number of its trained tokens.
+        head: On the device.
+        settings: Which divergence, and its clamp.
+    """
+
+    states: Sequence[np.ndarray]
+    head: TeacherHead
+    settings: DistillationLossConfig
+
+    @classmethod
+    def of(cls, batch: DataProto, request: PolicyUpdate[RankPlan], head: TeacherHead) -> States:
+        """Read the column of a batch.
+
+        Raises:
+            ValueError: A row has another number of trained tokens than the teacher scored.
+        """
+        assert request.distillation is not None, "a teacher is asked for"
+        (states,) = _of_teacher(batch, TEACHER_STATES)
+        return cls(states, head, request.distillation)
+
+    def of_micro_batch(self, packed: PackedMicroBatch) -> Taught:
+        """Return what the model compares its own distributions with."""
+        (states,) = _of_results(packed, self.head.weight.shape[1], (self.states, np.float32))
+        return Taught(states, self.head, self.settings.loss_mode == "reverse_kl")
+
+
+@dataclass(frozen=True)
+class Likeliest:
     """What a teacher says of its most likely tokens at each trained token.
 
     Attributes:
@@ -183,31 +272,19 @@ class Teacher:
     settings: DistillationLossConfig
 
     @classmethod
-    def of(cls, batch: DataProto, request: PolicyUpdate[RankPlan]) -> Teacher:
+    def of(cls, batch: DataProto, request: PolicyUpdate[RankPlan]) -> Likeliest:
         """Read the columns of a batch.
 
         Raises:
             ValueError: A row has another number of trained tokens than the teacher scored.
         """
         assert request.distillation is not None, "a teacher is asked for"
-        ids, log_probs = (batch.non_tensor_batch[name] for name in (TEACHER_IDS, TEACHER_LOG_PROBS))
-        trained = batch.batch["response_mask"].bool().sum(1).tolist()
-        for row, (scored, count) in enumerate(zip(ids, trained, strict=True)):
-            if len(scored) != count:
-                raise ValueError(
-                    f"row {row} has {count} trained tokens, and the teacher scored {len(scored)}: response_mask may "
-                    "not change after compute_ref_log_prob"
-                )
-        return cls(list(ids), list(log_probs), request.distillation)
+        ids, log_probs = _of_teacher(batch, TEACHER_IDS, TEACHER_LOG_PROBS)
+        return cls(ids, log_probs, request.distillation)
 
     def of_micro_batch(self, packed: PackedMicroBatch) -> tuple[Tensor, Tensor]:
         """Return ids and log-probs of the results that are computed here, `(M, K)` each, on the device."""
-        host = []
-        for column, dtype in ((self.ids, np.int64), (self.log_probs, np.float32)):
-            width = column[0].shape[1] if len(column) else 1
-            of_rows = [column[row] for row in packed.picked]
-            host.append(torch.from_numpy(np.concatenate([np.zeros((0, width), dtype), *of_rows]).astype(dtype)))
-        ids, log_probs = (packed.own_results(column) for column in to_device(host, packed.mask.device))
+        ids, log_probs = _of_results(packed, self.settings.topk, (self.ids, np.int64), (self.log_probs, np.float32))
         return ids, log_probs
 
     def divergence(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,7 +341,8 @@ def _divergence(
         )
     else:
         found = piece.result(2)
-        for name, column in zip(("student_mass", "teacher_mass"), piece.flat[3:], strict=True):
+        masses = ("student_mass", "teacher_mass") if settings.traits.reads_top else ()
+        for name, column in zip(masses, piece.flat[3:], strict=True):
             meter.add(f"distillation/{name}", column.sum(), column.numel())
     meter.add("distillation/loss", found.detach().sum(), mask.sum())
     return found

@@ -30,6 +30,8 @@ P = TypeVar("P", bound="BatchPlan | RankPlan")
 #: Of each row, the log-probs of a teacher's most likely tokens at its trained tokens, `(n, K)` float32, and their ids,
 #: `(n, K)` int32, where n is the number of trained tokens.
 TEACHER_LOG_PROBS, TEACHER_IDS = "teacher_log_probs", "teacher_ids"
+#: Likewise a teacher's last hidden states, `(n, H)` float32.
+TEACHER_STATES = "teacher_states"
 #: What a model reads of a row.
 ROW_COLUMNS = frozenset({"prompts", "responses", "attention_mask", "response_mask", "uid"})
 
@@ -141,6 +143,7 @@ class LogProbRequest(Request[P]):
         replays_experts: Tokens go to the experts of the column `routed_experts`.
         records_experts: Also return that column, of the experts that tokens went to.
         num_top: Also the log-probs of this many most likely tokens, and which they are.
+        with_states: Also the last hidden states, of which the head makes all log-probs.
     """
 
     temperature: float
@@ -150,6 +153,7 @@ class LogProbRequest(Request[P]):
     replays_experts: bool = False
     records_experts: bool = False
     num_top: int = 0
+    with_states: bool = False
 
     @property
     def columns(self) -> frozenset[str]:
@@ -273,6 +277,11 @@ class PolicyUpdate(Update[P]):
         return self.distillation is not None and self.distillation.traits.reads_top
 
     @property
+    def reads_all(self) -> bool:
+        """Whether the loss reads the teacher's whole distribution."""
+        return self.distillation is not None and self.distillation.traits.reads_all
+
+    @property
     def token_columns(self) -> list[str]:
         """Names of the columns `(B, R)` that the loss reads beside the mask."""
         reads_sampler = self.measures_mismatch or self.correction is not None
@@ -291,6 +300,7 @@ class PolicyUpdate(Update[P]):
     def columns(self) -> frozenset[str]:
         """Names of the columns that the ranks read."""
         of_teacher = {TEACHER_LOG_PROBS, TEACHER_IDS} if self.reads_top else set[str]()
+        of_teacher |= {TEACHER_STATES} if self.reads_all else set()
         return super().columns | of_teacher | set(self.token_columns)
 
 

@@ -23,6 +23,7 @@ from hrl.processes.lifetime import under_guard
 from hrl.reward.spec import SERVED_NAME
 from hrl.single_controller.dispatch import Dispatch, register
 from hrl.single_controller.worker import RANK_ENV_NAMES
+from hrl.workers import reward_server_process
 from hrl.workers.model_worker import ModelWorker
 from hrl.workers.rollout.early_process import engine_environment
 from hrl.workers.runtime import join_world
@@ -84,6 +85,7 @@ class RewardServerWorker(ModelWorker):
         )
         if on_cpu:  # vLLM's own default is half of the memory, which the run's other processes need
             environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+            arguments["enforce_eager"] = True  # as the policy's engine: it compiles for longer than it would save
         self._server = ServedModel(self.model_path, arguments | self.arguments, self._host(), environment)
         self._server.start(self.runtime.init_timeout_s)
 
@@ -123,7 +125,7 @@ class ServedModel:
             self._port = int(probe.getsockname()[1])
         where = ["--host", host, "--port", str(self._port), "--served-model-name", SERVED_NAME]
         self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+            *(sys.executable, "-m", reward_server_process.__name__, "--model", model),
             *where,
             *command_line(arguments),
         ]
@@ -169,7 +171,9 @@ class ServedModel:
 
     def _answers(self) -> bool:
         try:
-            urllib.request.urlopen(f"{self.address.removesuffix('/v1')}/health", timeout=_ASK_S).close()
+            # It is on this machine, whatever proxy the environment names.
+            direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            direct.open(f"{self.address.removesuffix('/v1')}/health", timeout=_ASK_S).close()
         except OSError:  # of which those of urllib are
             return False
         return True

@@ -190,7 +190,7 @@ def programs(folder: Path) -> Outcome:
     command = [sys.executable, "-P", "-m", "tests.reward.hostile"]
     root = str(Path(__file__).parents[2])
     environment = child_environment({"PATH": os.environ["PATH"], "PYTHONPATH": root})
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=True)
     last = json.loads(done.stdout.splitlines()[-1])
     calls = (len(done.stdout.splitlines()) - 1) // 2
     message = f"{calls} calls with {len(TEXTS)} texts: each came back, none left a file"
@@ -219,7 +219,7 @@ def environment(folder: Path) -> Outcome:
         os.environ |= {"PLAIN": told["PLAIN"]}
         try:
             with RewardPool(RewardSpec(UserFile(str(folder / "looking.py"))), compose_cli([]).reward) as pool:
-                outcome = pool.submit(RewardRow(0, "s", "1", {}), "x", "sample 0").result(timeout=60)
+                outcome = pool.submit(RewardRow(0, "s", "1", {}), "x", "sample 0").result(timeout=600)
         finally:
             del os.environ["PLAIN"]
             beside.kill()

@@ -14,7 +14,6 @@ from tests.chaos.victims import in_one_process
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(200)
 def test_a_run_that_was_killed_twice_in_place_of_a_write_is_bit_for_bit_the_run_that_nobody_killed(
     tmp_path: Path,
 ) -> None:

@@ -30,7 +30,7 @@ echo "${COMPREPLY[@]}"
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = "import sys; from hrl.cli import main; main(['completion', 'bash']); "
     code += "sys.exit(sorted({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr  # among others: it needs neither torch nor ray
     path = tmp_path_factory.mktemp("completion") / "hrl.bash"
     path.write_text(done.stdout)
@@ -43,7 +43,7 @@ def script_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def write(shell: str) -> Path:
         command = [sys.executable, "-m", "hrl.cli", "completion", shell]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         path = tmp_path_factory.mktemp("completion") / f"hrl.{shell}"
         path.write_text(done.stdout)
         return path
@@ -65,7 +65,7 @@ def script_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 )
 def test_bash_completes(script: Path, words: list[str], offered: str) -> None:
     command = ["bash", "--norc", "-c", TRY, "bash", str(script), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.split() == [offered]
 
 
@@ -82,7 +82,7 @@ WORDS = [
 def test_fish_completes(script_of: Callable[[str], Path]) -> None:
     asked = "".join(f"complete -C '{typed}' | string split -f 1 \\t; echo END\n" for typed, _ in WORDS)
     command = ["fish", "--no-config", "-c", f"source {script_of('fish')}\n{asked}"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     # fish itself puts a space behind a word, unless it ends in `=`.
     assert told.split("\nEND\n")[:-1] == [completed.split()[-1] for _, completed in WORDS]
 

@@ -1,10 +1,13 @@
 """`hrl tasks`: every built-in task with an example that scores."""
 
 import json
+import re
+from itertools import islice
 
 import pytest
 
 from hrl import cli
+from hrl.data.tasks import bundled_rows
 from hrl.data.tasks.reasoning_gym import OPTIONS
 
 
@@ -50,6 +53,16 @@ def test_a_task_is_shown_with_options_rows_prompt_and_scores(capsys):
     assert all(option in text for option in OPTIONS)
     assert "max_terms" in text and "<|im_start|>assistant" in text
     assert "1  (correct 1.0, format 1.0)" in text and "0  (correct 0.0, format 0.0)" in text
+
+
+def test_what_is_shown_of_a_task_for_a_model_that_sees_can_be_run(everything, capsys):
+    assert cli.main(["tasks", "shapes"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL" in everything["shapes"]["command"] and "as the model" not in text
+    )
+    (example,) = re.findall(r"as in '(\S+)'", text)
+    assert list(islice(bundled_rows(example.removeprefix("bundled:")), 1))
 
 
 @pytest.mark.parametrize(

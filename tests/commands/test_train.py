@@ -22,6 +22,12 @@ def started(monkeypatch):
         (["ppo"], "ppo", ["recipe=ppo"]),
         (["grpo", "recipe=dapo"], "ppo", ["recipe=dapo"]),
         (["dpo", "algorithm.beta=0.2"], "dpo", ["algorithm.beta=0.2"]),
+        (["kto"], "dpo", ["algorithm.loss_type=kto", "trainer.experiment_name=kto"]),
+        (
+            ["kto", "algorithm.loss_type=apo_zero_unpaired", "trainer.experiment_name=mine"],
+            "dpo",
+            ["algorithm.loss_type=apo_zero_unpaired", "trainer.experiment_name=mine"],
+        ),
         (["sft", "--cfg"], "sft", ["--cfg"]),
         (["rm", "--cfg"], "rm", ["--cfg"]),
         (["--config-name", "mine", "trainer.seed=3"], "ppo", ["--config-name", "mine", "trainer.seed=3"]),
@@ -58,7 +64,7 @@ def test_demo_is_a_run_with_the_same_arguments(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "usage"),
     [
-        (["train", "--help"], "usage: hrl train [ppo|grpo|dpo|sft|rm] [group=choice ...] [key=value ...]"),
+        (["train", "--help"], "usage: hrl train [ppo|grpo|dpo|kto|sft|rm] [group=choice ...] [key=value ...]"),
         (["train", "grpo", "-h"], "usage: hrl train grpo [group=choice ...] [key=value ...]"),
         (["train", "sft", "trainer.seed=3", "--help"], "usage: hrl train sft [key=value ...]"),
         (["demo", "--help"], "usage: hrl demo [group=choice ...] [key=value ...]"),
@@ -69,6 +75,21 @@ def test_help_names_the_command_and_not_a_module(capsys, words, usage):
     text = capsys.readouterr().out
     assert text.splitlines()[0] == usage
     assert "python -m" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "-h"], "hrl check [ppo|grpo|dpo|kto|sft|rm] [--full] [--config-only] [--json] [group=choice ...]\n"),
+        (["check", "kto", "-h"], "usage: hrl check kto [--full] [--config-only] [--json] [key=value ...]"),
+        (["train", "kto", "-h"], "the quickstart: KTO on sums that are labelled right or wrong."),
+        (["plan", "--help"], "LINE [LINE ...]"),
+        (["rehearse", "--help"], "LINE [LINE ...]"),
+    ],
+)
+def test_help_says_what_a_command_takes(capsys, words, said):
+    assert cli.main(words) == 0
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

@@ -13,7 +13,7 @@ from hrl.config.arithmetic import (
 from hrl.config.compose import compose_cli, compose_kind
 from hrl.config.placement import resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.run_kind import SFT
+from hrl.config.run_kind import DPO, SFT
 from hrl.config.section import leaves
 
 KEYS = leaves(PPOTrainerConfig)
@@ -47,6 +47,16 @@ def test_sequence_groups_are_told_where_roles_live_and_how_much_a_micro_batch_ho
     assert dict(placement_facts(cut)) == {"pool global": "8 processes with actor_rollout (2 tensor groups of 4)"}
     offline = compose_kind(SFT, ["ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=4"])
     assert dict(placement_facts(offline)) == {"model": "4 processes (2 sequence groups of 2)"}
+
+
+def test_a_row_of_labelled_answers_is_no_pair():
+    pairs, labelled = (
+        dict(batch_arithmetic(compose_kind(DPO, [f"algorithm.loss_type={loss}"]))) for loss in ("sigmoid", "kto")
+    )
+    assert pairs["one step"].startswith("16 pairs = 32 answers, each with its prompt at most 96 tokens")
+    assert labelled["one step"].startswith("16 rows, each at most 96 tokens")
+    assert pairs["micro-batch"].endswith("(21 longest pairs)")
+    assert labelled["micro-batch"].endswith("(42 longest rows)")
 
 
 def test_a_run_that_only_validates_has_no_step_and_no_update():

@@ -1,9 +1,7 @@
 """From a command line to a configuration: groups, values, files of the user, help."""
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -234,8 +232,8 @@ def test_help_shows_groups_keys_and_examples(capsys):
 
 
 def test_the_examples_of_check_are_lines_to_be_typed():
-    text = check_help()
-    assert "usage: hrl check [--full] [--config-only] [--json] [group=choice ...] [key=value ...]" in text
+    text = check_help("ppo", ["ppo"])
+    assert "usage: hrl check ppo [--full] [--config-only] [--json] [group=choice ...] [key=value ...]" in text
     assert "[" not in text.partition("examples:")[2]
 
 
@@ -245,13 +243,11 @@ def test_the_printed_configuration_loads_to_itself(capsys):
     assert load_config(yaml.safe_load(capsys.readouterr().out)) == compose_cli(["recipe=ppo"])
 
 
-def test_the_entry_names_both_keys_in_two_seconds_of_processor_time():
-    command = [sys.executable, "-m", "hrl.trainer.main_ppo", "algorithm.adv_estimatr=grpo", "trainer.total_epoch=3"]
-    before = os.times()
-    started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    after = os.times()
-    processor_s = after.children_user + after.children_system - before.children_user - before.children_system
+def test_the_entry_names_both_keys_before_anything_large_is_imported():
+    command = [sys.executable, "-X", "importtime", "-m", "hrl.trainer.main_ppo"]
+    keys = ["algorithm.adv_estimatr=grpo", "trainer.total_epoch=3"]
+    done = subprocess.run([*command, *keys], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert "algorithm.adv_estimator?" in done.stderr and "trainer.total_epochs?" in done.stderr
-    assert min(processor_s, time.monotonic() - started) < 2.0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "hydra" in imported and not imported & {"torch", "ray", "transformers", "vllm"}

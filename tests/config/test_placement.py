@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hrl.config import compose_cli, load_config
+from hrl.config.compose import to_yaml
 from hrl.config.placement import Device, resolve_placement
 from hrl.config.placement_picture import placement_picture
 from hrl.errors import ConfigError
@@ -25,6 +27,14 @@ def picture(*overrides: str) -> dict[str, str]:
 def placed(pools: dict[str, Any], options: dict[str, Any], roles: dict[str, str], nnodes: int = 1) -> Any:
     trainer = {"resource_pools": pools, "pool_options": options, "role_pools": roles, "nnodes": nnodes}
     return load_config({**PPO, "trainer": trainer})
+
+
+@pytest.mark.parametrize("name", ["split", "shared", "merged", "pinned"])
+def test_what_a_run_writes_of_its_placement_can_be_read_again(name: str, tmp_path: Path) -> None:
+    config = compose_cli(["recipe=ppo", f"placement={name}", *WITH_RM])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = compose_cli(["--config-path", str(tmp_path), "--config-name", "config"])
+    assert again.trainer == config.trainer and resolve_placement(again) == resolve_placement(config)
 
 
 # ---------------------------------------------------------------------------------------------- pictures

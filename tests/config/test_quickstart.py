@@ -8,7 +8,7 @@ import pytest
 from hrl.config import ConfigError, compose_cli
 from hrl.config.compose import YOURS, compose_kind
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.run_kind import OFFLINE_KINDS, PPO, SFT
+from hrl.config.run_kind import DPO, OFFLINE_KINDS, PPO, SFT
 from hrl.config.section import defaults
 
 OWN = "data.train_files=rows.jsonl"
@@ -36,6 +36,19 @@ def test_the_bare_command_is_the_quickstart(kind):
     config = compose_kind(kind, [])
     quickstart = {key for key, origin in config.origins.items() if origin == f"quickstart={kind.name}"}
     assert {"data.train_batch_size", "trainer.experiment_name", "trainer.test_freq"} <= quickstart
+
+
+def test_the_quickstart_of_a_loss_that_reads_labels_has_labelled_rows():
+    data = compose_kind(DPO, ["algorithm.loss_type=kto"]).data
+    assert (data.train_files, data.val_files) == (
+        ["bundled:addition_labelled/train"],
+        ["bundled:addition_labelled/val"],
+    )
+    assert data.train_batch_size == compose_kind(DPO, []).data.train_batch_size
+    own = compose_kind(DPO, ["algorithm.loss_type=kto", OWN]).data
+    assert (own.train_files, own.val_files) == (["rows.jsonl"], [])
+    with pytest.raises(ConfigError, match=r"data\.train_files is not set"):
+        compose_kind(DPO, ["algorithm.loss_type=kto", "model.path=some/model"])
 
 
 @pytest.mark.parametrize("given", ["recipe=dapo", "placement=separate", "actor_rollout_ref.rollout.n=4"])

@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize(("page", "argument"), [("configuration", []), ("configuration-offline", ["offline"])])
 def test_the_page_is_up_to_date(page, argument):
     command = [sys.executable, "-m", "hrl.config.reference", *argument]  # a process that has registered no name
-    written = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    written = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert (DOCS / f"{page}.md").read_text() == written, f"{' '.join(command[1:])} > docs/{page}.md"
 
 

@@ -21,7 +21,7 @@ KEYS = leaves(PPOTrainerConfig)
 
 
 def test_there_are_not_many_keys():
-    assert len(KEYS) < 291
+    assert len(KEYS) < 292
 
 
 def test_every_key_has_a_sentence_that_ends():
@@ -200,7 +200,7 @@ def test_composing_imports_neither_torch_nor_ray():
         "import sys; from hrl.config import compose_cli; compose_cli([]); "
         "sys.exit(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)) != [])"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600, check=False).returncode == 0
 
 
 def test_unpickling_a_configuration_needs_no_hydra():
@@ -209,4 +209,4 @@ def test_unpickling_a_configuration_needs_no_hydra():
         "sys.exit('hydra' in sys.modules or config.trainer.seed != 9)"
     )
     data = pickle.dumps(load_config({"trainer": {"seed": 9}}))
-    assert subprocess.run([sys.executable, "-c", code], input=data, timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], input=data, timeout=600, check=False).returncode == 0

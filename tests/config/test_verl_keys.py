@@ -15,6 +15,7 @@ import yaml
 from hrl.config import ConfigError, compose_cli, spellings
 from hrl.config.compose import compose_kind, config_problems
 from hrl.config.load import validate_kind
+from hrl.config.placement import resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rules import warnings
 from hrl.config.run_kind import PPO, SFT
@@ -146,7 +147,7 @@ WHAT_IS_LEARNT = {
     f"{ROLLOUT}.do_sample": False,
     f"{ROLLOUT}.over_sample_rate": 0.1,
     f"{ROLLOUT}.multi_turn.enable": True,
-    f"{ROLLOUT}.quantization": "fp8",
+    f"{ROLLOUT}.quantization": "torchao",
     f"{ACTOR}.optim.num_cycles": 2,
     f"{ACTOR}.optim.zero_indexed_step": False,
     f"{ACTOR}.optim.optimizer": "SGD",
@@ -161,7 +162,6 @@ WHAT_IS_LEARNT = {
     "data.mm_processor_kwargs": {"max_pixels": 1},
     "reward_model.reward_manager": "batch",
     "distillation.teacher_models.gsm8k.model_path": "my/teacher",
-    "distillation.teacher_key": "task",
 }
 
 
@@ -269,6 +269,98 @@ def test_null_where_verl_chooses_nothing_is_the_default():
     assert validate(given) == validate({})
 
 
+# verl's examples with pictures: what they have in common, and what each sets beside.
+GEO3K = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_files": "geo3k/train.parquet",
+    "data.val_files": "geo3k/test.parquet",
+    "data.image_key": "images",
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 2048,
+    "data.truncation": "error",
+    f"{MODEL}.use_fused_kernels": True,
+    f"{ACTOR}.strategy": "fsdp2",
+    f"{ACTOR}.use_kl_loss": True,
+    f"{ACTOR}.fsdp_config.optimizer_offload": False,
+    f"{REF}.fsdp_config.param_offload": True,
+    f"{ROLLOUT}.tensor_model_parallel_size": 2,
+    f"{ROLLOUT}.enable_chunked_prefill": False,
+    f"{ROLLOUT}.n": 5,
+    f"{ROLLOUT}.free_cache_engine": True,
+    "trainer.n_gpus_per_node": 8,
+}
+QWEN3_5 = {
+    f"{ACTOR}.entropy_from_logits_with_chunking": True,
+    f"{ACTOR}.fsdp_config.fsdp_size": 8,
+    f"{ACTOR}.fsdp_config.entropy_checkpointing": True,
+    f"{ACTOR}.fsdp_config.offload_policy": True,
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 1,
+    f"{REF}.fsdp_config.offload_policy": True,
+    f"{ROLLOUT}.ignore_eos": False,
+    f"{ROLLOUT}.max_num_batched_tokens": 8192,
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 6144,
+}
+OF_ANSWERS = {"data.image_patch_size": 16, f"{ROLLOUT}.prompt_length": 1024, f"{ROLLOUT}.response_length": 2048}
+TEACHER = {
+    f"{ACTOR}.use_kl_loss": False,
+    "distillation.enabled": True,
+    "distillation.n_gpus_per_node": 4,
+    "distillation.teacher_models.teacher_model.model_path": "Qwen/Qwen3-VL-32B-Instruct",
+    "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size": 2,
+    "distillation.distillation_loss.loss_mode": "k1",
+    "distillation.distillation_loss.use_policy_gradient": True,
+}
+EXAMPLES_WITH_PICTURES: dict[str, dict[str, Any]] = {
+    "grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh": {f"{ROLLOUT}.multi_stage_wake_up": True},
+    "grpo_trainer/run_qwen3_vl_8b_fsdp.sh": {},
+    "grpo_trainer/run_qwen3_vl_30b_a3b_fsdp.sh": {
+        "algorithm.rollout_correction.rollout_is": "sequence",
+        "algorithm.rollout_correction.rollout_is_batch_normalize": True,
+        "algorithm.rollout_correction.rollout_rs": "token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": "0.6_1.6",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2,
+        f"{ACTOR}.fsdp_config.forward_prefetch": True,
+    },
+    "grpo_trainer/run_glm4_1v_9b_fsdp.sh": {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 10},
+    "grpo_trainer/run_minicpm_o_2_6_fsdp.sh": {
+        "data.trust_remote_code": True,
+        "data.custom_cls.path": "rl_dataset.py",
+        "data.custom_cls.name": "RLHFDataset",
+        f"{ACTOR}.fsdp_config.use_orig_params": True,
+    },
+    "grpo_trainer/run_qwen3_5_27b_fsdp.sh": QWEN3_5 | {"trainer.resume_from_path": "checkpoints/"},
+    "grpo_trainer/run_qwen3_5_27b_fsdp_turbo.sh": QWEN3_5
+    | {
+        f"{ACTOR}.strategy": "fsdp_turbo",
+        f"{ACTOR}.fsdp_config.turbo_config.distributed.fully_shard_parallel_size": 8,
+        f"{ACTOR}.fsdp_config.turbo_config.memory.recompute": True,
+    },
+    "grpo_trainer/run_qwen3_5_35b_fsdp.sh": QWEN3_5 | {f"{ROLLOUT}.enable_prefix_caching": False},
+    "grpo_trainer/run_qwen3_5_2b_openr1_fsdp.sh": QWEN3_5
+    | OF_ANSWERS
+    | {"reward.custom_reward_function.path": "verl/utils/reward_score/openr1mm.py"},
+    "grpo_trainer/run_qwen3_5_2b_video_fsdp.sh": QWEN3_5 | OF_ANSWERS | {"data.video_key": "videos"},
+    "on_policy_distillation_trainer/run_qwen3_5_4b_fsdp.sh": TEACHER
+    | {"distillation.distillation_loss.log_prob_min_clamp": -10.0},
+    "on_policy_distillation_trainer/run_qwen3_vl_8b_fsdp.sh": TEACHER | {f"{ROLLOUT}.max_model_len": 3073},
+    "profile/run_qwen2_5_vl_7b_torch_memory.sh": {
+        "global_profiler.tool": "torch_memory",
+        "global_profiler.global_tool_config.torch_memory.stack_depth": 32,
+    },
+    "tuning/lora/run_qwen2_5_vl_7b_fsdp.sh": {
+        f"{MODEL}.lora_rank": 64,
+        f"{MODEL}.target_modules": "all-linear",
+        f"{MODEL}.exclude_modules": ".*visual.*",
+    },
+}
+
+
+@pytest.mark.parametrize("own", EXAMPLES_WITH_PICTURES.values(), ids=EXAMPLES_WITH_PICTURES.keys())
+def test_an_example_of_verl_with_pictures_composes(own):
+    config = validate({**GEO3K, **own})
+    assert config.data.image_key == "images" and config.trainer.n_gpus_per_node == 8
+
+
 # Values that become those of other keys.
 
 
@@ -326,6 +418,18 @@ def test_a_sampling_batch_scales_how_many_batches_may_be_sampled():
     assert "without algorithm.filter_groups.enable a step samples what it trains on" in without.hint
 
 
+def test_machines_of_a_teacher_are_a_pool_of_its_own():
+    line = TEACHER | {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 2, "data.train_files": "rows.jsonl"}
+    placement = resolve_placement(validate(line | {"distillation.nnodes": 1}))
+    assert placement.pools == {"global": (8, 8), "teacher": (4,)} and placement.roles["ref"] == "teacher"
+    nowhere = ({}, {"distillation.nnodes": 0}, {"distillation.nnodes": 1, "distillation.enabled": False})
+    assert all("teacher" not in validate(line | changes).trainer.resource_pools for changes in nowhere)
+    placed = {"trainer.resource_pools": {"global": [8], "big": [2]}, "trainer.role_pools": {"ref": "big"}}
+    kept = resolve_placement(validate(line | placed | {"trainer.nnodes": 1, "distillation.nnodes": 1}))
+    assert kept.pools == {"global": (8,), "big": (2,)}
+    assert "trainer.role_pools.ref" in problem_of("distillation.nnodes", -1, **line).hint
+
+
 def test_a_reward_model_decides_alone_unless_a_function_is_named():
     model = {"reward_model.enable": True, "reward_model.model.path": "some/classifier"}
     assert validate(model).reward.entries == ()
@@ -361,7 +465,7 @@ def test_what_is_no_step_can_not_be_profiled(given, what):
 
 
 def test_other_profilers_of_verl_are_refused_with_what_hrl_has():
-    problem = problem_of("global_profiler.tool", "torch_memory")
+    problem = problem_of("global_profiler.tool", "npu")
     assert problem.reason is Reason.ABSENT and "torch's profiler writes traces" in problem.hint
 
 
@@ -375,6 +479,41 @@ def test_chunked_prefill_is_an_argument_of_vllm():
     contrary = {kwargs: {"vllm": {"enable_chunked_prefill": False}}}
     assert "engine_kwargs.vllm.enable_chunked_prefill alone" in problem_of(key, True, **contrary).hint
     assert "true or false" in problem_of(key, "no").hint
+
+
+@pytest.mark.parametrize("kind", [PPO, SFT], ids=["ppo", "sft"])
+@pytest.mark.parametrize("name", ["clearml", "vemlp_wandb", "rl_insight"])
+def test_a_tracker_of_verl_that_is_not_built_has_a_reason_and_a_way_out(kind, name):
+    for value in (name, ["console", name]):
+        with pytest.raises(ConfigError) as caught:
+            validate_kind(kind, {"trainer.logger": value})
+        (problem,) = caught.value.problems
+        assert (problem.key, problem.reason) == ("trainer.logger", Reason.ABSENT)
+        assert problem.what == f"can't be {name!r} here:" and "metrics.jsonl" in problem.hint
+
+
+def test_fp8_is_an_argument_of_vllm():
+    key = f"{ROLLOUT}.quantization"
+    assert validate({key: "fp8"}).actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"quantization": "fp8"}}
+    assert "engine_kwargs.vllm.quantization alone, to fp8" in problem_of(key, "torchao").hint
+
+
+def test_a_line_for_fsdp_turbo_trains_on_fsdp2_with_its_groups():
+    turbo = f"{ACTOR}.fsdp_config.turbo_config"
+    config = validate(
+        {
+            f"{ACTOR}.strategy": "fsdp_turbo",
+            f"{turbo}.distributed.fully_shard_parallel_size": 4,
+            f"{turbo}.distributed.ulysses_parallel_size": 2,
+            f"{turbo}.distributed.fsdp_plan.hook_modules": ["model.layers.{*}"],
+            f"{turbo}.memory.recompute": True,
+            "trainer.n_gpus_per_node": 8,
+        }
+    )
+    sharding = config.actor_rollout_ref.actor.fsdp_config
+    assert (sharding.fsdp_size, sharding.ulysses_sequence_parallel_size) == (4, 2)
+    assert all(key in config.remarks[-1] for key in (f"{ACTOR}.strategy", "hook_modules", "memory.recompute"))
+    assert problem_of(f"{turbo}.mine", 1).reason is Reason.ABSENT
 
 
 def test_validation_with_a_temperature_draws_samples():

@@ -44,6 +44,7 @@ OPTIONS = (
     "dp_size",
     "dtype",
     "enable_deterministic_inference",
+    "enable_fp32_lm_head",
     "enable_memory_saver",
     "host",
     "json_model_override_args",

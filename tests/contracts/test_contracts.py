@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hrl.config.rules import _DRAFTS_FROM_THE_CONTEXT
+from hrl.config.engine_rules import _DRAFTS_FROM_THE_CONTEXT
 from hrl.preflight.machine_look import _DRAFTS_ON_CPU
 from tests.contracts.calls import PACKAGE, Call, all_of_hrl, collect, spelled_receivers
 from tests.contracts.record import ABSENT, SIGNATURES, Sources

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hrl.config import rules
+from hrl.config import engine_rules
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout import sglang_engine, sglang_process, sglang_server
@@ -71,7 +71,8 @@ def test_the_record_is_of_the_release_that_the_engine_is_written_for():
 def test_reasons_and_what_else_is_read_of_a_server_are_there():
     assert set(SGLANG["reasons"]) == set(sglang_server._FINISH_REASONS)
     # `/server_info` answers with the resolved options, and the release.
-    assert {"dtype", "context_length", "enable_deterministic_inference"} <= set(SGLANG["options"])
+    read = {"dtype", "context_length", "enable_deterministic_inference", "enable_fp32_lm_head"}
+    assert read | {"json_model_override_args"} <= set(SGLANG["options"])
     assert {"message", "success"} <= set(SGLANG["answers"]["update_weights_from_disk"])
 
 
@@ -83,7 +84,7 @@ PROCESS = ast.parse(Path(sglang_process.__file__).read_text())
 def test_the_engine_is_opened_with_options_that_there_are():
     setup = engine_setup("sglang", "model", TokenIds(0, (1,), 8), 16)
     assert sglang_engine.engine_args(setup).keys() <= set(SGLANG["options"])
-    of_rules = rules._SET_BY_FOR_SGLANG.keys() | rules._FIXED_FOR_SGLANG.keys()
+    of_rules = engine_rules._SET_BY_FOR_SGLANG.keys() | engine_rules._FIXED_FOR_SGLANG.keys()
     assert of_rules <= set(SGLANG["options"])
     unnamed = sglang_engine.engine_args(setup).keys() - of_rules
     assert unnamed == {"log_level"}  # which a user may set

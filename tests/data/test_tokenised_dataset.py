@@ -38,14 +38,14 @@ def close(kept, *, bad=0, over=0, skip_bad=False, too_long=("rows are longer tha
 def test_every_row_is_in_the_counts_once(caplog):
     caplog.set_level("INFO")
     assert close(4, bad=2, over=3, skip_bad=True, too_long=None) == DatasetCounts(9, 2, 3, 1, 4)
-    assert "f, g: skipped 2 bad rows: f line 2: is torn; f line 2: is torn" in caplog.text
+    assert "f, g: skipped 2 bad rows: f line 2, f line 2: is torn" in caplog.text
     assert "f, g: 9 rows read, 2 bad, 3 too long, 1 truncated, 4 kept" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kept": 1, "bad": 2}, r"^2 bad rows \(data.bad_rows=skip leaves them out\): f line 2: is torn; f line 2"),
+        ({"kept": 1, "bad": 2}, r"^2 bad rows \(data.bad_rows=skip leaves them out\): f line 2, f line 2: is torn"),
         ({"kept": 1, "over": 2}, r"^2 rows are longer than 5, the first f line 3 \(9 tokens\): cut them$"),
         (
             {"kept": 0, "bad": 1, "skip_bad": True},

@@ -51,7 +51,7 @@ class Engine:
     def __init__(self, turn_s: float) -> None:
         self._turn_s, self.num_withdrawn = turn_s, 0
 
-    async def generate(self, *_: Any) -> SampleOutput:
+    async def generate(self, *_: Any, **__: Any) -> SampleOutput:
         try:
             await asyncio.sleep(self._turn_s)
         except asyncio.CancelledError:

@@ -603,7 +603,7 @@ def test_the_clock_of_an_episode_stands_while_its_call_waits_in_line() -> None:
         assert clock.told == []
         await environment.step(Action("wait in line"))
         (first, begun_s), (last, ended_s) = clock.told
-        assert (first, last) == ("stop", "go on") and 0.4 < ended_s - begun_s < 5.0
+        assert (first, last) == ("stop", "go on") and 0.4 < ended_s - begun_s < 60.0
         with pytest.raises(EnvironmentTimeoutError):
             await environment.step(Action("wait in line beyond the deadline"))
         assert [kind for kind, _ in clock.told[2:]] == ["stop", "go on"], "once for each, also where it is given up"

@@ -97,7 +97,6 @@ def play(hosts: Sequence[RolloutHost], **changes: Any) -> list[Episode]:
         service.shutdown()
 
 
-@pytest.mark.timeout(300)
 def test_two_engines_play_the_episodes_of_one_token_by_token(hosts: list[RolloutHost]) -> None:
     one, two = play(hosts[:1]), play(hosts)
     assert [episode.end for episode in one] == ["done"] * EPISODES

@@ -431,7 +431,7 @@ def test_a_call_that_can_not_be_read_and_a_text_that_was_cut_are_counted(monkeyp
             told.append(action)
             return StepResult(Observation(messages=[{"role": "user", "content": "long " * 50}]), done=action.turn == 2)
 
-    async def generate(*_: Any) -> SampleOutput:
+    async def generate(*_: Any, **__: Any) -> SampleOutput:
         return SampleOutput([5, STOP], [-0.5, -0.5], "stop", VERSION)
 
     settings = EnvironmentConfig(max_observation_tokens=10)
@@ -468,7 +468,7 @@ class Says(Lost):
 def test_what_the_environment_calls_done_is_done_also_of_a_turn_that_was_cut_off(
     limit: int, result: StepResult, end: str, finish: str
 ) -> None:
-    async def generate(_: list[int], sampling: SamplingParams, *__: Any) -> SampleOutput:
+    async def generate(_: list[int], sampling: SamplingParams, *__: Any, **___: Any) -> SampleOutput:
         ids = [5, 6, STOP][: sampling.max_tokens]
         return SampleOutput(ids, [-0.5] * len(ids), "stop" if STOP in ids else "length", VERSION)
 
@@ -523,7 +523,7 @@ def test_no_turn_waits_while_a_parser_is_imported(monkeypatch: pytest.MonkeyPatc
         async def step(self, action: Action) -> StepResult:
             return StepResult(done=True)
 
-    async def generate(*_: Any) -> SampleOutput:
+    async def generate(*_: Any, **__: Any) -> SampleOutput:
         return SampleOutput([5, STOP], [-0.5, -0.5], "stop", VERSION)
 
     async def run() -> list[str]:
@@ -664,7 +664,7 @@ def test_what_a_reward_function_is_given_is_what_was_sampled_last_and_nothing_th
     monkeypatch.setattr("hrl.episodes.parsing.TurnParser.parse", parse)
     left = iter(sampled)
 
-    async def generate(*_: Any) -> SampleOutput:
+    async def generate(*_: Any, **__: Any) -> SampleOutput:
         ids = [*TOKENIZER.encode(next(left)), STOP]
         return SampleOutput(ids, [-0.5] * len(ids), "stop", VERSION)
 

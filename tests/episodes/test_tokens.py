@@ -57,6 +57,8 @@ class Game:
     turns: list[Sampled] = field(default_factory=list)
     #: Tokens up to and with one → the turns with which it passed through the engine.
     passed: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    #: A branch began before anything was sampled, so the first row is no row of the episode, and its first is a branch.
+    begins_with_branch: bool = False
 
     @classmethod
     def of(cls, name: str, messages: Sequence[dict[str, Any]], **kwargs: Any) -> Game:
@@ -100,7 +102,9 @@ class Game:
         """An observation; whether a branch began."""
         rows, before = self.transcript.num_rows, len(self.context)
         assert self.transcript.add_observation(Observation(messages=messages)) == len(self.context) - before
-        return self.transcript.num_rows > rows
+        is_branch = self.transcript.num_rows > rows
+        self.begins_with_branch |= is_branch and not any(turn.ids for turn in self.turns)
+        return is_branch
 
     def whole(self) -> list[int]:
         """The template's own tokens of the conversation."""
@@ -124,7 +128,7 @@ class Game:
                 assert len(ids) - 1 <= len(told) <= len(ids)
                 turns = [self.passed[ids[: end + 1]] for end in range(len(told))]
                 assert all(turn in each for turn, each in zip(told, turns, strict=True))
-                assert row is not rows[0] or told == [each[0] for each in turns]
+                assert row is not rows[0] or self.begins_with_branch or told == [each[0] for each in turns]
             at = 0
             while at < len(row.mask):
                 if not row.mask[at]:

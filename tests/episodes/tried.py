@@ -136,7 +136,7 @@ class Agent(AgentEnvironment):
             body = json.dumps({"model": client.model, "messages": messages}).encode()
             headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
             asked = urllib.request.Request(f"{client.base_url}/chat/completions", body, headers)
-            with urllib.request.urlopen(asked, timeout=60) as answer:
+            with urllib.request.urlopen(asked, timeout=600) as answer:
                 said = json.load(answer)["choices"][0]["message"]
             messages += [said, {"role": "user", "content": more}]
         return 0.25

@@ -22,13 +22,16 @@ _LAST_WORDS_CHARACTERS = 4000
 _GRACE_S = 5.0
 
 
-def run_stages(stages: Iterable[Stage], setup: Setup, budget_s: float = BUDGET_S) -> list[StageResult]:
+def run_stages(
+    stages: Iterable[Stage], setup: Setup, budget_s: float = BUDGET_S, patience: float = 1.0
+) -> list[StageResult]:
     """Runs them all, whatever becomes of any; the tables are written anew after each.
 
     Args:
         stages: in order.
         setup: for all of them.
         budget_s: a stage that begins later than this is not run; one that would end later has that much less time.
+        patience: how often its deadline a stage has.
     """
     end = time.monotonic() + budget_s
     folder = Path(setup.folder)
@@ -36,7 +39,7 @@ def run_stages(stages: Iterable[Stage], setup: Setup, budget_s: float = BUDGET_S
     machine = describe_machine(setup)
     results: list[StageResult] = []
     for stage in stages:
-        results.append(_run(stage, setup, min(stage.deadline_s, end - time.monotonic())))
+        results.append(_run(stage, setup, min(patience * stage.deadline_s, end - time.monotonic())))
         write_tables(folder, machine, results)
     return results
 

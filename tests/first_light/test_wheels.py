@@ -93,6 +93,6 @@ def test_a_wheel_is_installed_from_its_pieces_without_an_index(tmp_path: Path, m
         env={"PYTHONPATH": str(tmp_path / "site")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert found.stdout == "True\n", found.stderr

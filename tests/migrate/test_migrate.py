@@ -100,11 +100,82 @@ def test_what_composes_as_it_is_stays_the_same_configuration() -> None:
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
         "actor_rollout_ref.ref.fsdp_config.offload_policy=True",
         "trainer.max_actor_ckpt_to_keep=3",
+        "trainer.n_gpus_per_node=8",
     ]
     found = one("python3 -m verl.trainer.main_ppo " + " ".join(line))
     before, after = compose_kind(KINDS["ppo"], line), config_of(found)
     assert before.model_dump() == after.model_dump()
     assert found.lost == [] and not any("optim.clip_grad" in argument for argument in found.arguments)
+
+
+def test_what_a_line_of_verl_leaves_to_its_defaults_is_written_where_hrl_has_others() -> None:
+    found = one(
+        "python3 -m verl.trainer.main_ppo data.train_files=a.parquet "
+        "algorithm.adv_estimator=reinforce_plus_plus_baseline"
+    )
+    config = config_of(found)
+    said = {remark.written: remark.why for remark in found.differs}
+    assert config.trainer.n_gpus_per_node == 8
+    assert said["trainer.n_gpus_per_node=8"] == "was not in the line and is verl's default"
+    actor = "actor_rollout_ref.actor"
+    of_devices = {
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+        f"{actor}.fsdp_config.fsdp_size": 4,
+        f"{actor}.ulysses_sequence_parallel_size": 2,
+        f"{actor}.ppo_micro_batch_size": 16,
+    }
+    cut = one(
+        "python3 -m verl.trainer.main_ppo data.train_files=a.parquet algorithm.adv_estimator=grpo "
+        f"actor_rollout_ref.rollout.n=4 {' '.join(f'{key}={value}' for key, value in of_devices.items())}"
+    )
+    policy = config_of(cut).actor_rollout_ref
+    shared = policy.actor.fsdp_config
+    assert cut.lost == [] and policy.rollout.tensor_model_parallel_size == 2
+    assert (shared.fsdp_size, shared.ulysses_sequence_parallel_size) == (4, 2)
+    assert policy.actor.ppo_micro_batch_size_per_gpu == 2  # 16 ÷ 8
+    assert (
+        said["actor_rollout_ref.rollout.n"] == "was not in the line and is 8 here; verl has 1"
+    )  # of 1 there is no group
+    sft = one(
+        "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer data.train_files=a.parquet "
+        "engine.ulysses_sequence_parallel_size=2"
+    )
+    assert (config_of(sft).trainer.total_epochs, config_of(sft).trainer.n_gpus_per_node) == (4, 4) and sft.lost == []
+
+
+def test_a_warm_up_of_verl_is_as_long_in_optimizer_steps() -> None:
+    line = (
+        "data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_epochs=2"
+    )
+    warmup = "actor_rollout_ref.actor.optim.lr_warmup_steps=10"
+    found = one(
+        f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet algorithm.adv_estimator=grpo {line} {warmup}"
+    )
+    assert config_of(found).actor_rollout_ref.actor.optim.lr_warmup_steps == 80
+    assert {remark.written: remark.why for remark in found.differs}[
+        warmup
+    ] == "is 80 optimizer steps, 8 for each trainer step"
+
+
+def test_the_output_of_a_command_stays_in_a_value() -> None:
+    found = one("python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.experiment_name=run_$(date +%H)")
+    assert lost(found) == {} and "\"trainer.experiment_name='run_$(date +%H)'\"" in script(found)
+
+
+def test_arguments_of_an_engine_join_those_of_the_line() -> None:
+    engine = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    words = f"+{engine}.mm_processor_cache_gb=0 actor_rollout_ref.rollout.enable_chunked_prefill=False"
+    found = one(f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet {words}")
+    assert f"{engine}.enable_chunked_prefill=false" in found.arguments
+    vllm = config_of(found).actor_rollout_ref.rollout.engine_kwargs["vllm"]
+    assert vllm == {"mm_processor_cache_gb": 0, "enable_chunked_prefill": False}
+
+
+def test_what_has_one_reason_is_told_once() -> None:
+    teachers = " ".join(f"+distillation.teacher_models.{name}.model_path={name}/x" for name in ("a", "b"))
+    text = script(migrate(f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet {teachers}", "-")[0])
+    (line,) = [line for line in text.splitlines() if "the run holds one teacher" in line]
+    assert "teacher_models.a" in line and "teacher_models.b" in line and "can't be" not in line
 
 
 def test_the_script_reads_variables_of_the_environment_where_it_runs() -> None:
@@ -151,6 +222,34 @@ def test_a_line_of_openrlhf_in_its_older_names() -> None:
     assert set(lost(found)) == {"--unheard_of 3"}
     assert config.actor_rollout_ref.model.lora_rank == 8
     assert config.trainer.logger == ["console", "wandb"] and "token" not in script(found).replace("tokens", "")
+
+
+def test_a_correction_of_openrlhf_has_its_bounds_and_a_long_row_its_budget() -> None:
+    flags = (
+        "--actor.model_name_or_path a/b --data.prompt_dataset rows.jsonl --data.max_len 40000 "
+        "--rollout.max_new_tokens 30000 --train.dynamic_batch_enable --train.max_tokens_per_gpu 16192 "
+        "--ds.ring_attn_size 2 --actor.num_gpus_per_node 2 --actor.aux_loss_coef 0.001 --algo.kl.init_coef 0 "
+        "--algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 0.5 4 "
+        "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4 "
+    )
+    found = one(f"python -m openrlhf.cli.train_ppo_ray {flags} --algo.advantage.is_correction_type icepop")
+    config = config_of(found)
+    assert lost(found) == {}
+    actor = config.actor_rollout_ref.actor
+    assert (actor.ppo_max_token_len_per_gpu, actor.fsdp_config.ulysses_sequence_parallel_size) == (20000, 2)
+    assert actor.router_aux_loss_coef == 0.001
+    correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", "0.5_4")
+    masked = config_of(
+        one(f"python -m openrlhf.cli.train_ppo_ray {flags} --algo.advantage.is_correction_type seq-mask-tis")
+    )
+    correction = masked.algorithm.rollout_correction
+    assert (correction.rollout_rs, correction.rollout_rs_threshold) == ("seq_mean_k1", "0.25_2")
+    begin = "python -m openrlhf.cli.train_ppo_ray --algo.advantage.is_correction_enable"
+    typed = f"{begin} --algo.advantage.is_correction_type seq-mask-tis --algo.advantage.is_correction_threshold"
+    open_below = config_of(one(f"{typed} 0 5 --actor.model_name_or_path a/b --data.prompt_dataset rows.jsonl"))
+    assert open_below.algorithm.rollout_correction.rollout_rs_threshold == "0.2_1e+09"
+    assert "--algo.advantage.is_correction_threshold 5" in lost(one(f"{typed} 5 --actor.model_name_or_path a/b"))
 
 
 def test_the_present_names_of_openrlhf_mean_the_same() -> None:
@@ -278,7 +377,7 @@ def test_steps_of_trl_are_optimizer_steps_and_become_steps_of_the_trainer() -> N
     assert (config.trainer.total_training_steps, config.trainer.save_freq) == (25, 5)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("DPO", "dpo"), ("SFT", "sft"), ("Reward", "rm")])
+@pytest.mark.parametrize(("name", "kind"), [("DPO", "dpo"), ("KTO", "dpo"), ("SFT", "sft"), ("Reward", "rm")])
 def test_the_other_trainers_of_trl(name: str, kind: str) -> None:
     text = (
         f"import trl\nargs = trl.{name}Config(output_dir='out', max_length=512, warmup_steps=0.1)\n"
@@ -289,6 +388,16 @@ def test_the_other_trainers_of_trl(name: str, kind: str) -> None:
     assert found.kind == kind and config.model.path == "some/model" and config.data.max_length == 512
     assert config.optim.lr_warmup_steps_ratio == 0.1 and config.data.train_batch_size == 8
     assert "train_dataset=rows" in lost(found) and config.data.train_files == ["YOUR_ROWS.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("more", "loss", "weight"), [("", "kto", 1.0), (" --loss_type apo_zero_unpaired --desirable_weight 1.5", None, 1.5)]
+)
+def test_kto_of_trl_learns_from_labels_whatever_its_loss(more: str, loss: str | None, weight: float) -> None:
+    line = f"trl kto --model_name_or_path some/model --dataset_name trl-lib/kto-mix-14k{more}"
+    for text in (line, f"{line} --config kto.yaml"):  # whose settings replace TRL's defaults
+        algorithm = config_of(one(text, "-")).algorithm
+        assert (algorithm.loss_type, algorithm.desirable_weight) == (loss or "apo_zero_unpaired", weight)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +546,26 @@ def test_what_a_script_gives_its_line_from_outside_is_named_without_values() -> 
     assert set(lost(one(text + line))) == {"export VLLM_ATTENTION_BACKEND", "export KEY"}
     found = one(f"{text}{line} $@")
     assert set(lost(found)) == {"export VLLM_ATTENTION_BACKEND", "export KEY", "$@"}
-    assert "secret" not in script(found) and found.arguments == ["data.train_files=a.parquet"]
+    assert "secret" not in script(found) and found.arguments[0] == "data.train_files=a.parquet"
+
+
+def test_kto_of_trl_learns_from_labels_the_model_that_the_file_loads() -> None:
+    text = """
+from trl import KTOConfig, KTOTrainer
+NAME = "some/policy"
+model = AutoModelForCausalLM.from_pretrained(NAME, dtype="auto")
+args = KTOConfig(output_dir="out", beta=0.2, undesirable_weight=2.0, router_aux_loss_coef=0.01)
+KTOTrainer(model=model, args=args, train_dataset=load_dataset("some/labels", split="train")).train()
+"""
+    found = one(text, "train_kto.py")
+    config = config_of(found)
+    assert lost(found) == {} and config.model.path == "some/policy" and config.optim.lr == 1e-6
+    algorithm = config.algorithm
+    assert (algorithm.loss_type, algorithm.beta, algorithm.undesirable_weight) == ("kto", 0.2, 2.0)
+    assert algorithm.router_aux_loss_coef == 0.01
+    changed = text.replace('dtype="auto"', "quantization_config=config")
+    (quantised,) = migrate(changed, "train_kto.py")
+    assert lost(quantised)["model=model"] == "is not a name; set model.path"  # what was loaded is another model
 
 
 def test_a_line_of_trl_with_a_file_of_settings_gets_none_of_its_defaults() -> None:
@@ -598,7 +726,9 @@ def test_turns_of_a_line_without_any_are_not_taken_along() -> None:
         f"{AGENT}.num_workers=8",
     ]
     found = of_turns(*idle, f"{AGENT}.default_agent_loop=single_turn_agent", f"{TURNS}.max_user_turns=5")
-    assert found.arguments == ["data.train_files=a.parquet"] and lost(found) == {} and found.differs == []
+    given = {argument.partition("=")[0] for argument in found.arguments}
+    defaults = {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n", "trainer.n_gpus_per_node"}
+    assert given == {"data.train_files"} | defaults and lost(found) == {}
     assert {remark.written for remark in found.needless} >= set(idle)
 
 

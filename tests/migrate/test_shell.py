@@ -35,6 +35,33 @@ def test_words_are_those_of_bash(script: str, words: list[str]) -> None:
     assert words_of(script) == words
 
 
+CASE = """
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+case "${DEVICE}" in
+    gpu) n=8; [ -n "$x" ] && n=9 ;;
+    npu | ascend)
+        export HCCL=1
+        n=16
+        ;;
+    *) n=0; exit 1 ;;
+esac
+case $n in 1?) kind=many;; *) kind=few;; esac
+case $(hostname) in a) first=1;; *) first=2;; esac
+run $DEVICE $n $kind $first
+"""
+
+
+def test_the_branch_of_a_case_that_fits_is_read_and_no_machine_has_npus() -> None:
+    command = commands_of(CASE)[-1]
+    assert command.words == ["run", "gpu", "8", "few", "1"] and command.exported == []
+    assert commands_of("DEVICE=npu\n" + CASE)[-1] == Command(["run", "npu", "16", "many", "1"], exported=["HCCL"])
+
+
+def test_what_a_command_within_a_word_reads_of_the_script_is_named() -> None:
+    command = commands_of('HERE=/x\nrun a=$(dirname "$HERE/b") c=$(date +%H) d=$HOME')[-1]
+    assert command.reads == ["HERE"] and commands_of("HERE=/x\nrun $HERE $(date)")[-1].reads == []
+
+
 def test_a_pipe_ends_the_command() -> None:
     assert commands_of("run a=1 2>&1 | tee log\n") == [Command(["run", "a=1"]), Command(["tee", "log"])]
 

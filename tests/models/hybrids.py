@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.models.tiny import SHAPE
 
@@ -58,3 +61,15 @@ def save_hybrid(folder: Path, family: str, *, tokenizer: PreTrainedTokenizerBase
         tokenizer.save_pretrained(folder)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).save_pretrained(folder)
     return folder
+
+
+def log_probs_alone(model: PreTrainedModel, out: TensorDict, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each sampled row, the sampler's log-probs and those of transformers, which reads the row by itself."""
+    width = out["prompts"].shape[1]
+    for row in range(len(out["prompts"])):
+        prompt = out["prompts"][row][out["attention_mask"][row, :width].bool()]
+        answer = out["responses"][row][out["response_mask"][row].bool()]
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+        own = (logits.float() / temperature).log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        yield out["rollout_log_probs"][row, : len(answer)], own

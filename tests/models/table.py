@@ -269,7 +269,7 @@ _UNPACKED = [
     "  and pictures are: both need packed rows.",
     "- **Engines.** `rollout.name=hf` samples contexts of one length together, without padding, since the caches of",
     "  some families are wrong beside it. vLLM on a CPU runs those of the families that it has kernels for there,",
-    "  without prefix caching. Falcon-H1 was seen to give the trainer's log-probs to 1e-5 in float32. As for every",
+    "  without prefix caching. Falcon-H1 gives the log-probs of rows alone to 5e-5 in float32, in a test. As for every",
     "  model, `rollout/logprob_diff_max` of the first step says whether an engine agrees with the trainer.",
     "- **Rounding of decays.** In bfloat16 the decays (`A_log`, `dt_bias`) are rounded like other weights;",
     "  transformers keeps them in no other dtype either. Rounding them alone moves log-probs by 0.002 to 0.008 in the",

@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import Gemma3TextConfig, Qwen2Config
+from transformers import Gemma3TextConfig, GPT2Config, MambaConfig, Qwen2Config
 
-from hrl.models.hf_config import ModelConfigError, engine_overrides, load_config, merge_config
+from hrl.models.hf_config import (
+    ModelConfigError,
+    engine_overrides,
+    load_config,
+    merge_config,
+    model_differences,
+    plain_fields,
+)
 from hrl.models.source import model_facts
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
@@ -97,3 +104,36 @@ def test_sections_are_merged_and_everything_else_replaced():
     written = {"text_config": {"a": 1, "b": 2}, "listed": [1, 2]}
     override = {"text_config": {"b": 3}, "listed": [4]}
     assert merge_config(written, override) == {"text_config": {"a": 1, "b": 3}, "listed": [4]}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hidden_act": "gelu"},
+        {"layer_types": ["sliding_attention"] * 32},
+        {"num_key_value_heads": 2},
+        {"rms_norm_eps": 1e-5},
+        {"rope_parameters": RESOLVED_YARN},
+    ],
+)
+def test_another_value_of_any_field_that_changes_logits_is_a_difference(changed):
+    found = {name: (ours, theirs) for name, ours, theirs in model_differences(Qwen2Config(), as_sent(**changed))}
+    assert found == {name: (plain_fields(Qwen2Config())[name], value) for name, value in changed.items()}
+
+
+def test_one_model_in_two_programs_differs_in_nothing():
+    """Under another name of the folder, in another dtype, with fields of one program alone."""
+    own, other = Qwen2Config(sliding_window=0), Qwen2Config(sliding_window=None, eos_token_id=7, dtype="bfloat16")
+    other.name_or_path, other.head_dtype, other.of_this_program = "/elsewhere", "float32", 3
+    assert list(model_differences(own, sent(other))) == []
+    assert list(model_differences(MambaConfig(), sent(MambaConfig()))) == []  # has an infinity, which JSON has not
+    assert list(model_differences(GPT2Config(), {"hidden_size": 768})) == []  # by the class's other name
+    assert [name for name, *_ in model_differences(GPT2Config(), {"hidden_size": 96})] == ["hidden_size"]
+
+
+def as_sent(**changed):
+    return sent(Qwen2Config(**changed))
+
+
+def sent(config):
+    return json.loads(json.dumps(plain_fields(config), allow_nan=False))

@@ -7,9 +7,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hrl.models.cut import Heads
+from hrl.models.loading import ModelSource
+from hrl.models.picture_probe import require_sight
+from hrl.models.pictures import PictureProcessor
 from hrl.models.scalar_head import check_scores, find_head
 from hrl.models.twin import Sharing, TwinError, write_twin
 from tests.models.tiny import save_gemma3, save_llama
+from tests.models.tiny_pictures import FAMILIES, config_of, save_processors
 from tests.plan.models import EXPERTS, SEVEN, SEVENTY, folder_of
 
 OPTIONS = {"override_config": {}, "trust_remote_code": False, "seed": 1}
@@ -103,6 +107,26 @@ def test_the_twin_of_a_reward_model_has_a_head_whatever_its_config_says(tmp_path
     check_scores(twin.folder, of_steps=labels == 2)
     head = find_head(twin.folder)
     assert head is not None and head.num_labels == labels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_twin_of_a_model_that_sees_shows_pictures_as_the_family_does(family, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}
+    rope |= {"mrope_interleaved": True} if family == "qwen3_vl" else {}
+    whole = config_of(family, hidden_size=256, num_attention_heads=4, num_hidden_layers=6, rope_parameters=rope)
+    whole.vision_config.depth = 6
+    whole.save_pretrained(tmp_path / "model")
+    save_processors(tmp_path / "model", family)
+    twin = write_twin(tmp_path / "model", tmp_path / "twin", Sharing(), **OPTIONS)
+    made = AutoConfig.from_pretrained(twin.folder)
+    assert (twin.layers, made.vision_config.depth, made.image_token_id) == ((2, 6), 2, whole.image_token_id)
+    sections = made.get_text_config().rope_parameters["mrope_section"]
+    assert (sum(sections), len(sections)) == (16, 3) and min(sections) >= 5  # half of a head of 32, shared as before
+    assert PictureProcessor(twin.folder).num_tokens(60, 56) == PictureProcessor(tmp_path / "model").num_tokens(60, 56)
+    source = ModelSource.to_look_at(twin.folder, {}, trust_remote_code=False, max_model_len=64, adapter=None)
+    assert require_sight(source) < 1e-4
+    scorer = write_twin(tmp_path / "model", tmp_path / "scorer", Sharing(), scores="answers", **OPTIONS)
+    check_scores(scorer.folder, of_steps=False)
 
 
 def test_a_family_whose_sizes_are_not_known_is_refused_with_its_name(tmp_path, monkeypatch):

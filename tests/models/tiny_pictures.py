@@ -91,11 +91,16 @@ def save_vl(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 5, dtype: t
     """A random model with tokenizer and image processor, which makes 4 to 16 tokens of a picture."""
     torch.manual_seed(seed)
     AutoModelForImageTextToText.from_config(config_of(family)).to(dtype).save_pretrained(folder)
+    save_processors(folder, family)
+    return folder
+
+
+def save_processors(folder: Path, family: str) -> None:
+    """What such a model's folder has beside config and weights."""
     tokenizer().save_pretrained(folder)
     size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     Qwen2VLImageProcessorPil(size=size, patch_size=14).save_pretrained(folder)
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video_settings(family)))
-    return folder
 
 
 def video_settings(family: str) -> dict[str, Any]:

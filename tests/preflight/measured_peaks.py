@@ -66,7 +66,7 @@ def stories(folder: Path) -> tuple[str, ...]:
 def said(overrides: tuple[str, ...]) -> dict[str, float]:
     """The bytes of the machine's phases."""
     command = [sys.executable, "-m", "hrl", "check", "--json", *overrides]
-    found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False, timeout=300, text=True)
+    found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False, timeout=600, text=True)
     answer = json.loads(found.stdout)
     if not answer["valid"]:
         raise SystemExit(found.stdout)

@@ -20,6 +20,7 @@ CONFIG = {
     "vocab_size": 100,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "head_dim": 32,  # the narrowest that vLLM's attention on CPUs has kernels for
     "intermediate_size": 64,
 }
 ROW = {"data_source": "x", "prompt": PROMPT, "reward_model": {"ground_truth": "3"}}

@@ -236,7 +236,7 @@ def test_rows_of_every_kind_show_their_lengths(line, tmp_path, capsys):
 
 def test_a_family_that_would_be_trained_wrongly_is_refused_by_check_and_run(line, tmp_path, capsys):
     path = tmp_path / "policy" / "config.json"
-    size = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    size = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
     rest = {"intermediate_size": 32, "num_key_value_heads": 1, "max_position_embeddings": 4096}
     path.write_text(json.dumps({"model_type": "bert", "is_decoder": True} | size | rest))
     status, said = check(capsys, *line)

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from hrl.config.load import validate_kind
-from hrl.config.run_kind import OFFLINE_KINDS, SFT
+from hrl.config.run_kind import DPO, OFFLINE_KINDS, SFT
 from hrl.models.source import ModelSourceError
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.findings import PreflightError
@@ -53,6 +53,20 @@ def test_what_does_not_fit_is_named(model: Path) -> None:
     assert ready(model, **{"data.max_length": 129, "model.override_config": {"max_position_embeddings": 256}})
     with pytest.raises(PreflightError, match="one batch: .*3 kept, 4 needed. Set data.train_batch_size=2."):
         ready(model, **{"data.train_batch_size": 4})
+
+
+@pytest.mark.parametrize(("labels", "said"), [([True] * 3, "true"), ([0, 0, 0], "false"), ([True, False, True], None)])
+def test_labels_that_are_all_alike_get_one_warning_with_their_column(
+    model: Path, labels: list[object], said: str | None
+) -> None:
+    file = model.parent / "labelled.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "hi", "completion": "yo", "good": label}) + "\n" for label in labels))
+    values = {"data.train_files": str(file), "data.label_key": "good", "model.path": str(model)}
+    base = {"data.train_batch_size": 2, "data.max_length": 64, "algorithm.loss_type": "kto"}
+    notes = [note for note in preflight(validate_kind(DPO, base | values)).findings.notes if "'good'" in note]
+    assert len(notes) == (said is not None) and all(
+        f"'good' is {said} in every row of data.train_files" in note for note in notes
+    )
 
 
 def test_a_reward_is_refused_where_nothing_is_scored(model: Path) -> None:

@@ -25,3 +25,14 @@ def test_a_frozen_tower_without_pictures_is_told():
     findings = Findings()
     look_at_pictures(findings, config, SimpleNamespace(has_pictures=False), None)
     assert not findings.problems and "freeze_vision_tower has no effect" in findings.notes[0]
+
+
+def test_functions_that_are_sent_words_alone_are_told():
+    row = SimpleNamespace(images=[PictureSource(8, 4)])
+    shown = SimpleNamespace(has_pictures=True, has_videos=False, rows=[row], known=[0], picture_tokens=lambda shown: 2)
+    remote = "reward.functions=[{name: remote, url: http://127.0.0.1:9}, numeric]"
+    config = compose_kind(PPO, [remote, "actor_rollout_ref.rollout.name=hf", "trainer.device=cpu"])
+    findings = Findings()
+    look_at_pictures(findings, config, shown, None)
+    assert not findings.problems
+    assert [note for note in findings.notes if note.startswith("remote of reward.functions: what is sent of a prompt")]

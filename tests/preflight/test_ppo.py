@@ -555,12 +555,31 @@ def test_what_the_cpu_backend_of_vllm_has_no_kernels_for_is_refused_on_a_cpu_alo
     assert refused(run, **given(quantization="mxfp4", speculative_config=eagle), **{"trainer.device": "cpu"}) == [
         f"{key}.quantization is mxfp4, for whose linear layers vLLM's CPU backend has no kernel on every machine. "
         "On a CPU, set it to fp8_per_channel or remove it.",
-        f"{key}.speculative_config.method is eagle3, which is for GPUs. On a CPU, set it to ngram or draft_model.",
+        f"{key}.speculative_config.method is eagle3, which is for GPUs. "
+        "On a CPU, set it to ngram, draft_model or eagle.",
     ]
-    run(**given(quantization="fp8_per_channel", speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
+    possible = given(
+        quantization="fp8_per_channel", speculative_config={"method": "ngram", "num_speculative_tokens": 2}
+    )
+    monkeypatch.setattr("hrl.preflight.machine_look.fastest_dtype", lambda device: "float32")
+    assert refused(run, **possible, **{"trainer.device": "cpu"}) == [
+        "actor_rollout_ref.rollout.dtype is auto, which is float32 on this machine, and beside that vLLM has no kernel "
+        "for fp8_per_channel. Set it to bfloat16."
+    ]
+    run(**possible, **{"trainer.device": "cpu", "actor_rollout_ref.rollout.dtype": "bfloat16"})
+    monkeypatch.setattr("hrl.preflight.machine_look.fastest_dtype", lambda device: "bfloat16")
+    run(**possible, **{"trainer.device": "cpu"})
     findings, rollout = Findings(), validate(given(quantization="mxfp4", speculative_config=eagle))
-    look_at_cpu_engine(findings, rollout.actor_rollout_ref.rollout, "cuda")
+    look_at_cpu_engine(findings, rollout.actor_rollout_ref.rollout, "cuda", head_size=8)
     assert not findings.problems
+
+
+def test_heads_that_the_cpu_backend_of_vllm_has_no_attention_for_are_refused(run):
+    (problem,) = refused(run, **{"actor_rollout_ref.model.override_config": {"head_dim": 16}, "trainer.device": "cpu"})
+    assert problem == (
+        "actor_rollout_ref.rollout.name is vllm, whose CPU backend has no attention for heads of 16 elements; it has "
+        "for 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512. Set it to hf, or take another model."
+    )
 
 
 def test_a_vllm_of_another_version_is_found_before_anything_starts(run, monkeypatch):
@@ -600,9 +619,13 @@ def test_what_can_not_fit_is_refused_and_what_may_not_fit_is_noted(run, monkeypa
 def test_an_adapter_is_counted_and_one_that_fits_no_layer_is_refused(run, tmp_path):
     model = "actor_rollout_ref.model"
     facts = dict(run(**{f"{model}.lora_rank": 4, "critic.model.lora_rank": 2}).findings.facts)
-    # Each of two layers: queries, keys, values and output of 64 × 64, and three matrices of 64 × 64.
-    assert facts["adapter of actor"].startswith(f"{4 * 2 * 7 * 128:,} weights beside 14 matrices are trained")
-    assert facts["adapter of critic"].startswith(f"{2 * 2 * 7 * 128:,} weights beside 14 matrices are trained")
+    # Each of two layers: queries, keys, values and output between 64 and 4 × 32, and three matrices of 64 × 64.
+    assert facts["adapter of actor"].startswith(
+        f"{4 * 2 * (4 * 192 + 3 * 128):,} weights beside 14 matrices are trained"
+    )
+    assert facts["adapter of critic"].startswith(
+        f"{2 * 2 * (4 * 192 + 3 * 128):,} weights beside 14 matrices are trained"
+    )
     (found,) = refused(run, **{f"{model}.lora_rank": 4, f"{model}.target_modules": ["q_prj"]})
     assert found.startswith(f"{model}.target_modules can't be used: target_modules has 'q_prj'")
     (found,) = refused(run, **{f"{model}.lora_adapter_path": str(tmp_path / "none")})
@@ -624,6 +647,38 @@ def test_a_function_of_ones_own_that_will_get_no_ground_truth_is_noted(run, tmp_
         in run(**bare).findings.notes
     )
     assert not any("ground_truth" in note for note in run().findings.notes)
+    own = tmp_path / "own.py"
+    bare |= {"reward.custom_reward_function.path": str(own)}
+    for taken, is_noted in (("response, data_source", False), ("response, answer", True), ("**columns", True)):
+        own.write_text(f"def compute_score({taken}):\n    return 1.0\n")
+        assert any("compute_score gets None" in note for note in run(**bare).findings.notes) is is_noted, taken
+
+
+def test_rows_without_an_answer_are_learnt_from_a_teacher_alone_and_labelled_ones_still_validate(run, tmp_path):
+    write_rows(bare := tmp_path / "bare.jsonl", [{"prompt": PROMPT}] * 4)
+    write_rows(sums := tmp_path / "sums.jsonl", [{"prompt": PROMPT, "data_source": "openai/gsm8k", "answer": "3"}])
+    alone = {
+        "distillation.enabled": True,
+        "distillation.teacher_models.teacher_model.model_path": str(save_model(tmp_path / "teacher")),
+        "distillation.distillation_loss.use_task_rewards": False,
+        "algorithm.adv_estimator": "reinforce_plus_plus",
+        "reward.custom_reward_function.path": None,
+        "data.train_files": [str(bare)],
+    }
+    ready = run(**alone, **{"data.val_files": [str(bare)]})
+    assert ready.scored == (False, False)
+    assert any(fact.label == "reward" and fact.text.startswith("none: ") for fact in ready.findings.facts)
+    ready = run(**alone, **{"data.val_files": [str(sums)]})
+    assert ready.scored == (False, True)
+    assert any(note.startswith("data.train_files has rows without an answer or") for note in ready.findings.notes)
+    assert run(**alone | {"data.train_files": [str(sums)] * 2}, **{"data.val_files": [str(sums)]}).scored == (
+        True,
+        True,
+    )
+    own = {"reward.custom_reward_function.path": str(tmp_path / "reward.py")}
+    assert run(**alone | own, **{"data.val_files": [str(bare)]}).scored == (True, True)
+    (problem,) = refused(run, **alone, **{"algorithm.use_pf_ppo": True})
+    assert problem.startswith("algorithm.use_pf_ppo needs scores, and the rows to train on have none")
 
 
 def test_a_teacher_has_the_vocabulary_and_positions_that_its_pupil_needs(run, tmp_path):

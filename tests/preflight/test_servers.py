@@ -8,7 +8,7 @@ from tests.preflight.small_run import CONFIG, small_run
 from tests.workers.rollout.test_server_engine import Stub, html, running
 
 NAMES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-FITS = {"sizes": {name: CONFIG[name] for name in NAMES}, "dtype": fastest_dtype("cpu"), "max_model_len": 4096}
+FITS = {"config": {name: CONFIG[name] for name in NAMES}, "dtype": fastest_dtype("cpu"), "max_model_len": 4096}
 
 
 def test_what_is_there_is_shown_and_what_does_not_fit_is_a_problem(tmp_path, monkeypatch, capsys):
@@ -17,7 +17,7 @@ def test_what_is_there_is_shown_and_what_does_not_fit_is_a_problem(tmp_path, mon
     monkeypatch.setenv("COLUMNS", "400")
     line = [*small_run(tmp_path), "actor_rollout_ref.rollout.name=server", "trainer.device=cpu"]
     urls = "actor_rollout_ref.rollout.server.urls"
-    good, other, page = Stub(changed=FITS), Stub(changed=FITS | {"sizes": {"vocab_size": 7}}), Stub()
+    good, other, page = Stub(changed=FITS), Stub(changed=FITS | {"config": {"vocab_size": 7}}), Stub()
     page.instead["/v1/models"] = html
     with running(good, other, page):
         dead = "http://127.0.0.1:9"

@@ -96,7 +96,7 @@ def test_the_last_error_that_was_printed_to_a_file_is_told_with_the_file(tmp_pat
         "import sys; from hrl.processes.evidence import printed_last\n"
         "print('(EngineCore pid=7) ERROR 11-28 [core.py:9] ValueError: the first', flush=True)\n"
         "print('(EngineCore pid=7) ERROR 11-28 [core.py:9] torch.OutOfMemoryError: head_dim=16', flush=True)\n"
-        "print('and more', flush=True)\n"
+        "print('(EngineCore pid=7) ERROR 11-28 EngineDeadError: See above for the root cause.', flush=True)\n"
         "print(printed_last(), file=sys.stderr)"
     )
     with (tmp_path / "out").open("wb") as out:

@@ -269,5 +269,5 @@ assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == -signal.SIGTERM
 
 
 def test_a_process_with_code_of_the_users_ignores_them_alone_and_can_end_what_it_starts() -> None:
-    done = subprocess.run([sys.executable, "-c", USER], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", USER], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ def status_after_the_terminal_closed(how: str) -> int:
     os.close(slave)
     assert os.read(terminal, 100).split() == [b"here"]
     os.close(terminal)
-    process.communicate(b"go on\n", timeout=60)
+    process.communicate(b"go on\n", timeout=600)
     return process.returncode
 
 
@@ -63,7 +63,7 @@ def test_what_is_written_to_a_closed_pipe_goes_nowhere(how, status):
     process.stdin.close()
     said = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) == status, said
+    assert process.wait(timeout=600) == status, said
     assert (said == b"and one more\n") == (status == 75)
 
 
@@ -74,7 +74,7 @@ def test_what_a_full_disk_refuses_is_lost_and_counted_and_the_other_stream_goes_
             input=b"go on\n",
             stdout=full,
             stderr=subprocess.PIPE,
-            timeout=60,
+            timeout=600,
             check=False,
         )
     assert (done.returncode, done.stderr) == (75 + 3, b"and one more\n")
@@ -88,7 +88,7 @@ def test_what_an_encoding_lacks_is_written_as_an_escape(how, encoding):
         input=b"go on\n",
         capture_output=True,
         env=dict(os.environ, PYTHONIOENCODING=encoding),
-        timeout=60,
+        timeout=600,
         check=False,
     )
     line = "a line → ü".encode(encoding, "backslashreplace")
@@ -116,7 +116,7 @@ def test_a_pipe_that_does_not_wait_is_waited_for_and_gets_all():
         read += len(part)
     os.close(reading)
     killer.cancel()
-    assert (process.wait(timeout=60), read) == (0, 200_001)
+    assert (process.wait(timeout=600), read) == (0, 200_001)
 
 
 class _OfANotebook:

@@ -183,8 +183,9 @@ def test_a_line_for_eight_cards_is_rehearsed_from_its_models_description(tmp_pat
     files.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     home = cache_in(tmp_path / "home")
-    engine = ("actor_rollout_ref.rollout.name=hf",)  # vLLM's start takes as long as all else
-    done = rehearsed("7b_8x80gb", home, files, ["--json"], engine)
+    # For SGLang transformers samples: vLLM's start takes as long as all else.
+    keys = ("actor_rollout_ref.rollout.name=sglang", "trainer.pool_options={global: {nodes: [big]}}")
+    done = rehearsed("7b_8x80gb", home, files, ["--json"], keys)
     said = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = {part["part"]: part["detail"] for part in said["rehearsed"]}
@@ -193,6 +194,9 @@ def test_a_line_for_eight_cards_is_rehearsed_from_its_models_description(tmp_pat
     assert {"start", "step 1", "step 2", "checkpoint", "SIGKILL of the driver", "start again", "step 3"} <= parts.keys()
     assert "resumed after step 2" in parts["resume"]
     assert {"what": "processes", "was": "8", "now": "2 on this one"} in said["reduced"]
+    assert {"what": "actor_rollout_ref.rollout.name", "was": "sglang", "now": "hf"} in said["reduced"]
+    absent = {each["what"] for each in said["not_rehearsed"]}
+    assert {"trainer.pool_options.global.nodes=[big]", "SGLang's engines"} <= absent
     assert files_in(temporary) == [] and left_of(temporary) == []
     left = {path.name for path in files.iterdir()} - {"__pycache__"}  # which Python leaves beside what it imports
     assert sorted(left) == ["held_out.jsonl", "sums.py", "train.jsonl"]

@@ -1,13 +1,16 @@
 """A small run keeps the shape of its layout, is valid whatever the line, and touches nothing of the user's."""
 
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from peft import LoraConfig
 from transformers import LlamaConfig
 
-from hrl.config.compose import compose_kind
+from hrl.config.compose import compose_kind, to_yaml
 from hrl.config.outline import outline_of
+from hrl.config.placement import resolve_placement
 from hrl.config.run_kind import DPO, PPO, SFT, config_folder
 from hrl.config.section import MODEL
 from hrl.models.adapter import AdapterError, adapter_of
@@ -16,10 +19,13 @@ from hrl.models.loading import ModelSource
 from hrl.models.twin import Sharing, write_twin
 from hrl.rehearse import prepare
 from hrl.rehearse.adapters import small_adapter
-from hrl.rehearse.parts import Rehearsal
-from hrl.rehearse.prepare import small_run, with_a_teacher_of_its_own
-from hrl.rehearse.smaller import MOST_PROCESSES, Shape, lost, shapes_of, smaller, with_twins
+from hrl.rehearse.layout import MOST_PROCESSES, Shape, lost, not_kept, shapes_of
+from hrl.rehearse.parts import Rehearsal, RehearsalError
+from hrl.rehearse.prepare import look_at_all_rows, shown_here, small_run, with_a_teacher_of_its_own
+from hrl.rehearse.rehearsal import _absent
+from hrl.rehearse.smaller import smaller, with_twins
 from tests.models.tiny import SHAPE
+from tests.models.tiny_pictures import save_vl
 
 ROWS = "data.train_files=rows.jsonl"
 ACTOR = "actor_rollout_ref.actor"
@@ -75,6 +81,70 @@ def test_pools_stay_apart_and_keep_their_roles():
     assert shapes_of(config) == {"train": Shape(16, 16, 1, 1), "sample": Shape(8, 1, 1, 4)}
     assert shapes_of(small.config) == {"train": Shape(2, 2, 1, 1), "sample": Shape(4, 1, 1, 2)}
     assert small.config.trainer.role_pools == config.trainer.role_pools
+
+
+SHARED = (
+    "trainer.resource_pools={cards: 8, ref: 8, critic: 8}",
+    "trainer.pool_options={cards: {max_colocate_count: 3, nodes: [big], accelerator_type: H100},"
+    " ref: {split_of: cards}, critic: {split_of: cards}}",
+    "trainer.role_pools={actor_rollout: cards, ref: ref, critic: critic}",
+)
+PARTS = (
+    "trainer.resource_pools={cards: 16, train: 8, sample: 6, rest: 2}",
+    "trainer.pool_options={train: {split_of: cards}, sample: {split_of: cards}, rest: {split_of: cards}}",
+    "trainer.role_pools={actor: train, rollout: sample, critic: rest, ref: train}",
+)
+JOINED = (
+    "trainer.resource_pools={train: 4, spare: 2}",
+    "trainer.pool_options={all: {merge_of: [train, spare]}, train: {max_colocate_count: 2},"
+    " spare: {max_colocate_count: 2, use_gpu: true}}",
+    "trainer.role_pools={actor: train, rollout: spare, critic: all}",
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "most", "sizes"),
+    [
+        (SHARED, 4, {"cards": 2, "ref": 2, "critic": 2}),
+        (SHARED, 1, {"cards": 1, "ref": 1, "critic": 1}),
+        ((*SHARED, f"{FSDP}.fsdp_size=2"), 4, {"cards": 4, "ref": 4, "critic": 4}),
+        (PARTS, 4, {"cards": 6, "train": 2, "sample": 2, "rest": 2}),
+        (PARTS, 1, {"cards": 3, "train": 1, "sample": 1, "rest": 1}),
+        (JOINED, 4, {"train": 2, "spare": 2, "all": 4}),
+        (JOINED, 2, {"train": 1, "spare": 1, "all": 2}),
+    ],
+)
+def test_pools_that_take_the_devices_of_others_still_do(line, most, sizes):
+    config, small = made("recipe=ppo", *line, most=most)
+    before, after = (resolve_placement(each) for each in (config, small.config))
+    assert {pool: sum(each) for pool, each in small.config.trainer.resource_pools.items()} == sizes
+    assert after.roles == before.roles
+    for one, other in combinations(after.pools, 2):
+        shares = [not {*each.devices(one)}.isdisjoint(each.devices(other)) for each in (before, after)]
+        assert shares[0] == shares[1], (one, other)
+    kept = small.config.trainer.pool_options
+    assert {pool: (own.split_of, own.merge_of, own.max_colocate_count) for pool, own in kept.items()} == {
+        pool: (own.split_of, own.merge_of, own.max_colocate_count) for pool, own in config.trainer.pool_options.items()
+    }
+    assert all(own.nodes == [] and own.accelerator_type is None for own in kept.values())
+
+
+def test_the_small_placement_can_be_read_back_as_the_run_does(tmp_path):
+    _, small = made("recipe=ppo", *SHARED)
+    (tmp_path / "small.yaml").write_text(to_yaml(small.config, with_secrets=True))
+    again = compose_kind(PPO, ["--config-path", str(tmp_path), "--config-name", "small"])
+    assert resolve_placement(again) == resolve_placement(small.config)
+
+
+def test_machines_that_pools_are_pinned_to_are_told_to_be_this_one():
+    config, _ = made("recipe=ppo", *SHARED)
+    assert [what for what, _ in not_kept(config)] == [
+        "trainer.pool_options.cards.nodes=[big]",
+        "trainer.pool_options.cards.accelerator_type=H100",
+    ]
+    (told,) = not_kept(made("trainer.resource_pools={cards: 8, cpus: 8}", "trainer.role_pools={ref: cpus}",
+                            "trainer.pool_options={cpus: {use_gpu: false}}")[0])  # fmt: skip
+    assert told[0] == "trainer.pool_options.cpus.use_gpu=false"
 
 
 @pytest.mark.parametrize(
@@ -288,3 +358,113 @@ def test_a_served_teacher_is_not_asked_and_has_a_twin_in_its_place():
     assert not config.teacher_is_served and outline_of(config).models["ref"].path == config.actor_rollout_ref.model.path
     plain = compose_kind(PPO, [ROWS])
     assert with_a_teacher_of_its_own(PPO, plain) is plain
+
+
+@pytest.mark.parametrize(
+    ("name", "urls", "told"),
+    [("server", True, "servers"), ("sglang", True, "SGLang's servers"), ("sglang", False, "SGLang's engines")],
+)
+def test_engines_of_others_are_not_asked_and_one_of_the_runs_own_stands_for_them(name, urls, told):
+    rollout = "actor_rollout_ref.rollout"
+    line = [f"{rollout}.server.urls=[http://10.0.0.5:8000]", f"{rollout}.server.weights_folder=/shared"] if urls else []
+    config, small = made(f"{rollout}.name={name}", *line, engine=prepare._engine_here(compose_kind(PPO, [
+        ROWS, f"{rollout}.name={name}", *line])))  # fmt: skip
+    assert (small.config.actor_rollout_ref.rollout.name, small.config.actor_rollout_ref.rollout.server.urls) == (
+        "hf",
+        [],
+    )
+    assert (f"{rollout}.name", name, "hf") in small.changes
+    assert told in dict(_absent(config))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "told"),
+    [
+        ({"quantization": "fp8"}, {"quantization": "fp8_per_channel"}, ["quantization"]),
+        ({"quantization": "fp8_per_channel", "seed": 3}, {"quantization": "fp8_per_channel", "seed": 3}, []),
+        ({"speculative_config": {"method": "eagle", "model": "drafts"}, "attention_backend": "FLASH_ATTN"}, {},
+         ["speculative_config", "attention_backend"]),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, []),
+    ],
+)  # fmt: skip
+def test_vllm_is_told_what_its_cpu_backend_runs_and_the_rest_is_said(given, kept, told):
+    config = compose_kind(PPO, [ROWS])
+    kwargs = config.actor_rollout_ref.rollout.model_copy(update={"engine_kwargs": {"vllm": given}})
+    config = config.model_copy(
+        update={"actor_rollout_ref": config.actor_rollout_ref.model_copy(update={"rollout": kwargs})}
+    )
+    small = smaller(PPO, config, Path("/tmp/rehearsal/run"), 1)
+    assert small.config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": kept}
+    assert small.config.actor_rollout_ref.rollout.dtype == ("bfloat16" if "quantization" in given else "auto")
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm."
+    assert [change.what.removeprefix(key) for change in small.changes if change.what.startswith(key)] == told
+
+
+@pytest.fixture
+def roomy(monkeypatch):
+    """A machine with memory enough, whatever else runs on this one."""
+    monkeypatch.setattr(prepare.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**36))
+
+
+JUDGED = ("recipe=grpo", "reward.reward_model.enable=true", "reward.reward_model.serve=true",
+          "reward.reward_model.model_path=/mine/judge", "trainer.role_pools={rm: judge}",
+          "trainer.resource_pools={global: [8], judge: [8]}")  # fmt: skip
+
+
+@pytest.mark.usefixtures("roomy")
+def test_a_served_judge_is_a_twin_of_its_own_on_fewer_devices_and_says_a_score(thirty, tmp_path):
+    arguments = "reward.reward_model.server_kwargs={tensor_parallel_size: 4, quantization: fp8}"
+    other = "{name: judge, label: other, base_url: 'http://a/v1', model: m}"
+    asks = f"reward.functions=[{{name: judge, options: {{seed: 1}}}}, {other}]"
+    line = [*JUDGED, arguments, asks, f"reward.reward_model.model_path={thirty[0]}", f"{MODEL}.path={thirty[0]}",
+            "data.max_prompt_length=64", "data.max_response_length=32"]  # fmt: skip
+    found = Rehearsal(show=lambda _: None)
+    run = small_run(PPO, compose_kind(PPO, [ROWS, *line]), tmp_path, 4, found)
+    model = run.reward.reward_model
+    assert run.trainer.resource_pools == {"global": [2], "judge": [4]}
+    assert model.server_kwargs == {"tensor_parallel_size": 2, "quantization": "fp8_per_channel"}
+    assert footprint(ModelSource.to_look_at(Path(model.model_path), {}, trust_remote_code=False, max_model_len=1,
+                                            adapter=None)).parameters < 1e7  # fmt: skip
+    own, other = run.reward.functions
+    assert own.kwargs["options"] == {"seed": 1, "structured_outputs": {"regex": "[0-9]"}} and own.kwargs["high"] == 9
+    assert other.kwargs == {"base_url": "http://a/v1", "model": "m"}
+    told = {change.what: (change.was, change.now) for change in found.changes}
+    assert told["processes of pool judge sharing an engine"] == ("4", "2")
+    assert "reward.functions, judge" in told
+    assert any(part.detail.count("llama, 2 of 30 layers") == 2 for part in found.parts)
+
+
+def test_a_served_model_that_is_not_here_is_told_with_its_key(thirty, tmp_path):
+    config = compose_kind(PPO, [ROWS, *JUDGED, f"{MODEL}.path={thirty[0]}"])
+    found = Rehearsal(show=lambda _: None)
+    with pytest.raises(RehearsalError):
+        small_run(PPO, config, tmp_path, 1, found)
+    assert "add reward.reward_model.model_path=… to the line" in found.parts[0].detail
+
+
+@pytest.mark.usefixtures("roomy")
+def test_rows_with_pictures_are_sampled_by_what_shows_them_here_and_read_as_the_line_has_them(tmp_path, monkeypatch):
+    model, found = save_vl(tmp_path / "model"), Rehearsal(show=lambda _: None)
+    line = ["data.train_files=bundled:shapes/train?size=4&side=64", "data.train_batch_size=2", f"{MODEL}.path={model}",
+            "data.max_prompt_length=160", "data.max_response_length=32", "trainer.n_gpus_per_node=8"]  # fmt: skip
+    config = compose_kind(PPO, line)
+    small = small_run(PPO, config, tmp_path, 1, found)
+    assert look_at_all_rows(config, small, found)
+    assert "pictures: 1 a row, 4 in all" in found.parts[-1].detail
+    for is_there, engine in ((True, "vllm"), (False, "hf")):
+        monkeypatch.setattr(prepare, "vllm_shows_pictures_here", lambda is_there=is_there: is_there)
+        run = shown_here(PPO, small, found, pictures=True)
+        assert run.actor_rollout_ref.rollout.name == engine
+        assert any("torchvision" in change.now for change in found.changes) == (engine == "hf")
+    assert shown_here(PPO, small, found, pictures=False) is small
+    served = compose_kind(PPO, [*line, "actor_rollout_ref.rollout.name=sglang"])
+    with pytest.raises(RehearsalError):
+        look_at_all_rows(served, small, found)
+    assert "which its engines are not sent" in found.parts[-1].detail
+
+
+def test_a_wait_of_the_run_is_shorter_than_what_a_start_of_it_may_take():
+    waits = [made(limit_s=limit_s)[1].config.trainer.timeouts for limit_s in (300, 900, 9000)]
+    assert [wait.init_s for wait in waits] == [200, 600, 600]  # the line's own is 600
+    assert [wait.call_s for wait in waits] == [200, 600, 1800]

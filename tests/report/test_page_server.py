@@ -25,7 +25,7 @@ from tests.report.runs import HOSTILE, finished_run, started_run, step_record
 
 def ask(address, path="/data", *, method="GET", **headers):
     url = urlsplit(address)
-    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=600)
     try:
         connection.request(
             method, path, headers={"Host": url.netloc} | {k.replace("_", "-"): v for k, v in headers.items()}

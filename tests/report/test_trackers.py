@@ -95,7 +95,7 @@ def tracked(tmp_path):
         folder.mkdir()
         argument = "reward.custom_reward_function.reward_kwargs.api_key=canary-argument"
         command = [sys.executable, "-c", RUN, name, str(folder), json.dumps(SAMPLES), argument]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, timeout=200, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, cwd=tmp_path, timeout=600, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         told = json.loads((folder / "told.json").read_text())
         assert told == {"failures": 0, "tried": [], "reports": False}, done.stderr

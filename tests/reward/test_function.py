@@ -200,7 +200,7 @@ def test_a_function_may_take_any_column_of_its_rows():
     assert signature_problem(lambda response, level: 1.0, {}, ["level", "prompt"]) is None
     assert signature_problem(lambda response, levle: 1.0, {}, ["level"]).endswith(
         "may take any of data_source, response, solution_str, answer, ground_truth, extra_info, turns, conversation, "
-        "level by name, or **kwargs"
+        "pictures, level by name, or **kwargs"
     )
     assert "gets level with every sample" in signature_problem(verls, {"level": 3}, ["level"])
 

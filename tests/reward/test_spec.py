@@ -13,6 +13,7 @@ from hrl.reward.library.answer import Answer, wrong_answer
 from hrl.reward.pool import RewardPool, RewardRow
 from hrl.reward.score import find_scorer
 from hrl.reward.spec import RewardSpec, SeveralFunctions
+from tests.reward.test_pool import SLOW
 
 
 def verls(data_source, solution_str, ground_truth, extra_info=None):
@@ -173,9 +174,8 @@ def test_a_deadline_beside_an_async_function_is_the_responses_fault_too():
     async def waits(response):
         return 1.0
 
-    slow = r"\boxed{(x+y+z+w)^{10}-(x+y)^{10}}"  # half a second
     both = spec_of(given=["data_source", waits], data_sources=("math_verify",))
-    outcome = score_by(both, slow, "x^2+z", data_source="math_verify", timeout_s=0.2)
+    outcome = score_by(both, SLOW, "x^2+z", data_source="math_verify", timeout_s=1.5)
     assert (outcome.status, outcome.score) == ("unscorable", 0.0)
     assert outcome.parts["pred"] is None and "was killed" in outcome.parts["unscorable"]
 

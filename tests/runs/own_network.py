@@ -74,7 +74,7 @@ def why_not() -> str | None:
         return "/dev/net/tun can't be opened"
     with tempfile.TemporaryDirectory() as folder:
         command = in_own_network(Path(folder, "report.json"), ["true"])
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     return None if tried.returncode == 0 else f"this machine allows none: {tried.stderr.strip()[-300:]}"
 
 
@@ -144,13 +144,18 @@ def main(outside: list[str], report: Path, command: list[str]) -> None:
 def _watch(tunnel: int, leader: int, file: Path) -> None:
     report = Report()
     seen: set[str] = set()
+    since: dict[str, float] = {}
     while True:
         ready, _, _ = select.select([tunnel, leader], [], [], _POLL_S)
         if tunnel in ready and (told := packet_told(os.read(tunnel, 65536))) is not None:
             report.add(report.sent, told)
-        for socket_ in _reachable() - seen:
-            seen.add(socket_)
-            report.add(report.listening, f"{socket_} ({_owner(socket_)})")
+        now = time.monotonic()
+        since = {socket_: since.get(socket_, now) for socket_ in _reachable()}
+        for socket_ in since.keys() - seen:
+            # Whoever looks an address up has a UDP socket for a moment, which libc binds and unbinds: none that stays.
+            if not socket_.startswith("udp") or now - since[socket_] >= _POLL_S:
+                seen.add(socket_)
+                report.add(report.listening, f"{socket_} ({_owner(socket_)})")
         if ready == [leader]:  # it has ended, and what it sent is read
             break
     draft = file.with_suffix(".tmp")

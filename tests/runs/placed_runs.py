@@ -1,7 +1,7 @@
 """Runs of one process after another on a Ray of two nodes, for `test_placements`.
 
 Started with the run folder, the arguments of every run, and a list of arguments for each of them, as JSON. Writes for
-each which role's ranks were on which node, in which process.
+each which role's ranks were on which node, in which process, and marks those that have ended.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from hrl.single_controller.ray_cluster import ray_cluster
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.run import run
 
+#: Files in the folder of a run.
+WHERE, ENDED = "where.json", "ended"
+
 
 class Placed(RayPPOTrainer):
     def init_workers(self) -> None:
@@ -27,7 +30,7 @@ class Placed(RayPPOTrainer):
             role.value: [[names[info.node_id], info.pid] for info in group._processes.infos]
             for role, group in self.workers.groups.items()
         }
-        (self.reporter.folder.path / "where.json").write_text(json.dumps(where))
+        (self.reporter.folder.path / WHERE).write_text(json.dumps(where))
 
 
 def main() -> None:
@@ -40,6 +43,7 @@ def main() -> None:
             for name, arguments in runs.items():
                 own = [f"trainer.default_local_dir={folder / name}", *arguments]
                 run("ppo", compose_cli([*every, *own]), trainer_cls=Placed)
+                (folder / name / ENDED).touch()
     finally:
         cluster.shutdown()
 

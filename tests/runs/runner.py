@@ -21,7 +21,7 @@ import pytest
 
 from tests.runs.own_network import in_own_network, is_loopback, listening, report_of
 
-RUN_TIMEOUT_S = 400.0
+RUN_TIMEOUT_S = 900.0
 ROOT = Path(__file__).resolve().parents[2]
 #: The least that a step can learn from, and no validation.
 TWO_ROWS = (

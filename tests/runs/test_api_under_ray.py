@@ -10,7 +10,7 @@ import pytest
 
 from tests.runs.runner import ROOT, Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = """
 import asyncio, sys, threading

@@ -17,7 +17,7 @@ from hrl.trained.folders import find_trained
 from tests.runs.in_process import run_configured
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("this_process")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("this_process")]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from tests.runs.in_process import in_process, in_this_process
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 ROWS = [{"prompt": f"What is {a} plus {a}?", "answer": str(2 * a), "data_source": "doubles"} for a in range(6)]
 

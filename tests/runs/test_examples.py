@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from hrl.api.trainers import Trainer
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS as RUN_KINDS
 from hrl.config.section import flatten
+from hrl.data.tasks import bundled_rows
 from hrl.protocol import DataProto
 from hrl.report.run_folder import read_jsonl
 from hrl.trainer import run as trainer_run
@@ -28,7 +30,9 @@ from tests.runs.runner import ROOT, Runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("this_process")]
 EXAMPLES = ROOT / "examples"
-PYTHON = sorted(path for path in EXAMPLES.glob("*.py") if path.stem != "own_worker")
+APART = ("own_worker", "shapes", "tiny_vl")
+"""Scripts with a test of their own: no run at all, and what trains a model that it has made."""
+PYTHON = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in APART)
 YAML = sorted(EXAMPLES.glob("*.yaml"))
 KIND_OF = {"judge": "rm"}
 """Kinds of run of the YAML files; the others are of a policy."""
@@ -118,6 +122,42 @@ def test_a_script_is_short_and_trains(example: Path, tmp_path: Path, capsys: pyt
     assert all(record[of_its_own.get(example.stem, "actor/grad_norm")] > 0 for record in steps)
     assert example.stem != "own_loss" or all(0 <= record["actor/outside"] < 1 for record in steps)
     assert capsys.readouterr().out.splitlines()[-1]  # what the run came to
+
+
+def test_a_model_that_sees_is_made_taught_and_shown_other_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, running = Trainer._given_arguments, trainer_run.running
+    rows = ["data.train_files=bundled:shapes/train?size=8&side=64", "data.train_batch_size=4"]
+
+    def here(kind: str, config: Any, *args: Any, trainer_cls: Any = None, **named: Any) -> Any:
+        return running(kind, config, *args, trainer_cls=in_this_process(KINDS[kind].trainer(config)), **named)
+
+    def few(self: Trainer) -> list[str]:
+        folder = f"trainer.default_local_dir={tmp_path / self.kind}"
+        held_out = ["data.val_files=bundled:shapes/val?size=4&side=64"] if self.kind == "ppo" else []
+        return [*arguments(self), *rows, *held_out, folder, "trainer.total_training_steps=2", "trainer.device=cpu"]
+
+    def some_rows(name: str) -> list[Any]:
+        return list(islice(bundled_rows(name), 4))
+
+    monkeypatch.setattr(trainer_run, "running", here)
+    monkeypatch.setattr(Trainer, "_given_arguments", few)
+    monkeypatch.setattr("hrl.data.tasks.bundled_rows", some_rows)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    assert len((EXAMPLES / "shapes.py").read_text().splitlines()) < 40
+    script = runpy.run_path(str(EXAMPLES / "shapes.py"), run_name="__main__")
+    names = ("own ", "blank ", "of another row ")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(names)]
+    assert [line.rstrip("0123456789.") for line in lines] == list(names)
+    assert all(0 <= float(line.rpartition(" ")[2]) <= 1 for line in lines)
+    assert [record["step"] for record in read_jsonl(tmp_path / "ppo" / "metrics.jsonl")] == [0, 1, 2]
+    given = some_rows("shapes/val?side=64")
+    (_, own), (_, blank), (_, others) = script["with_other_pictures"](given)
+    assert own == given and [row["prompt"] for row in others] == [row["prompt"] for row in given]
+    assert [row["images"] for row in others] == [given[number]["images"] for number in (3, 0, 1, 2)]
+    assert {extreme for row in blank for extreme in row["images"][0].getextrema()} == {(255, 255)}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hrl.models.source import resolve_model
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.engine
 
 
 def save(folder: Path) -> Path:

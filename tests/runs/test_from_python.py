@@ -24,7 +24,7 @@ from hrl.trainer.run import run
 from tests.runs.in_process import in_this_process
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("this_process")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("this_process")]
 
 ROWS = [{"prompt": f"What is {a} plus {a}?", "data_source": "doubles", "reward_model": {}} for a in range(8)]
 

@@ -17,7 +17,7 @@ from hrl.report.run_folder import read_jsonl
 from tests.models.hybrids import save_hybrid
 from tests.runs.in_process import run_configured, spread, two_steps
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("this_process")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("this_process")]
 #: Prompts of several lengths, so that the engine's waves and the trainer's rows are ragged.
 ROWS = [
     {"prompt": [{"role": "user", "content": "one two three four five six seven eight " * times}], "data_source": "own"}

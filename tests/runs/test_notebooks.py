@@ -93,7 +93,7 @@ def test_a_run_in_a_kernel_is_one_output_and_its_result_a_summary(runner: Runner
         nbformat.v4.new_code_cell(code.strip())
         for code in IN_PROCESS.replace("MODEL", repr(str(runner.model))).split("---\n")
     ]
-    NotebookClient(book, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment())
+    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment())
     outputs = book.cells[1].outputs
     assert [output.output_type for output in outputs] == ["display_data", "execute_result"], outputs
     progress, summary = (output["data"]["text/html"] for output in outputs)
@@ -102,7 +102,6 @@ def test_a_run_in_a_kernel_is_one_output_and_its_result_a_summary(runner: Runner
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 def test_the_first_hour_runs_in_a_kernel(runner: Runner, tmp_path: Path) -> None:
     code = executed(
         FOLDER / "first_hour.ipynb",
@@ -133,7 +132,6 @@ inside.__enter__()
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 def test_the_notebook_of_dpo_runs_in_a_kernel(runner: Runner, tmp_path: Path) -> None:
     """Without a Ray of its own for each of its runs: that a notebook starts one is said above."""
     policy = f"config={{{SMALL}}}, trainer_cls=in_this_process(RayPPOTrainer)"

@@ -23,7 +23,7 @@ from tests.config.key_reads import KeyReads
 from tests.runs.in_process import in_process, run_configured, run_in_process
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 EVERY_STEP = {
     "train/loss",

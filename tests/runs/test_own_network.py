@@ -50,7 +50,7 @@ with socket.create_server(("", 0)) as one, socket.create_server((socket.gethostn
 
 def seen_of(script: str, folder: Path) -> tuple[Report, str]:
     command = in_own_network(folder / "report.json", [sys.executable, "-c", script])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     return report_of(folder / "report.json"), done.stdout
 
 
@@ -92,7 +92,7 @@ def test_where_there_is_no_such_network_the_summary_says_that_runs_are_not_watch
 def test_the_machines_own_network_is_refused() -> None:
     own = [str(Path("/proc/self/ns", kind).readlink()) for kind in ("net", "mnt")]
     command = [sys.executable, "-m", "tests.runs.own_network", *own, "report.json", "true"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert refused.returncode == 1
     assert "would change the machine's own network" in refused.stderr
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hrl.config.offline import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
 from hrl.config.ppo import PPOTrainerConfig
@@ -16,16 +16,31 @@ from hrl.preflight.given import Given
 from hrl.report.html_report import _last_samples
 from hrl.report.run_folder import read_jsonl
 from hrl.report.samples import read_samples, sample_facts
-from tests.models.tiny_pictures import frames, png, save_vl
+from tests.models.tiny_pictures import SPECIAL, frames, png, save_vl
 from tests.runs.in_process import run_configured, spread, two_steps
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("this_process")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("this_process")]
 TOWER, TEXT = "visual.blocks.0.attn.qkv.weight", "layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_vl(tmp_path_factory.mktemp("model"))
+    """One that often samples the token of a picture, which shows none in a response."""
+    folder = save_vl(tmp_path_factory.mktemp("model"))
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    weights["lm_head.weight"][SPECIAL.index("<|image_pad|>")] *= 4
+    save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+def looks() -> Any:
+    """A reward function that looks at the picture: at its width, which a PNG has in its head."""
+
+    def width(pictures: list[bytes], response: str) -> float:
+        return float(int.from_bytes(pictures[0][16:20], "big"))
+
+    return width
 
 
 def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -58,8 +73,10 @@ def change_of(model: Path, folder: Path, name: str) -> float:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_grpo_on_pictures_trains_what_it_is_to_train(model: Path, tmp_path: Path, frozen: bool) -> None:
     values = configuration(model, tmp_path, actor={"freeze_vision_tower": frozen})
-    run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(reward=spread()))
+    rewards = [(spread(), 1.0), (looks(), 0.0)]
+    run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(reward=rewards))
     steps = [record for record in read_jsonl(tmp_path / "metrics.jsonl") if "actor/grad_norm" in record]
+    assert [step["reward/width/mean"] for step in steps] == [64.0, 64.0]
     # The engine's own forward, in padded rows with a cache, has the log-probs of the packed one, before and after.
     assert [step["rollout/logprob_diff_max"] < 1e-4 for step in steps] == [True, True]
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and steps[1]["actor/kl_loss"] > 1e-3
@@ -108,6 +125,8 @@ def _samples_name_their_pictures(rollouts: Path) -> None:
         assert (rollouts / name).read_bytes() in given
         assert record["prompt"].count("<|image_pad|>") == 1 and record["question"].startswith("<image>How many")
         assert ("pictures", f"rollouts/{name}") in sample_facts(record)
+    # A special token is no text: some of what was sampled is.
+    assert any(len(record["response"]) < record["response_length"] for record in records)
     page = _last_samples(rollouts)
     assert 'alt="picture 1 of the prompt" src="data:image/png;base64,' in page
 

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hrl.data.steps import step_ends, with_step_tokens
-from tests.runs.runner import ROOT, FinishedRun, Runner
+from tests.runs.placed_runs import ENDED, WHERE
+from tests.runs.runner import ROOT, RUN_TIMEOUT_S, FinishedRun, Runner
 from tests.trainer.ppo.test_reward_model_rows import TEMPLATE, chat_of, language_model_of, tokenizer_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(700)]
+pytestmark = pytest.mark.engine
 
 PPO = (
     "recipe=ppo",
@@ -83,7 +86,7 @@ def test_every_role_apart_with_weights_by_broadcast_until_ctrl_c_ends_the_run_an
         "data.val_max_samples=4",
     )
     os.kill(process.pid, signal.SIGINT)
-    run = runner.finish(process, folder, timeout_s=60)
+    run = runner.finish(process, folder, timeout_s=240)
     assert run.returncode == 75, run.output
     steps = run.metrics[1:]  # behind the validation
     assert [record["step"] for record in steps[:2]] == [1, 2]
@@ -94,7 +97,8 @@ def test_every_role_apart_with_weights_by_broadcast_until_ctrl_c_ends_the_run_an
         assert record["rollout/logprob_diff_mean"] < 0.02  # also after a large step: the broadcast arrived
         timed = {name: seconds for name, seconds in record.items() if name.startswith("timing_s/")}
         together = sum(timed.values()) - timed["timing_s/step"]
-        assert together - record["perf/overlap_s"] <= timed["timing_s/step"] < together, "phases ran at once"
+        assert together - record["perf/overlap_s"] <= timed["timing_s/step"]
+        assert record["perf/overlap_s"] > 0, "phases ran at once"
 
 
 #: What no two runs have in common.
@@ -128,11 +132,38 @@ VALIDATED = {
 STEPS = "steps"
 
 
+class PlacedRuns:
+    """Runs on one Ray of two nodes, one after another; a test waits for those that it asks for, and for no other."""
+
+    def __init__(self, folder: Path, every: list[str], runs: dict[str, list[str]]) -> None:
+        self._folder, self._log, self._last = folder, folder / "output", folder / [*runs][-1] / ENDED
+        command = [sys.executable, "-m", "tests.runs.placed_runs", str(folder), json.dumps(every), json.dumps(runs)]
+        environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+        with self._log.open("w") as output:
+            self._process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output)
+
+    def __getitem__(self, name: str) -> tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]:
+        """The metrics of its steps, where its ranks were, and the run."""
+        run, deadline = FinishedRun(self._folder / name, 0, ""), time.monotonic() + RUN_TIMEOUT_S
+        while not (run.folder / ENDED).exists():
+            assert self._process.poll() in (None, 0) and time.monotonic() < deadline, self._log.read_text()[-6000:]
+            time.sleep(0.2)
+        return run.metrics, json.loads((run.folder / WHERE).read_text()), run
+
+    def end(self) -> None:
+        """Wait until the cluster has ended, well if all runs have; those that no test asked for are not waited for."""
+        all_ran = self._last.exists()
+        if not all_ran:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            returncode = self._process.wait(RUN_TIMEOUT_S)
+        finally:
+            self._process.kill()
+        assert returncode == 0 or not all_ran, self._log.read_text()[-6000:]
+
+
 @pytest.fixture(scope="module")
-def placed(
-    runner: Runner, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]]:
-    """Run → the metrics of its steps, where its ranks were, and the run; all on one Ray of two nodes."""
+def placed(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlacedRuns]:
     folder = tmp_path_factory.mktemp("placed")
     float32 = [f"{key}.dtype=float32" for key in (
         "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.rollout",
@@ -159,14 +190,9 @@ def placed(
         "reward.reward_model.step_separator=' '",
         "reward.reward_model.reward_tokens=['+','-']",
     ]
-    command = [sys.executable, "-m", "tests.runs.placed_runs", str(folder), json.dumps(every), json.dumps(runs)]
-    environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=480, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return {
-        name: (run.metrics, json.loads((run.folder / "where.json").read_text()), run)
-        for name, run in ((name, FinishedRun(folder / name, 0, done.stdout)) for name in runs)
-    }
+    running = PlacedRuns(folder, every, runs)
+    yield running
+    running.end()
 
 
 def untimed(record: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +201,7 @@ def untimed(record: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_each_placement_has_its_processes_where_it_says_and_the_numbers_of_any_other(
-    name: str, placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]]
+    name: str, placed: PlacedRuns
 ) -> None:
     (record,), where, _ = placed[name]
     processes = PLACEMENTS[name][1]
@@ -195,7 +221,7 @@ def test_each_placement_has_its_processes_where_it_says_and_the_numbers_of_any_o
 
 
 def test_a_policy_over_two_merged_pools_is_one_over_two_machines_beside_a_smaller_critic(
-    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]],
+    placed: PlacedRuns,
 ) -> None:
     (merged,), where, _ = placed["merged"]
     (spare,), apart, _ = placed["spare"]
@@ -210,7 +236,7 @@ def test_a_policy_over_two_merged_pools_is_one_over_two_machines_beside_a_smalle
 
 
 def test_a_validation_beside_the_next_step_is_the_one_before_it(
-    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]],
+    placed: PlacedRuns,
 ) -> None:
     beside, before = placed["beside"][0], placed["before"][0]
     assert [*map(untimed, beside)] == [*map(untimed, before)]
@@ -220,7 +246,7 @@ def test_a_validation_beside_the_next_step_is_the_one_before_it(
 
 
 def test_two_ranks_on_a_pool_of_their_own_score_steps_as_transformers_does(
-    placed: dict[str, tuple[list[dict[str, Any]], dict[str, Any], FinishedRun]],
+    placed: PlacedRuns,
 ) -> None:
     (record,), where, run = placed[STEPS]
     others = {pid for role, ranks in where.items() if role != "rm" for _, pid in ranks}

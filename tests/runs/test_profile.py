@@ -19,7 +19,7 @@ from hrl.report.run_folder import read_jsonl
 from tests.runs.in_process import in_process, run_configured, run_in_process
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")

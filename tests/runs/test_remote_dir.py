@@ -15,7 +15,7 @@ from tests.cluster.s3_server import STORES, s3_server
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import TWO_ROWS, Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.skipif(not STORES.is_dir(), reason="make install-dev installs the server")

@@ -17,7 +17,7 @@ from hrl.reward.actor import RewardError
 from tests.runs.in_process import in_process, run_configured
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 ODD = """
 import sys, time

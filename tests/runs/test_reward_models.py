@@ -84,7 +84,6 @@ def test_steps_of_answers_are_paid_where_they_end(runner: Runner, tmp_path: Path
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_a_run_serves_its_reward_model_on_a_pool_of_its_own(runner: Runner, tmp_path: Path) -> None:
     """vLLM's server scores as transformers does, and has ended with the run, as the runner asserts."""
     # Heads of 32 numbers, of which vLLM's attention on a CPU asks.

@@ -21,7 +21,7 @@ from hrl.trainer.ppo import ray_trainer
 from tests.runs.in_process import in_process
 from tests.runs.runner import Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 REWARD = """
 import os

@@ -9,7 +9,7 @@ import pytest
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import FinishedRun, Runner
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.cluster
 
 #: Products in float32, so that what differs is the order of sums alone.
 ROLES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from aiohttp import web
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from hrl.preflight.findings import PreflightError
 from hrl.report.run_folder import read_jsonl
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import TWO_ROWS, Runner
 from tests.workers.rollout.test_scoring_server import ScoringStub
 from tests.workers.rollout.test_server_engine import running
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 LOSS = "distillation.distillation_loss"
 TEACHER = "distillation.teacher_models.teacher_model"
 FIRST_LETTERS = 200
@@ -80,6 +82,29 @@ def test_the_policy_nears_its_teacher(runner: Runner, teacher: Path, tmp_path: P
     assert all(step["timing_s/ref"] > 0 and "actor/pg_loss" not in step for step in steps)
 
 
+def test_rows_that_nobody_can_score_are_learnt_from(runner: Runner, teacher: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "What is one and two?"}\n{"prompt": "Name a colour."}\n')
+    bare = ("reward.custom_reward_function.path=null", f"data.train_files={rows}", f"data.val_files={rows}")
+    changes = (*bare, "data.max_prompt_length=64", "trainer.val_before_train=true", "trainer.total_training_steps=1")
+    (step,) = steps_of(runner, teacher, tmp_path / "run", *changes)
+    assert step["distillation/loss"] > 0 and step["actor/grad_norm"] > 0
+    assert not [name for name in step if name.startswith(("reward/", "critic/score")) or "mean@" in name]
+    assert len(read_jsonl(tmp_path / "run" / "rollouts" / "val_step_0.jsonl")) == 2
+
+
+def test_the_whole_distribution_is_learnt_and_is_further_away_than_its_likeliest_tokens(
+    runner: Runner, teacher: Path, padded_teacher: Path, tmp_path: Path
+) -> None:
+    one = ("trainer.total_training_steps=1", f"{LOSS}.topk=16")
+    (coarse,) = steps_of(runner, teacher, tmp_path / "coarse", *one)
+    whole = f"{LOSS}.loss_mode=reverse_kl"
+    found = [steps_of(runner, folder, tmp_path / folder.name, whole, *one)[0] for folder in (teacher, padded_teacher)]
+    assert found[0]["distillation/loss"] > coarse["distillation/loss"]
+    assert found[1]["distillation/loss"] == pytest.approx(found[0]["distillation/loss"], rel=1e-4)
+    assert found[0]["actor/grad_norm"] > 0 and "distillation/teacher_mass" not in found[0]
+
+
 def test_what_fills_up_a_teachers_head_is_no_part_of_its_distribution(
     runner: Runner, teacher: Path, padded_teacher: Path, tmp_path: Path
 ) -> None:
@@ -91,23 +116,62 @@ def test_what_fills_up_a_teachers_head_is_no_part_of_its_distribution(
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_a_teacher_that_is_served_teaches_as_one_that_the_run_holds(
-    runner: Runner, teacher: Path, tmp_path: Path
-) -> None:
-    model = Qwen2ForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+@pytest.fixture(scope="module")
+def stubs(teacher: Path) -> list[ScoringStub]:
+    """Two servers of the teacher, not started."""
+    model, tokenizer = (
+        Qwen2ForCausalLM.from_pretrained(teacher, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(teacher),
+    )
 
     @torch.no_grad()
     def log_probs(tokens: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-
     async def tokenise(request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
         return web.json_response({"tokens": tokenizer.encode(text, add_special_tokens=False)})
 
-    stub, found = ScoringStub(log_probs=log_probs, reach=4096), []
-    stub.instead["/tokenize"] = tokenise
+    both = [ScoringStub(log_probs=log_probs, reach=4096) for _ in range(2)]
+    for stub in both:
+        stub.instead["/tokenize"] = tokenise
+    return both
+
+
+def test_each_of_several_teachers_scores_its_own_rows(
+    runner: Runner, teacher: Path, stubs: list[ScoringStub], tmp_path: Path
+) -> None:
+    tokenizer, rows, found = AutoTokenizer.from_pretrained(teacher), tmp_path / "rows.jsonl", []
+    texts = {"1": "What is one and two?", "2": "Name a colour."}
+    rows.write_text("".join(json.dumps({"prompt": text, "grade": int(name)}) + "\n" for name, text in texts.items()))
+    bare = ("reward.custom_reward_function.path=null", f"data.train_files={rows}", "data.val_files=null")
+    changes = (
+        *(*bare, f"{TEACHER}.model_path=null", "distillation.teacher_key=grade", "data.max_prompt_length=64"),
+        *("actor_rollout_ref.actor.fsdp_config.dtype=float32", f"{LOSS}.topk=16", "trainer.total_training_steps=1"),
+    )
+    with running(*stubs):
+        one, two = stubs
+        of_each = f"{{1: [{one.url}], 2: {two.url}, 3: {two.url}}}"  # of which one has rows of two names
+        for number, urls in enumerate((f"[{one.url}]", of_each)):
+            for stub in stubs:
+                stub.bodies.clear()
+            (step,) = steps_of(runner, teacher, tmp_path / str(number), *changes, f"{TEACHER}.server.urls={urls}")
+            found.append([step[name] for name in ("distillation/loss", "actor/grad_norm")])
+        for stub, text in zip(stubs, texts.values(), strict=True):
+            read = [tokenizer.decode(body["prompt"]) for body in stub.bodies if len(body["prompt"]) > 4]
+            assert len(read) == 4 and all(text in each for each in read)
+        with pytest.raises(
+            PreflightError, match=r"urls names no servers for 2 \(1 row, first \S+ line 2\), in the column grade"
+        ):
+            steps_of(runner, teacher, tmp_path / "third", *changes, f"{TEACHER}.server.urls={{1: [{one.url}]}}")
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-6, atol=0)
+
+
+def test_a_teacher_that_is_served_teaches_as_one_that_the_run_holds(
+    runner: Runner, teacher: Path, stubs: list[ScoringStub], tmp_path: Path
+) -> None:
+    stub, found = stubs[0], []
+    stub.bodies.clear()
     with running(stub):
         served = (f"{TEACHER}.server.urls=[{stub.url}]", f"{TEACHER}.model_path=null")
         for number, changes in enumerate(((), served)):

@@ -60,8 +60,10 @@ class Stage:
         if kind is not None:  # an argument of the function that makes it
             row["env_kwargs"] = {"kind": kind}
 
-        async def generate(ids: list[int], sampling: SamplingParams, episode: Any, what: str) -> SampleOutput:
-            assert episode[0] == "uid" and "of episode (uid uid, sample" in what
+        async def generate(
+            ids: list[int], sampling: SamplingParams, episode: Any, what: str, *, experts_from: int | None
+        ) -> SampleOutput:
+            assert episode[0] == "uid" and "of episode (uid uid, sample" in what and experts_from is None
             return await engine.generate(ids, sampling, what)
 
         async def run() -> list[Episode]:

@@ -19,6 +19,7 @@ import ray
 import torch
 
 from hrl.protocol import DataProto, DataProtoFuture
+from hrl.single_controller import ray_cluster
 from hrl.single_controller.dispatch import Dispatch, Execute, register
 from hrl.single_controller.pulse import Pulses
 from hrl.single_controller.resource_pool import RayResourcePool, merge_resource_pool, split_resource_pool
@@ -258,11 +259,16 @@ def test_an_exception_arrives_with_rank_phase_and_traceback(adders: RayWorkerGro
     assert str(pickle.loads(pickle.dumps(error))) == str(error)  # noqa: S301  (this process wrote it)
 
 
+def test_the_next_cluster_of_this_process_does_not_spill_where_this_one_does(ray_session: None) -> None:
+    assert "object_spilling_config" in ray._private.worker._global_node._config, "Ray keeps it there"
+    assert "object_spilling_config" not in ray_cluster._SYSTEM_CONFIG
+
+
 def test_the_first_failure_wins_at_once_and_blocks_no_later_call(adders: RayWorkerGroup) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1"):
-        adders.fail(1, others_sleep_s=5.0)
-    assert time.monotonic() - start < 4.5, "rank 0 was still asleep"
+        adders.fail(1, others_sleep_s=12.0)
+    assert time.monotonic() - start < 11.5, "rank 0 was still asleep"
     assert adders.whoami() == 0, "a peer that comes to its end leaves the group usable"
 
 
@@ -430,7 +436,7 @@ def test_a_cluster_without_the_devices_is_refused_at_once_by_name(ray_session: N
     assert "needs, node by node: CPU 8, GPU 8" in str(caught.value)
     with pytest.raises(PlacementError, match="needs 40 CPU in all and the cluster has 16"):
         RayResourcePool([10] * 4, use_gpu=False).get_placement_groups()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_a_full_cluster_is_waited_for_within_the_deadline(pool: RayResourcePool) -> None:

@@ -17,7 +17,7 @@ from ray._common.tls_utils import generate_self_signed_tls_certs
 
 from tests.processes.process_table import descendants, still_alive
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 TOKEN, WRONG = "a" * 64, "b" * 64
 TLS = "tls"
@@ -37,7 +37,7 @@ class Answers(Worker):
 
 try:
     with ray_cluster(sys.argv[1]):
-        for _ in range(600):
+        for _ in range(3000):
             if len(ray.nodes()) == 2:
                 break
             time.sleep(0.1)
@@ -50,11 +50,12 @@ except HrlError as error:
 """
 
 
-def environment(home: Path, token: str | None, certificates: Path | None) -> dict[str, str]:
+def environment(home: Path, token: str | None, certificates: Path | None, *, is_patient: bool = True) -> dict[str, str]:
     """This process's, with a token and a certificate or without."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     # Ray would wait 5 and 30 s for a server that is silent because it wants another certificate.
-    given = {"RAY_gcs_rpc_server_connect_timeout_s": "2", "RAY_py_gcs_connect_timeout_s": "5"}
+    first, all_in_all = ("60", "120") if is_patient else ("2", "5")
+    given = {"RAY_gcs_rpc_server_connect_timeout_s": first, "RAY_py_gcs_connect_timeout_s": all_in_all}
     if token:
         given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     if certificates:
@@ -74,11 +75,19 @@ def new_certificate(folder: Path) -> Path:
 
 
 def ray_start(home: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a node, and wait until it is there: Ray gives one up after 30 s, which a busy machine may need."""
     ray = Path(sys.executable).with_name("ray")
     command = [str(ray), "start", "--num-cpus=1", "--disable-usage-stats", "--block", *arguments]
-    with (home / f"{len(list(home.iterdir()))}.log").open("wb") as log:
-        given = environment(home, TOKEN, home / TLS)
-        return subprocess.Popen(command, env=given, stdout=log, stderr=log, start_new_session=True)
+    given = environment(home, TOKEN, home / TLS)
+    for _ in range(5):
+        log = home / f"{len(list(home.iterdir()))}.log"
+        with log.open("wb") as out:
+            node = subprocess.Popen(command, env=given, stdout=out, stderr=out, start_new_session=True)
+        while node.poll() is None:
+            if "will now block forever" in log.read_text():
+                return node
+            time.sleep(0.2)
+    pytest.fail(f"a node does not start:\n{log.read_text()}")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +118,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
 
 
 def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", port)) == 0:
@@ -118,13 +127,15 @@ def wait_for_port(port: int) -> None:
     pytest.fail("the first node does not answer")
 
 
-def join(cluster: tuple[str, Path], token: str | None, home: Path, certificates: Path | None) -> str:
+def join(
+    cluster: tuple[str, Path], token: str | None, home: Path, certificates: Path | None, *, is_patient: bool = True
+) -> str:
     done = subprocess.run(
         [sys.executable, "-c", JOIN, cluster[0]],
-        env=environment(home, token, certificates),
+        env=environment(home, token, certificates, is_patient=is_patient),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     return done.stdout.strip() or done.stderr
@@ -153,7 +164,10 @@ def refused(cluster: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory)
     homes = {whose: tmp_path_factory.mktemp("home") for whose in ("another's", "none")}
     certificates = {"another's": new_certificate(homes["another's"] / TLS), "none": None}
     with ThreadPoolExecutor() as both:
-        said = {whose: both.submit(join, cluster, TOKEN, homes[whose], certificates[whose]) for whose in homes}
+        said = {
+            whose: both.submit(join, cluster, TOKEN, homes[whose], certificates[whose], is_patient=False)
+            for whose in homes
+        }
     return {whose: future.result() for whose, future in said.items()}
 
 

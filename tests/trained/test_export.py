@@ -401,7 +401,6 @@ def test_shards_of_another_model_are_refused(checkpoint: Path, base: Path, tmp_p
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_vllm_answers_from_an_export_as_the_trained_model_does(
     tmp_path: Path, world: None, tokenizer: PreTrainedTokenizerFast
 ) -> None:

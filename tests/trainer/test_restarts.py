@@ -222,7 +222,7 @@ def test_a_signal_reaches_the_run_which_is_then_not_started_again(tmp_path: Path
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["run 0\n", "steps\n"]
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert (out, process.returncode) == ("SIGTERM\n", 1)
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from hrl.config.compose import config_problems
 from hrl.config.run_kind import PPO, SFT
 from hrl.errors import Problem, Reason
+from hrl.migrate.migrate import processes_started
 from tests.verl_lines.expand import commands_of
 
 KINDS = {
@@ -54,7 +55,7 @@ class Line(NamedTuple):
     Attributes:
         script: path below the folder.
         program: the module that is run.
-        arguments: what follows it.
+        arguments: what follows it, and before it how many processes a launcher such as `torchrun` starts.
     """
 
     script: str
@@ -72,15 +73,16 @@ def lines_of(folder: Path, variables: dict[str, str]) -> Iterator[Line]:
     """The launch lines of all scripts below a folder, each once."""
     seen: set[tuple[str, tuple[str, ...]]] = set()
     for script in sorted(folder.rglob("*.sh")):
-        if " -m " not in script.read_text(errors="replace"):
+        if "-m " not in script.read_text(errors="replace"):
             continue
-        for more, arguments in _ATTEMPTS:
-            calls = [call for call in commands_of(script, folder, more | variables, arguments) if "-m" in call[:-1]]
+        for more, given in _ATTEMPTS:
+            calls = [call for call in commands_of(script, folder, more | variables, given) if "-m" in call[:-1]]
             if calls:
                 break
         for call in calls:
             at = call.index("-m")
-            line = Line(str(script.relative_to(folder)), call[at + 1], tuple(call[at + 2 :]))
+            arguments = (*processes_started(call), *call[at + 2 :])
+            line = Line(str(script.relative_to(folder)), call[at + 1], arguments)
             if line[1:] not in seen:
                 seen.add(line[1:])
                 yield line

@@ -67,6 +67,13 @@ def test_a_script_that_asks_for_arguments_gets_some(tmp_path):
     assert line.program == "verl.trainer.sft_trainer" and line.arguments == ("to=/home/user/run",)
 
 
+def test_a_line_has_the_processes_that_its_launcher_starts(tmp_path):
+    launcher = "torchrun --standalone --nnodes=1 --nproc_per_node=${1:-8}"
+    (tmp_path / "run.sh").write_text(f"{launcher} -m verl.trainer.sft_trainer engine.fsdp_size=2\n")
+    (line,) = lines_of(tmp_path, {})
+    assert line.arguments == ("trainer.n_gpus_per_node=8", "engine.fsdp_size=2")
+
+
 @pytest.mark.parametrize(
     ("reasons", "expected"),
     [

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,10 @@ from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.columns import object_column
 from hrl.config.distillation import DistillationLossConfig
+from hrl.models.ops.divergence import TeacherHead
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import StepReport
-from hrl.workers.requests import TEACHER_IDS, TEACHER_LOG_PROBS, OldLogProbs
+from hrl.workers.requests import TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_STATES, OldLogProbs
 from tests.algos.batches import ACTOR
 from tests.models.tiny import (
     RESPONSE_WIDTH,
@@ -90,9 +91,10 @@ DTYPES = {
 }
 """By world. In float32 only sums that were rounded on the way are of interest, and two ranks have all of them."""
 EVERY = "every"
+DISTILLATIONS = ("k2", "reverse_kl_topk", "forward_kl_topk", "reverse_kl", "forward_kl")
 TEMPERATURE = 0.8
 SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=600)
 
 Gradients = dict[str, Tensor]
 
@@ -172,6 +174,16 @@ def deal(batch: DataProto, world: World, micro_batches: int) -> BatchPlan:
         cuts = np.array_split(np.arange(2 * len(mine)).reshape(-1, 2), micro_batches)
         ranks.append(RankPlan((MiniBatchPlan(tuple(tuple(map(int, cut.ravel())) for cut in cuts), *counts),)))
     return BatchPlan(tuple(rows), tuple(ranks), world.degree)
+
+
+def deal_to_others(batch: DataProto, world: World, micro_batches: int) -> BatchPlan:
+    """Likewise, and the last of several ranks, or groups of them, has no row."""
+    if world.groups == 1:
+        return deal(batch, world, micro_batches)
+    few = deal(batch, World((world.groups - 1) * world.degree, world.degree), micro_batches)
+    (mini_batch,) = few.ranks[0].mini_batches
+    idle = RankPlan((replace(mini_batch, micro_batches=((),) * micro_batches),))
+    return BatchPlan((*few.rows, ()), (*few.ranks, idle), world.degree)
 
 
 def plan_tree(batch: DataProto, world: World, micro_batches: int) -> BatchPlan:
@@ -255,17 +267,28 @@ def distillation_subject(loss_mode: str) -> Subject:
     generator = torch.Generator().manual_seed(1)
     shape = (*mask.shape, SHAPE["vocab_size"])
     # Numbers of float32, which is what travels.
-    teacher = torch.randn(shape, generator=generator).mul(0.5).log_softmax(-1).double()
+    head: TeacherHead | None = None
+    if settings.traits.reads_all:
+        states, weight = (torch.randn(*sizes, 3, generator=generator).double() for sizes in (mask.shape, shape[-1:]))
+        teacher, head = (states @ weight.t() / TEMPERATURE).log_softmax(-1), TeacherHead(weight)
+        batch.non_tensor_batch[TEACHER_STATES] = object_column(
+            [states[row][mask[row]].float().numpy() for row in range(len(batch))]
+        )
+    else:
+        teacher = torch.randn(shape, generator=generator).mul(0.5).log_softmax(-1).double()
     columns["ref_log_prob"] = teacher.gather(-1, columns["responses"].unsqueeze(-1))[..., 0]
     top = teacher.topk(settings.topk, -1)
     for name, column in ((TEACHER_LOG_PROBS, top.values.float()), (TEACHER_IDS, top.indices.int())):
         batch.non_tensor_batch[name] = object_column([column[row][mask[row]].numpy() for row in range(len(batch))])
 
     def update(models: Models) -> tuple[Actor, Update]:
-        models.actor.loss = config
+        models.actor.loss, models.actor.teacher_head = config, head
         return models.actor, partial(models.actor.learn, distillation=settings)
 
-    return Subject(batch, update, lambda plain: padded.distillation_gradients(plain, batch, teacher, settings, config))
+    def plain(model: padded.Plain) -> Gradients:
+        return padded.distillation_gradients(model, batch, teacher, settings, config)
+
+    return Subject(batch, update, plain, deal_to_others)
 
 
 def kl_subject(kind: str) -> Subject:
@@ -353,7 +376,7 @@ def whole() -> dict[str, Subject]:
         | {f"pair {name}": pair_subject(name) for name in members(PAIR_LOSSES)}
         | {f"labelled {name}": labelled_subject(name) for name in members(LABELLED_LOSSES)}
         | {"reward model": reward_model_subject(EVERY)}
-        | {f"distillation {mode}": distillation_subject(mode) for mode in ("k2", "reverse_kl_topk", "forward_kl_topk")}
+        | {f"distillation {mode}": distillation_subject(mode) for mode in DISTILLATIONS}
         | {"policy of a tree": policy_subject(EVERY, is_tree=True, entropy_coeff=0.3, **kl)}
         | {"value of a tree": value_subject(EVERY, is_tree=True)}
     )

@@ -12,7 +12,7 @@ from hrl.models.source import ModelSourceError
 from hrl.workers import actor_rollout_ref
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
-from hrl.workers.reward_model import RewardModelWorker
+from hrl.workers.reward_model import RewardModelWorker, StepModelWorker
 
 RUNTIME = SimpleNamespace(own_losses={})
 
@@ -24,6 +24,7 @@ RUNTIME = SimpleNamespace(own_losses={})
         (ActorRolloutRefWorker, (None, "rollout")),
         (CriticWorker, (None,)),
         (RewardModelWorker, (None,)),
+        (StepModelWorker, (None,)),
     ],
 )
 def test_a_rank_whose_node_lacks_the_model_says_so_before_it_joins_the_others(worker_cls, arguments, tmp_path):

@@ -50,7 +50,7 @@ def join(world_size: int) -> list[tuple[float, list[str]]]:
         for rank in range(world_size)
     ]
     try:
-        return [tuple(json.loads(rank.communicate(timeout=60)[0])) for rank in ranks]
+        return [tuple(json.loads(rank.communicate(timeout=600)[0])) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -343,14 +343,20 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         """The data source of every row (N,)."""
         return [row.data_source for row in self.rows]
 
-    def with_pictures(self, passages: list[Passage], row: R) -> list[Passage]:
+    def with_pictures(self, passages: list[Passage], row: R, asked: ChatPrompt) -> list[Passage]:
         """Return a row's passages, in whose first one as many tokens stand for each picture as it takes.
 
+        Args:
+            passages: Of the chat.
+            row: Has the pictures.
+            asked: The chat before its first answer.
+
         Raises:
-            ChatTemplateError: The chat template shows another number of pictures.
+            ChatTemplateError: The chat template shows another number of pictures, or the prompt spells their tokens.
         """
         if not row.images:
             return passages
+        self._pictures.require_unspelled(*asked)
         first, *others = passages
         return [replace(first, text=self._pictures.spread(first.text, row.images)), *others]
 

@@ -150,7 +150,7 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
             return [passages_of_text(self.tokenizer, row.before, row.text)]
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
         passages = passages_of_chat(self.tokenizer, row.messages, row.first_trained, kwargs)
-        return [self.with_pictures(passages, row)]
+        return [self.with_pictures(passages, row, _asked(row))]
 
     def batch(self, indices: Iterable[int]) -> DataProto:
         """Return the columns of `pad_answers`; non-tensor `uid`, `data_source` and `index`."""
@@ -161,5 +161,10 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
         row = next((row for row in map(self.rows.__getitem__, self.known) if row.messages), None)
         if row is None:
             return None
-        roles = [message["role"] for message in row.messages]
-        return ChatPrompt(row.messages[: roles.index("assistant", row.first_trained)], row.tools)
+        return _asked(row)
+
+
+def _asked(row: Demonstration) -> ChatPrompt:
+    """Return a row's chat before its first answer."""
+    roles = [message["role"] for message in row.messages]
+    return ChatPrompt(row.messages[: roles.index("assistant", row.first_trained)], row.tools)

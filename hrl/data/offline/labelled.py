@@ -87,7 +87,7 @@ class LabelledDataset(OfflineDataset[LabelledRow]):
     def render(self, row: LabelledRow) -> list[list[Passage]]:
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
         passages = passages_of_chat(self.tokenizer, [*row.prompt, *row.answer], len(row.prompt), kwargs)
-        return [self.with_pictures(passages, row)]
+        return [self.with_pictures(passages, row, ChatPrompt(row.prompt, row.tools))]
 
     def beside_ids(self) -> Iterator[dict[str, Any]]:
         for index, others in zip(self.known, super().beside_ids(), strict=True):

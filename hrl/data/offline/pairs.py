@@ -153,7 +153,7 @@ class PairDataset(OfflineDataset[PairRow]):
             else:
                 kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
                 passages = passages_of_chat(self.tokenizer, [*row.prompt, *answer], len(row.prompt), kwargs)
-                found.append(self.with_pictures(passages, row))
+                found.append(self.with_pictures(passages, row, ChatPrompt(row.prompt, row.tools)))
         return found
 
     def beside_ids(self) -> Iterator[dict[str, Any]]:

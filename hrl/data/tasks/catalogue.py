@@ -30,6 +30,8 @@ class Task:
         about: What it asks, in a sentence; empty where its package does not say.
         trains: The kinds of run that it has rows for.
         options: What may stand behind a question mark in the address, and what it means.
+        example: One of them with a value.
+        model: A model that can do it, where the one that runs begin with can't.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Task:
     about: str
     trains: tuple[str, ...] = ("grpo", "ppo")
     options: Mapping[str, str] = field(default_factory=dict)
+    example: str = "answer=tags"
+    model: str | None = None
 
 
 _OWN = (
@@ -64,6 +68,8 @@ _OWN = (
             "seed": "of the pictures, 1 unless given",
             "side": "width and height of a picture in pixels, 112 unless given",
         },
+        example="side=64",
+        model="Qwen/Qwen2.5-VL-3B-Instruct",
     ),
     Task("addition_answers", f"{_BUNDLED}addition_answers/train", "Sums with their answers.", ("sft",)),
 )

@@ -59,6 +59,8 @@ class TokenStatistics(NamedTuple):
         log_prob_at: `(T, K)` log-probs of other tokens, with gradient.
         top_log_prob: `(T, k)` largest log-probs, in descending order, without gradient.
         top_ids: `(T, k)` int64, the tokens that have them.
+        states: `(T, H)` hidden states of which the logits are made, without gradient.
+        divergence: From a teacher's distribution, with gradient, see `hrl.models.ops.divergence`.
     """
 
     log_prob: Tensor
@@ -67,6 +69,8 @@ class TokenStatistics(NamedTuple):
     log_prob_at: Tensor | None = None
     top_log_prob: Tensor | None = None
     top_ids: Tensor | None = None
+    states: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def token_statistics(
     )
 
 
-def _tiles(tokens: int, vocabulary: int, chunk: int) -> tuple[list[slice], list[slice]]:
+def tiles_of(tokens: int, vocabulary: int, chunk: int) -> tuple[list[slice], list[slice]]:
     """Cut tokens and vocabulary into tiles of at most `chunk` logits (and at least one)."""
     rows = max(1, min(tokens, MAX_TILE_TOKENS, chunk))
     columns = max(1, min(vocabulary, chunk // rows))
@@ -176,7 +180,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, dtype: torch.dtype) -> Tensor:
+def logits_of_tile(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, dtype: torch.dtype) -> Tensor:
     """Return the logits of one tile, `(t, v)`, in the accumulation dtype."""
     logits = _products(hidden, weight, dtype)
     if bias is not None:
@@ -245,7 +249,7 @@ class _LogProb(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         dtype = accumulation_dtype(hidden.dtype)
-        row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], chunk)
+        row_tiles, vocab_tiles = tiles_of(hidden.shape[0], weight.shape[0], chunk)
         normaliser = hidden.new_empty(hidden.shape[0], dtype=dtype)
         label_logit = torch.full_like(normaliser, torch.nan)  # a label outside the vocabulary stays NaN, never a number
         mean_logit = torch.empty_like(normaliser) if with_entropy else None
@@ -260,7 +264,7 @@ class _LogProb(torch.autograd.Function):
             first_moment = torch.zeros_like(top)  # sum of exp(z - top) * z
             squared_mass = torch.zeros_like(top)  # sum of exp(z - top)^2
             for columns in vocab_tiles:
-                logits = _logits(hidden[rows], weight[columns], _part(bias, columns), form, dtype)
+                logits = logits_of_tile(hidden[rows], weight[columns], part_of(bias, columns), form, dtype)
                 if at is not None:
                     _pick(logits, at[rows], columns, at_logit[rows])
                 if num_top:
@@ -325,7 +329,7 @@ class _LogProb(torch.autograd.Function):
             grad_picks = grad_at if grad_picks is None else torch.cat([grad_picks, grad_at], 1)
         form = ctx.form
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], ctx.chunk)
+        row_tiles, vocab_tiles = tiles_of(hidden.shape[0], weight.shape[0], ctx.chunk)
         dtype = ctx.accumulation_dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if want_hidden else None
         grad_weight = torch.empty_like(weight) if want_weight else None
@@ -333,7 +337,7 @@ class _LogProb(torch.autograd.Function):
         for columns in vocab_tiles:
             grad_columns: Tensor | None = None
             for rows in row_tiles:
-                logits = _logits(hidden[rows], weight[columns], _part(bias, columns), form, dtype)
+                logits = logits_of_tile(hidden[rows], weight[columns], part_of(bias, columns), form, dtype)
                 grad_logits = _grad_of_products(
                     logits,
                     normaliser[rows],
@@ -407,7 +411,8 @@ def _top_of_group(logits: Tensor, ids: Tensor, group: WeightGroup) -> tuple[Tens
     return largest, parts[1].gather(1, places)
 
 
-def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
+def part_of(bias: Tensor | None, columns: slice) -> Tensor | None:
+    """Return what a vocabulary tile has of a head's bias, if there is one."""
     return None if bias is None else bias[columns]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,19 @@ def _meanings(docstring: str) -> dict[str, str]:
     section = inspect.cleandoc(re.split(r"\n\s*\n", after, maxsplit=1)[0])
     pieces = _ARGUMENT.split(section)[1:]
     return {name: " ".join(text.split()) for name, text in zip(pieces[::2], pieces[1::2], strict=True)}
+
+
+def text_of_turn(turn: Mapping[str, Any]) -> str:
+    """Return the text of a message of a chat, with `<image>` and `<video>` where it shows one; other content as JSON.
+
+    `hrl.data.chat.text_of` is stricter, and imports what most functions never need.
+    """
+    content = turn.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, Mapping) and {"text", "type"} & {*part} for part in content):
+        return "".join(str(part["text"]) if "text" in part else f"<{part['type']}>" for part in content)
+    return json.dumps({name: value for name, value in turn.items() if name != "role"}, default=str)
 
 
 def readable(text: str) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from hrl.reward.library.base import ArgumentError, readable, require
+from hrl.reward.library.base import ArgumentError, readable, require, text_of_turn
 from hrl.reward.library.endpoint import (
     LONGEST_SHOWN,
     EndpointError,
@@ -266,5 +266,5 @@ def _as_text(value: Any) -> str:
     if value is None:
         return "(none)"
     if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "content" in turn for turn in value):
-        return "\n".join(f"{turn.get('role', '')}: {turn['content']}" for turn in value)
+        return "\n".join(f"{turn.get('role', '')}: {text_of_turn(turn)}" for turn in value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from hrl.reward.library.base import FAILURE, readable, require
+from hrl.reward.library.base import FAILURE, readable, require, text_of_turn
 from hrl.reward.library.endpoint import (
     EndpointError,
     Failures,
@@ -127,7 +127,7 @@ class Remote:
 
     def _body(self, response: str, conversation: Chat, ground_truth: Any) -> dict[str, Any]:
         if self._protocol == "vllm":
-            chat = [{"role": str(turn["role"]), "content": _text(turn)} for turn in conversation]
+            chat = [{"role": str(turn["role"]), "content": text_of_turn(turn)} for turn in conversation]
             return {
                 "model": self._model,
                 "messages": chat,
@@ -143,7 +143,7 @@ class Remote:
         """Return prompt, and prompt with response, as text."""
         before = [dict(turn) for turn in conversation[:-1]]
         if self._tokenizer is None:
-            prompt = "".join(map(_text, before))
+            prompt = "".join(map(text_of_turn, before))
             return prompt, readable(prompt + response)
         render = self._tokenizer.apply_chat_template
         prompt = str(render(before, tokenize=False, add_generation_prompt=True))
@@ -241,13 +241,3 @@ def _number(url: str, value: Any, name: str, shown: str) -> float:
     if not abs(value) <= _LARGEST:  # an integer may be too large for any float, and NaN is larger than nothing
         raise EndpointError(f"{url} sent {name!r} {value}, which is not finite in float32: {shown}")
     return float(value)
-
-
-def _text(turn: Mapping[str, Any]) -> str:
-    """Return the text of a message; its other content as JSON."""
-    content = turn.get("content")
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
-        return "".join(str(part["text"]) for part in content)
-    return json.dumps({name: value for name, value in turn.items() if name != "role"}, default=str)

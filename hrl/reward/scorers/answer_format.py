@@ -15,20 +15,20 @@ _AROUND = frozenset(" \t\r\n*_`\"'")
 
 
 def read_answer(text: str, form: AnswerFormat, right: Any) -> str | None:
-    """Return the one answer in a response; None if it has none in this format, or several.
+    """Return the one answer in a response; None if it has none in this format, an empty one, or several.
 
     Args:
         text: The response.
         form: How the answer was asked for. In `plain`, tags, a box or a sentence such as "The answer is …" also show
             what the answer is; failing those it is the number that the text concludes with, where the right answer is
             a number, and else the whole text.
-        right: The right answer, of which only the kind is used.
+        right: The right answer, of which only the kind is used, and whether it is empty.
     """
     text = after_thinking(text)
-    if form is TAGS:
-        return only(tagged_answers(text))
-    if form is BOXED:
-        return only(boxed_answers(text))
+    if form is TAGS or form is BOXED:
+        answer = only(tagged_answers(text) if form is TAGS else boxed_answers(text))
+        # Credit for a format would be paid for `\boxed{}`, which is less work than any answer.
+        return answer if answer or right == "" else None
     marked = tagged_answers(text) or boxed_answers(text)
     if marked:
         return only(marked)

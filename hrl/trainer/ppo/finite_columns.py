@@ -137,6 +137,7 @@ class FiniteColumns:
             NonFiniteBatchError: It is the last of `MAX_IN_A_ROW`.
         """
         batch, broken = left_out.batch, left_out.broken
+        assert batch is not None, "it was looked at"
         self.in_a_row += 1
         self.left_out = True
         metrics.observe({"nonfinite/batches": Metric.total(1), "nonfinite/numbers": Metric.total(broken.count)})

@@ -51,6 +51,27 @@ def _length_metrics(batch: DataProto) -> dict[str, float]:
     }
 
 
+def _score_metrics(batch: DataProto, counted: torch.Tensor) -> dict[str, float]:
+    """Return scores, what shaping made of them, and groups without spread, over the samples `counted (B,)`."""
+    columns = batch.batch
+    trained_on = sample_sums(batch, columns["token_level_scores"].sum(-1))
+    scores = columns.get("plain_scores", trained_on)
+    metrics = _spread(scores[counted], "critic/score/mean", "critic/score/max", "critic/score/min")
+    if not counted.any():
+        return metrics
+    metrics["reward/mean"] = metrics["critic/score/mean"]
+    metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
+    is_same = torch.equal
+    if "turn_index" in columns:  # rewards of several turns are added up in another order on each side
+        is_same = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6)
+    if not is_same(scores[counted].float(), trained_on[counted].float()):
+        metrics["reward/shaped_mean"] = float(trained_on[counted].float().mean())
+        metrics["reward/shaped_std"] = float(trained_on[counted].float().std(unbiased=False))
+    groups = group_codes(batch.non_tensor_batch["uid"])
+    metrics["rollout/zero_variance_groups"] = count_groups_without_spread(trained_on, groups, counted)
+    return metrics
+
+
 def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advantages: bool = True) -> dict[str, float]:
     """Describe the batch of one step: scores, rewards, advantages, returns, values and lengths.
 
@@ -64,6 +85,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advan
 
     Args:
         batch: The step's samples; `plain_scores (B,)` are their scores, or else the sums of `token_level_scores`.
+            Without either nothing is said of scores.
         use_critic: Also describe `values` and how much of the returns they explain.
         has_advantages: Also describe `token_level_rewards`, `advantages` and `returns`.
 
@@ -76,26 +98,15 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advan
     counted = counted_samples(batch, rows_with_tokens(trained))
     metrics = _length_metrics(batch)
 
-    trained_on = sample_sums(batch, columns["token_level_scores"].sum(-1))
-    scores = columns.get("plain_scores", trained_on)
-    metrics |= _spread(scores[counted], "critic/score/mean", "critic/score/max", "critic/score/min")
-    if counted.any():
-        metrics["reward/mean"] = metrics["critic/score/mean"]
-        metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
-        is_same = torch.equal
-        if "turn_index" in columns:  # rewards of several turns are added up in another order on each side
-            is_same = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6)
-        if not is_same(scores[counted].float(), trained_on[counted].float()):
-            metrics["reward/shaped_mean"] = float(trained_on[counted].float().mean())
-            metrics["reward/shaped_std"] = float(trained_on[counted].float().std(unbiased=False))
-        groups = group_codes(batch.non_tensor_batch["uid"])
-        metrics["rollout/zero_variance_groups"] = count_groups_without_spread(trained_on, groups, counted)
-    if has_advantages:
+    if "token_level_scores" in columns.keys():
+        metrics |= _score_metrics(batch, counted)
+    if has_advantages and "token_level_rewards" in columns.keys():
         rewards = sample_sums(batch, columns["token_level_rewards"].sum(-1))[counted]
         metrics |= _spread(rewards, "critic/rewards/mean", "critic/rewards/max", "critic/rewards/min")
-        advantages, returns = columns["advantages"][trained], columns["returns"][trained]
-        metrics |= _spread(advantages, "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min")
-        metrics |= _spread(returns, "critic/returns/mean", "critic/returns/max", "critic/returns/min")
+    for name in ("advantages", "returns") if has_advantages else ():
+        if name in columns.keys():
+            of_tokens = columns[name][trained]
+            metrics |= _spread(of_tokens, f"critic/{name}/mean", f"critic/{name}/max", f"critic/{name}/min")
     if use_critic:
         values = columns["values"][trained]
         metrics |= _spread(values, "critic/values/mean", "critic/values/max", "critic/values/min")

@@ -77,6 +77,7 @@ from hrl.workers.requests import (
     ROW_COLUMNS,
     TEACHER_IDS,
     TEACHER_LOG_PROBS,
+    TEACHER_STATES,
     LogProbRequest,
     SampleRequest,
     SamplingParams,
@@ -102,9 +103,11 @@ SAMPLER = "sampler"
 RM_SCORES = frozenset({"rm_scores", "rm_step_scores"})
 SCORES = frozenset({"token_level_scores", "plain_scores"})
 OLD_LOG_PROBS = frozenset({"old_log_probs", "sum_pi_squared", "rollout_is_weights", ROUTED_EXPERTS})
-REF_LOG_PROBS = frozenset({"ref_log_prob", TEACHER_LOG_PROBS, TEACHER_IDS})
+REF_LOG_PROBS = frozenset({"ref_log_prob", TEACHER_LOG_PROBS, TEACHER_IDS, TEACHER_STATES})
 VALUES = frozenset({"values", "bootstrap_values"})
 """What phases give, where a run asks for it."""
+_LEFT_OUT = frozenset({"response_mask"})
+"""Where it is seen which rows a reward function leaves out."""
 
 
 class RayPPOTrainer(TrainingLoop):
@@ -160,15 +163,22 @@ class RayPPOTrainer(TrainingLoop):
 
     def init_workers(self) -> None:
         """Start the processes of every pool and load the models of every role into them."""
-        if self.episodes is not None:
+        # Rewards and episodes start beside the workers, unless functions ask a server that is one of these.
+        serves = self.config.reward.reward_model.is_served
+        if self.episodes is not None and not serves:
             self.episodes.begin_start(self.rewards.sink)
         super().init_workers()
+        if self.config.reads_whole_teacher:  # whose head stays as it is
+            head = next(each for each in self.workers.ref.head_of_teacher() if each is not None)
+            self.workers.actor.learn_from_head(head)
         served = None
-        if self.config.reward.reward_model.is_served:
+        if serves:
             served = next(address for address in self.workers.rm.address() if address is not None)
             self.reporter.console.note(f"the reward model is served at {served}")
-        self.rewards.start(served)  # whose processes have been starting beside the workers, unless they ask the server
+        self.rewards.start(served)
         if self.episodes is not None:
+            if serves:
+                self.episodes.begin_start(self.rewards.sink)
             self.episodes.start()
             if (address := self.episodes.open_to_others(self.reporter.folder.path)) is not None:
                 self.reporter.console.note(
@@ -201,21 +211,21 @@ class RayPPOTrainer(TrainingLoop):
         A phase whose method a subclass has replaced may do anything: those before and after it do not run beside it.
         """
         rejects = bool(self.config.algorithm.rollout_correction.rollout_rs)
-        pool, left_out = self.pool_of, frozenset({"response_mask"})
+        pool = self.pool_of
         actor, rm = pool(self.placement.actor), pool("rm")
         yield StepPhase("gen", self._generate_and_sleep, on=pool(self.placement.rollout))
         if self.scores_apart:  # others need to know which rows a function leaves out, and no scores
             yield StepPhase("rm", self._score_by_model, rm, ROW_COLUMNS, RM_SCORES, self._devices_of(rm))
             if self.rewards.sink is not None:
-                yield StepPhase("reward", self._wait_for_functions, None, left_out, left_out)
-            yield StepPhase("reward", self._combine_scores, None, RM_SCORES | left_out, SCORES | {"reward_parts"})
-        else:
+                yield StepPhase("reward", self._wait_for_functions, None, _LEFT_OUT, _LEFT_OUT)
+            yield StepPhase("reward", self._combine_scores, None, RM_SCORES | _LEFT_OUT, SCORES | {"reward_parts"})
+        elif self.rewards.scores_steps:  # else a teacher alone is learnt from
             yield self._phase("reward", "compute_reward", rm, ROW_COLUMNS, None)
         if self._shapes_batch:
             yield StepPhase("scored", self._shape_batch, is_timed=False)
         if self.needs_old_log_prob:
             needs = ROW_COLUMNS | {"rollout_log_probs"} | (SCORES if rejects else frozenset())
-            gives = OLD_LOG_PROBS | (SCORES | left_out if rejects else frozenset())
+            gives = OLD_LOG_PROBS | (SCORES | _LEFT_OUT if rejects else frozenset())
             yield self._phase("old_log_prob", "compute_old_log_prob", actor, needs, gives)
         if self.use_reference_policy:
             ref = actor if self.config.reference_is_actor else pool("ref")
@@ -677,6 +687,7 @@ class RayPPOTrainer(TrainingLoop):
             temperature=temperature_of(batch.meta_info),
             without_adapter=is_actor,
             num_top=num_top,
+            with_states=self.config.reads_whole_teacher,
             with_pictures=has_pictures(batch.non_tensor_batch),
         )
         return batch.union(ref.compute_ref_log_prob(batch, request))
@@ -698,16 +709,17 @@ class RayPPOTrainer(TrainingLoop):
         return values
 
     def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Add `token_level_rewards`, `advantages` and `returns`, each (B, R)."""
+        """Add `token_level_rewards`, `advantages` and `returns`, each (B, R); without rewards what a teacher says."""
         algorithm = self.config.algorithm
         if algorithm.use_kl_in_reward:
             batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
             metrics |= kl_metrics
             self.finite.look(batch, "adv")
-        else:
+        elif self.rewards.scores_steps:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-        columns = advantage_columns(self.config)
-        batch = compute_advantage(batch, algorithm.adv_estimator, config=algorithm, columns=columns)
+        if self.rewards.scores_steps:
+            columns = advantage_columns(self.config)
+            batch = compute_advantage(batch, algorithm.adv_estimator, config=algorithm, columns=columns)
         if self.config.distils_by_reward:
             metrics |= add_teacher_advantages(batch, self.config.distillation.distillation_loss)
         return batch
@@ -774,7 +786,7 @@ class RayPPOTrainer(TrainingLoop):
         """
         settings, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
         loss = settings.policy_loss.loss_mode
-        if loss in TOKEN_SELECTORS:
+        if loss in TOKEN_SELECTORS and "advantages" in batch.batch:  # else a teacher alone is learnt from
             metrics |= mark_tokens(batch, settings, self._generator("selected_tokens"))
         if correction.bypass_mode:
             loss = bypass_loss_name(loss, correction)
@@ -874,9 +886,11 @@ class RayPPOTrainer(TrainingLoop):
             count = f"{sum(left_out.values()):g} of {len(counted)} samples"
             others = "" if self.episodes is None else "an environment that failed or was late, or "
             self.reporter.console.note(f"validation: {others}the reward function left out {count}")
-        metrics = validation_metrics(
-            counted.select_idxs(kept_samples), self.config.actor_rollout_ref.rollout.val_kwargs.n
-        )
+        metrics: dict[str, float] = {}
+        if self.rewards.scores_validations:
+            metrics = validation_metrics(
+                counted.select_idxs(kept_samples), self.config.actor_rollout_ref.rollout.val_kwargs.n
+            )
         if self.keeps_validation_samples:
             tracked, samples = self.config.trainer.log_val_generations, rollout_records(scored, self.tokenizer)
             self._write_pictures(scored)
@@ -898,6 +912,9 @@ class RayPPOTrainer(TrainingLoop):
             scores[heads, 0] = of_rows.plain[heads]  # also of an episode in which nothing was sampled
             batch.batch["token_level_scores"], batch.batch["plain_scores"] = scores, of_rows.plain
             batch.batch["kept"] = of_rows.kept
+            return batch
+        if not self.rewards.scores_validations:
+            batch.batch["kept"] = torch.ones(len(batch), dtype=torch.bool)
             return batch
         combined = self.rewards.collect(batch, counters, validate=True)
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from hrl.batching.planner import lengths_of
 from hrl.metrics import StepMetrics
+from hrl.pictures import MULTI_MODAL_DATA, files_of, has_pictures
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardActor, RewardError, RewardOutcome, reward_metrics
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, combine_scores
@@ -49,8 +51,11 @@ class RewardService:
         data_sources: The data sources of the run, whose scorers are loaded beforehand.
         function: Rewards that the caller has as objects, in place of those that the configuration names.
         columns: Columns of the rows to come, which the function may take by name.
+        scores_steps: Whether the samples of a step are scored.
+        scores_validations: Whether those of a validation are.
 
     Attributes:
+        scores_steps, scores_validations: As given.
         shaping: Shapes the rewards of training samples; its state is part of a checkpoint.
 
     Raises:
@@ -63,8 +68,11 @@ class RewardService:
         data_sources: tuple[str, ...],
         function: Rewards | None = None,
         columns: tuple[str, ...] = (),
+        scores_steps: bool = True,
+        scores_validations: bool = True,
     ) -> None:
         reward = config.reward
+        self.scores_steps, self.scores_validations = scores_steps, scores_validations
         self._deadline_s = config.trainer.timeouts.call_s
         self._max_response_tokens = config.data.max_response_length
         self._reward = reward
@@ -74,7 +82,9 @@ class RewardService:
         self._rounds = {validate: _Round() for validate in (True, False)}
         self._spec: RewardSpec | None = None
         self._loop: RewardActor | None = None
-        if config.reward_entries or function is not None:  # otherwise the reward model or the environment alone decides
+        scores_some = scores_steps or scores_validations
+        # Otherwise the reward model or the environment alone decides, or nothing is scored.
+        if scores_some and (config.reward_entries or function is not None):
             folder = config.trainer.default_local_dir
             self._spec = RewardSpec.of_config(reward, data_sources, function, columns, folder)
             if not reward.reward_model.is_served:  # else its address is not known yet
@@ -127,23 +137,35 @@ class RewardService:
             validate: The samples are validated by and not trained on, so that their rewards are not shaped.
 
         Returns:
-            The number under which workers send the samples as they finish; None where the reward model alone decides.
+            The number under which workers send the samples as they finish; None where the reward model alone decides,
+            or nobody.
         """
         self._num_rounds += 1
         title = f"the validation after step {step}" if validate else f"step {step}"
         self._rounds[validate] = _Round(self._num_rounds, title)
+        if not (self.scores_validations if validate else self.scores_steps):
+            return None
         if self._loop is None:
             return None
+        wants = has_pictures(rows.non_tensor_batch) and self._takes_pictures
+        shown = list(rows.non_tensor_batch[MULTI_MODAL_DATA]) if wants else [()] * len(rows)
         announced = [
-            RewardRow(key, str(source), reward_model.get("ground_truth"), extra or {}, columns, prompt)
-            for key, source, reward_model, extra, columns, prompt in zip(
+            RewardRow(
+                key, str(source), reward_model.get("ground_truth"), extra or {}, columns, prompt, files_of(pictures)
+            )
+            for key, pictures, source, reward_model, extra, columns, prompt in zip(
                 sample_keys(rows),
+                shown,
                 *(rows.non_tensor_batch[name] for name in _OF_ROWS),
                 strict=True,
             )
         ]
         self._loop.begin(self._num_rounds, announced, title)
         return self._num_rounds
+
+    @cached_property
+    def _takes_pictures(self) -> bool:
+        return self._loop is not None and self._loop.takes_pictures()
 
     def outcomes(self, *, validate: bool = False) -> list[RewardOutcome] | None:
         """Wait for the functions and return what they say of each announced sample; None where there is no function.

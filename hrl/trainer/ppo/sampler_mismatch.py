@@ -69,8 +69,8 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
     rows is one sequence.
 
     Args:
-        batch: `old_log_probs` as the trainer computed them, `rollout_log_probs`, `response_mask` and
-            `token_level_scores`, `(B, R)` each.
+        batch: `old_log_probs` as the trainer computed them, `rollout_log_probs`, `response_mask` and, of what is
+            scored, `token_level_scores`, `(B, R)` each.
         settings: `algorithm.rollout_correction`.
 
     Returns:
@@ -83,7 +83,8 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
     if weights is not None:
         columns["rollout_is_weights"] = unfold(weights)
     if not torch.equal(kept, mask):
-        columns["token_level_scores"] = unfold(move_scores(fold(columns["token_level_scores"]), kept))
+        if "token_level_scores" in columns:  # not where a teacher alone is learnt from
+            columns["token_level_scores"] = unfold(move_scores(fold(columns["token_level_scores"]), kept))
         columns["response_mask"] = unfold(kept)
     return batch, {name: Metric.mean(*pair) for name, pair in metrics.items()}
 

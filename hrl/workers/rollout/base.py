@@ -236,8 +236,14 @@ class RolloutEngine(ABC):
         Raises:
             EngineDeadError: The engine is gone.
             EngineUnusableError: A weight sync was aborted half-way.
+            RolloutError: The prompt shows pictures, and the engine was opened for text alone.
         """
         self._require_usable()
+        if pictures and not self.setup.model.shows_pictures:
+            raise RolloutError(
+                f"request {request_id} shows {len(pictures)} pictures, and {self.name} was opened for a run without: "
+                "put a row with pictures among the first of its source, so that the run is made for them"
+            )
         self._in_flight += 1
         try:
             return await self._generate(prompt_ids, sampling, request_id, on_tokens, pictures)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hrl.config.distillation import TeacherModelConfig
 
 _LOOK_TIMEOUT_S = 30.0
+_FIRST_SCORES_S = 180.0
+"""For the first text that a server scores, before which vLLM compiles on a CPU: half a minute, 90 s on a busy one."""
 _BYTES_OF_REPLY, _BYTES_OF_ENTRY = 1 << 20, 512
 """Bounds of an answer: a token's entry has its id, its log-prob, its rank and its text, perhaps as escapes."""
 
@@ -113,13 +115,14 @@ class ScoringServer:
             raise ServerRefusesError(f"{reply.url} answered without tokens: is it vLLM's server?")
         return tokens
 
-    async def score(self, tokens: Sequence[int], first: int, num_top: int) -> Scores:
+    async def score(self, tokens: Sequence[int], first: int, num_top: int, *, is_look: bool = False) -> Scores:
         """Return what the model says of `tokens[first:]`, each after those before it.
 
         Args:
             tokens: The text.
             first: At least 1.
             num_top: How many of the likeliest tokens are wanted beside them.
+            is_look: Asked before the run, with a deadline of its own.
 
         Raises:
             ServerRefusesError: The server allows fewer, or answers with something else.
@@ -135,10 +138,17 @@ class ScoringServer:
         reply = await self.address.post_in_turn(
             "/v1/completions",
             body,
-            timeout_s=self._timeout_s,
+            timeout_s=_FIRST_SCORES_S if is_look else self._timeout_s,
+            is_look=is_look,
+            require_up=self._require_up,
             most_bytes=_BYTES_OF_REPLY + _BYTES_OF_ENTRY * len(tokens) * (num_top + 1),
         )
         return read_scores(reply, tokens, first, num_top, self._vocabulary)
+
+    def _require_up(self) -> None:
+        """Send nothing to a server that has not answered another text: each would wait for the whole deadline."""
+        if self.why_down is not None:
+            raise ServerGoneError(self.why_down)
 
 
 def read_scores(reply: Reply, tokens: Sequence[int], first: int, num_top: int, vocabulary: int) -> Scores:
@@ -192,12 +202,13 @@ def _entries(reply: Reply, place: Any) -> dict[int, float]:
 
 @asynccontextmanager
 async def opened(
-    settings: TeacherModelConfig, *, vocabulary: int, timeout_s: float, most_at_once: int
+    settings: TeacherModelConfig, urls: Sequence[str], *, vocabulary: int, timeout_s: float, most_at_once: int
 ) -> AsyncIterator[list[ScoringServer]]:
     """Yield a teacher's servers; their connections end with the block.
 
     Args:
-        settings: Their addresses and key, and the model's name there.
+        settings: Their key, and the model's name there.
+        urls: Their addresses.
         vocabulary: Number of tokens that the policy has.
         timeout_s: Of a request.
         most_at_once: Requests that each server works on.
@@ -206,10 +217,7 @@ async def opened(
         ServerRefusesError: The key's variable is not set.
     """
     key = key_of(settings.server.api_key, OF_TEACHER)
-    servers = [
-        ScoringServer(url, key, settings.model_path, vocabulary, timeout_s, most_at_once)
-        for url in settings.server.urls
-    ]
+    servers = [ScoringServer(url, key, settings.model_path, vocabulary, timeout_s, most_at_once) for url in urls]
     try:
         yield servers
     finally:

@@ -62,6 +62,7 @@ COMEBACK_S = 60.0
 _COMEBACK_LOOK_S = 0.25
 _SHARE_OF_SYNC = 0.25
 """Of a sync's deadline for each of its calls to a server: one that hangs leaves time for the others."""
+OF_SYNC = Patience(1, too_short=f"{_SHARE_OF_SYNC:g} of rollout.weight_sync.timeout_s too short for these weights")
 _LEAST_SPREAD = 4
 """Requests by which a server may be ahead before the next with the same prompt goes elsewhere."""
 _BYTES_OF_REPLY, _BYTES_OF_TOKEN = 1 << 20, 4096
@@ -261,6 +262,7 @@ class ServedEngine(RolloutEngine, Generic[S]):
                     raise
                 tried.clear()
                 continue
+            end = math.inf  # the next wait is one of its own
             tried[server.url] = "the request failed"
             server.outstanding += 1
             try:

@@ -14,7 +14,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from hrl.workers.rollout.base import RolloutError
 OF_ROLLOUT, OF_TEACHER = "rollout.server", "distillation.teacher_models.teacher_model.server"
 """Sections that name servers."""
 _DEADLINES = {OF_ROLLOUT: f"{OF_ROLLOUT}.timeout_s", OF_TEACHER: "trainer.timeouts.call_s"}
+"""By which a response has to be there."""
 CONNECT_TIMEOUT_S = 10.0
 FIRST_PAUSE_S = 0.5
 """Before a server that falters is asked again; each further pause is twice as long."""
@@ -63,15 +64,17 @@ class Patience:
     Attributes:
         tries: At most, all within the deadline of the question.
         try_s: After which one that was not answered is given up for the next, in seconds.
+        too_short: The deadline that a user can have set too short, in words; None where no key sets it.
     """
 
     tries: int
     try_s: float = math.inf
+    too_short: str | None = None
 
 
 ONCE = Patience(1)
-PATIENT = Patience(4)
-"""For a request that the server may well do twice."""
+MOST_TRIES = 4
+"""Of a request that the server may well do twice."""
 
 
 class Answer(BaseModel):
@@ -182,11 +185,30 @@ class Address:
         return await self._ask("GET", path, None, timeout_s, most_bytes, patience)
 
     async def post_in_turn(
-        self, path: str, body: Mapping[str, Any], *, timeout_s: float, most_bytes: int = 1 << 20
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        most_bytes: int = 1 << 20,
+        is_look: bool = False,
+        require_up: Callable[[], None] = lambda: None,
     ) -> Reply:
-        """Send what there may be a lot of, so many at once; the deadline begins with its turn. See `post`."""
+        """Send what there may be a lot of, so many at once; the deadline begins with its turn. See `post`.
+
+        Args:
+            path: See `post`.
+            body: See `post`.
+            timeout_s: See `post`.
+            most_bytes: See `post`.
+            is_look: Sent to look at the server, with a deadline that no key sets.
+            require_up: Called when its turn has come; raises if the server has fallen meanwhile.
+        """
+        too_short = f"the deadline ({_DEADLINES[self._section]}) too short for its longest response"
+        patience = Patience(MOST_TRIES, too_short=None if is_look else too_short)
         async with self._gate:
-            return await self._ask("POST", path, body, timeout_s, most_bytes, PATIENT)
+            require_up()
+            return await self._ask("POST", path, body, timeout_s, most_bytes, patience)
 
     async def post(
         self,
@@ -228,7 +250,7 @@ class Address:
             left = min(max(end - time.monotonic(), 0.001), patience.try_s)
             try:
                 status, retry_after, content = await self._answer(
-                    method, url, body, left, most_bytes, told_s=min(timeout_s, patience.try_s)
+                    method, url, body, left, most_bytes, patience, told_s=min(timeout_s, patience.try_s)
                 )
                 if status not in _BUSY:
                     return _checked(url, status, content, self._section)
@@ -253,6 +275,7 @@ class Address:
         body: Mapping[str, Any] | None,
         timeout_s: float,
         most_bytes: int,
+        patience: Patience,
         *,
         told_s: float,
     ) -> tuple[int, str | None, bytes]:
@@ -263,9 +286,9 @@ class Address:
                 f"{url} let no connection in within {min(timeout_s, CONNECT_TIMEOUT_S):g} s; is it reachable from here?"
             ) from error
         except TimeoutError as error:
+            too_short = f", or {patience.too_short}" if patience.too_short else ""
             raise ServerFaltersError(
-                f"{url} did not answer to the end within {told_s:g} s; is the server overloaded, or the "
-                f"deadline ({_DEADLINES[self._section]}) too short for its longest response?"
+                f"{url} did not answer to the end within {told_s:g} s; is the server overloaded{too_short}?"
             ) from error
         except aiohttp.ClientError as error:
             is_absent = isinstance(error, aiohttp.ClientConnectorDNSError | aiohttp.ClientSSLError) or isinstance(

@@ -1,7 +1,7 @@
 """SGLang as a rollout engine inside a run, for `rollout.name=sglang` without addresses.
 
-Its process (`sglang_process`) is a child of the rank. Written against the source of release 0.5.23, whose calls
-`tests/contracts` has, and never run with it. As it is set up here, a sampled token's log-prob is
+Its process (`sglang_process`) is a child of the rank. Written against release 0.5.23, whose calls `tests/contracts`
+has, and run with it on a CPU alone. As it is set up here, a sampled token's log-prob is
 log-softmax(logits / temperature) in float32, also with top-k or top-p, which are refused for training.
 """
 
@@ -67,6 +67,7 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
         "enable_memory_saver": _sleeps(setup),
         # Without it SGLang does not look at a request's seed.
         "enable_deterministic_inference": True,
+        "enable_fp32_lm_head": True,  # as the trainer's, whose logits are not rounded
         "sampling_defaults": "openai",
         "skip_tokenizer_init": True,
         "trust_remote_code": model.trust_remote_code,

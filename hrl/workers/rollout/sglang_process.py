@@ -1,6 +1,6 @@
 """The process of an SGLang engine: SGLang's own `Engine`, asked over a socket by the rank that started it.
 
-Written against the source of release 0.5.23 and never run with it. The engine has a process of its own because it takes
+Written against release 0.5.23, and run with it on a CPU alone. The engine has a process of its own because it takes
 a whole process for itself: it replaces the policy of event loops, sets variables, ends all children of its process at
 its shutdown, and its own children end it by a signal. Weights come by hrl's own sync. What a bucket brings is copied
 into one flat tensor, whose handle goes to SGLang's scheduler within one of its sessions for new weights.

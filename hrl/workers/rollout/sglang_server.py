@@ -1,6 +1,6 @@
 """SGLang's server (`python -m sglang.launch_server`), started by somebody else.
 
-Written against the source of its release 0.5.23, whose requests `tests/contracts` has, and never run. Tokens go and
+Written against its release 0.5.23, whose requests `tests/contracts` has, and run with it on a CPU alone. Tokens go and
 come through its own `/generate`, which names the weights of every answer. Weights are saved as a folder, which every
 server loads; its checksum then has to be that of the other servers, and another than before if other weights were sent.
 """
@@ -21,6 +21,7 @@ from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
 from hrl.workers.rollout.server_engine import (
     HEALTH_TIMEOUT_S,
+    OF_SYNC,
     QUESTION,
     QUESTION_TIMEOUT_S,
     ServedEngine,
@@ -47,8 +48,8 @@ def server_command(setup: EngineSetup) -> str:
     overrides = f" --json-model-override-args {shlex.quote(json.dumps(own))}" if own else ""
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(model.path)} --dtype {setup.config.dtype} "
-        f"--context-length {model.max_model_len} --enable-deterministic-inference --sampling-defaults openai"
-        f"{overrides}{' --trust-remote-code' * model.trust_remote_code}"
+        f"--context-length {model.max_model_len} --enable-deterministic-inference --enable-fp32-lm-head "
+        f"--sampling-defaults openai{overrides}{' --trust-remote-code' * model.trust_remote_code}"
     )
 
 
@@ -140,13 +141,14 @@ class SglangServer(Server):
             ServerError: It does not.
         """
         body = update_request(folder, f"{_PREFIX}-{self.setup.run_mark}-{version}")
-        answer = (await self.address.post(UPDATE, body, timeout_s=timeout_s)).json()
+        answer = (await self.address.post(UPDATE, body, timeout_s=timeout_s, patience=OF_SYNC)).json()
         if answer.get("success") is not True:
             said = excerpt(str(answer.get("message")))
             raise ServerRefusesError(f"{self.url}{UPDATE} did not take the weights: {said}")
-        await self.address.post(f"{FLUSH}?timeout={_FLUSH_TIMEOUT_S:g}", timeout_s=timeout_s)
-        body = {"action": "checksum"}
-        reply = await self.address.post(CHECK, body, timeout_s=timeout_s, most_bytes=_MOST_CHECKSUM_BYTES)
+        await self.address.post(f"{FLUSH}?timeout={_FLUSH_TIMEOUT_S:g}", timeout_s=timeout_s, patience=OF_SYNC)
+        reply = await self.address.post(
+            CHECK, {"action": "checksum"}, timeout_s=timeout_s, most_bytes=_MOST_CHECKSUM_BYTES, patience=OF_SYNC
+        )
         checksum = reply.json().get("per_engine_checksum")
         if not isinstance(checksum, str):
             raise ServerRefusesError(f"{reply.url} names no checksum of its weights: is the server older than 0.5.23?")
@@ -179,6 +181,13 @@ class SglangServer(Server):
             wrong.append(f"its longest sequence is {longest}, and the run's {source.max_model_len}")
         if server.get("enable_deterministic_inference") is not True:
             wrong.append("without --enable-deterministic-inference it does not follow seeds")
+        if server.get("enable_fp32_lm_head") is not True:
+            wrong.append("it rounds logits, by which log-probs move (--enable-fp32-lm-head)")
+        # Beside its architecture all that a server shows of its model's configuration.
+        given = server.get("json_model_override_args") or "{}"
+        wanted = engine_overrides(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
+        if _overrides(given) != wanted:
+            wrong.append(f"the overrides of its model are {excerpt(str(given))}, and the run's {json.dumps(wanted)}")
         if wrong:
             raise ServerRefusesError(
                 f"{self.url} does not fit this run: {'; '.join(wrong)}. Start it with\n  {server_command(self.setup)}"
@@ -248,7 +257,7 @@ class SglangServers(ServedEngine[SglangServer]):
                 f"servers of the same folder hold different weights ({each}): are their settings equal?"
             )
         self._digest = writer.digest
-        await self._in_thread(writer.drop_earlier)
+        await self._in_thread(writer.drop)  # also SGLang's own way back from a failed load reads no earlier folder
         return [report]
 
     async def _abort_weights(self) -> bool:
@@ -257,6 +266,13 @@ class SglangServers(ServedEngine[SglangServer]):
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+
+def _overrides(given: Any) -> Any:
+    try:
+        return json.loads(given)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def read_generated(

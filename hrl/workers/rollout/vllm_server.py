@@ -17,12 +17,13 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from hrl.models.hf_config import engine_overrides, load_config
+from hrl.models.hf_config import engine_overrides, load_config, model_differences
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineSetup, FinishReason, SampleOutput
 from hrl.workers.rollout.server_engine import (
     HALF_WRITTEN,
     HEALTH_TIMEOUT_S,
+    OF_SYNC,
     QUESTION,
     QUESTION_TIMEOUT_S,
     ServedEngine,
@@ -66,7 +67,7 @@ class _Look(Answer):
     """What `RolloutWorkerExtension.hrl_look` says."""
 
     model: str
-    sizes: dict[str, Any]
+    config: dict[str, Any]
     dtype: str
     max_model_len: int
     logprobs_mode: str
@@ -160,7 +161,7 @@ class VllmServer(Server):
 
     async def begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int, timeout_s: float) -> None:
         """Announce a sync to every process of the server."""
-        states = await self._call("hrl_state", kind=_State, timeout_s=timeout_s)
+        states = await self._call("hrl_state", kind=_State, timeout_s=timeout_s, patience=OF_SYNC)
         if any(state.mark != self.setup.run_mark for state in states):
             await self._do("hrl_join_run", self.setup.run_mark, timeout_s=timeout_s)
         else:
@@ -181,10 +182,10 @@ class VllmServer(Server):
 
     async def commit(self, timeout_s: float) -> list[ReceiverReport]:
         """Have the weights written, and the prefix cache dropped, which fails while somebody else's requests run."""
-        answers = await self._call("hrl_weights_commit", kind=_Report, timeout_s=timeout_s)
+        answers = await self._call("hrl_weights_commit", kind=_Report, timeout_s=timeout_s, patience=OF_SYNC)
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
-        while not (await self.address.post("/reset_prefix_cache", timeout_s=timeout_s)).json().get("success"):
+        while not await self._drops_prefix_cache(timeout_s):
             if loop.time() > end:
                 raise WeightSyncError(
                     f"{self.url} did not drop its prefix cache within {timeout_s:g} s, so keys and values of old "
@@ -197,6 +198,10 @@ class VllmServer(Server):
             )
             for answer in answers
         ]
+
+    async def _drops_prefix_cache(self, timeout_s: float) -> bool:
+        reply = await self.address.post("/reset_prefix_cache", timeout_s=timeout_s, patience=OF_SYNC)
+        return bool(reply.json().get("success"))
 
     async def abort(self, timeout_s: float) -> int:
         """Drop a sync in every process of the server, and return the version that it holds then.
@@ -237,8 +242,8 @@ class VllmServer(Server):
                 self._ask_not_before = loop.time() + min(took / _SHARE_OF_QUESTIONS, _LONGEST_WAIT_S)
 
     async def _do(self, method: str, *args: Any, timeout_s: float) -> None:
-        """Call a method of the extension whose answers say nothing; see `_call`."""
-        await self._call(method, *args, kind=Answer, timeout_s=timeout_s)
+        """Have the extension do a part of a sync whose answers say nothing; see `_call`."""
+        await self._call(method, *args, kind=Answer, timeout_s=timeout_s, patience=OF_SYNC)
 
     async def _call(
         self, method: str, *args: Any, kind: type[A], timeout_s: float, patience: Patience = ONCE
@@ -274,9 +279,8 @@ class VllmServer(Server):
             source.path, source.override_config, trust_remote_code=source.trust_remote_code
         ).get_text_config()
         wrong = [
-            f"its model {found.model} has {name}={theirs}, and {source.path} has {getattr(own, name, None)}"
-            for name, theirs in found.sizes.items()
-            if theirs != getattr(own, name, None)
+            f"its model {found.model} has {name}={theirs}, and {source.path} has {ours}"
+            for name, ours, theirs in model_differences(own, found.config)
         ]
         if found.dtype != config.dtype:
             wrong.append(f"its weights are {found.dtype}, and those that it gets {config.dtype} (rollout.dtype)")

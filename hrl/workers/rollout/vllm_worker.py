@@ -23,6 +23,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from xxhash import xxh3_64
 
+from hrl.models.hf_config import plain_fields
 from hrl.models.ops.cpu_product import PackedWeight, can_multiply
 from hrl.models.ops.log_prob import allow_bf16_matmul
 from hrl.models.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
@@ -44,12 +45,6 @@ _FILE_STORE = "file://"
 _TRACE = ".json.gz"
 #: Of every parameter, by which a server's process knows its weights again.
 SAMPLED_BYTES = 4096
-#: Of a text model's configuration, by which a server's model is told from another one, also of the same sizes.
-MODEL_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_parameters", "tie_word_embeddings"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
-)
 #: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
 #: shapes, and a token's logits, and so what its seed draws, must not depend on how many other requests run.
 HEAD_ROWS = 32
@@ -356,7 +351,7 @@ class RolloutWorkerExtension:
         model, text = config.model_config, config.model_config.hf_text_config
         return {
             "model": model.model,
-            "sizes": {name: getattr(text, name, None) for name in MODEL_FIELDS},
+            "config": plain_fields(text),
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),

@@ -16,20 +16,20 @@ from xxhash import xxh3_64
 from hrl.workers.weight_sync.own_place import OwnPlace
 from hrl.workers.weight_sync.wire import WeightSyncError, tensor_checksums
 
-_NAME = "hrl-model"
+_NAME, _KEPT = "hrl-model", "kept"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
 
 class SavedFolderWriter:
-    """Writes each sync into a folder of its own, beside which that of the sync before stays until it is dropped.
+    """Writes each sync into a folder of its own, whose weights are there until the servers have read them.
 
     Args:
         model: Folder of the model, whose configuration, tokenizer and weights that are not trained are copied.
         root: Where the folders are made. What killed processes have left there is removed.
 
     Attributes:
-        folder: Of the last sync that was finished; None before the first one.
+        folder: Of the last sync that was finished; None before the first one, and when it was dropped.
         digest: Of its weights, equal for equal bytes under equal names.
     """
 
@@ -40,13 +40,13 @@ class SavedFolderWriter:
         self._number = 0
         self._next: Path | None = None
         self._files: dict[str, str] = {}
-        self._kept: dict[str, str] = {}  # of those that are not trained, in the last folder that was finished
+        self._kept: dict[str, str] = {}  # of those that are not trained, in a folder of their own
         self._sums = xxh3_64()
         self.folder: Path | None = None
         self.digest = ""
 
     def begin(self) -> None:
-        """Make the next folder.
+        """Make the next folder, and drop what a sync that failed has left.
 
         Raises:
             WeightSyncError: The place can't be written.
@@ -54,6 +54,7 @@ class SavedFolderWriter:
         try:
             if self._own is None:
                 self._own = OwnPlace(self._root, _NAME, is_folder=True)
+            self.drop()
             self._number += 1
             self._next = self._own.path / str(self._number)
             self._next.mkdir()
@@ -92,8 +93,7 @@ class SavedFolderWriter:
         """
         folder = self._open()
         try:
-            kept_files = self._bring_kept(folder, frozenset(kept))
-            self._files |= kept_files
+            self._files |= self._bring_kept(folder, frozenset(kept))
             index = {"metadata": {}, "weight_map": self._files}
             (folder / _INDEX).write_text(json.dumps(index))
             for file in folder.iterdir():
@@ -102,24 +102,30 @@ class SavedFolderWriter:
         except (OSError, SafetensorError) as error:
             raise self._refused(error) from error
         self.folder, self._next, self.digest = folder, None, self._sums.hexdigest()
-        self._kept = kept_files
 
     def _bring_kept(self, folder: Path, kept: frozenset[str]) -> dict[str, str]:
-        """Put what is not sent into a folder, and return the file of each name; from the second time on by links."""
-        if self.folder is not None and self._kept.keys() == kept:
-            for file in set(self._kept.values()):
-                try:
-                    os.link(self.folder / file, folder / file)
-                except OSError:  # of a file system without links
-                    shutil.copyfile(self.folder / file, folder / file)
-            return self._kept
+        """Put what is not sent into a folder, and return the file of each name."""
+        if self._kept.keys() != kept:
+            self._kept = {}  # of a sync that fails here nothing is taken for whole
+            self._kept = self._save_kept(kept)
+        for file in set(self._kept.values()):
+            try:
+                os.link(self._kept_place / file, folder / file)
+            except OSError:  # of a file system without links
+                shutil.copyfile(self._kept_place / file, folder / file)
+        return self._kept
+
+    def _save_kept(self, kept: frozenset[str]) -> dict[str, str]:
+        """Take what is not sent out of the model's folder, once for all syncs."""
+        self._kept_place.mkdir(exist_ok=True)
         files: dict[str, str] = {}
         for source in sorted(self._model.glob("*.safetensors")) if kept else []:
             with safe_open(source, "pt") as opened:
                 names = sorted(kept.intersection(opened.keys()) - files.keys())
                 if names:
                     file = f"kept-{source.name}"
-                    save_file({name: opened.get_tensor(name) for name in names}, folder / file, {"format": "pt"})
+                    tensors = {name: opened.get_tensor(name) for name in names}
+                    save_file(tensors, self._kept_place / file, {"format": "pt"})
                     files |= dict.fromkeys(names, file)
         missing = sorted(kept - files.keys())
         if missing:
@@ -144,12 +150,13 @@ class SavedFolderWriter:
             tensor: Tensor = opened.get_tensor(name)
         return tensor
 
-    def drop_earlier(self) -> None:
-        """Remove the folders of syncs before the last one."""
+    def drop(self) -> None:
+        """Remove what was sent, which nobody reads again. What is not trained stays for the next sync."""
+        self.folder = None
         if self._own is None:
             return
         for folder in self._own.path.iterdir():
-            if folder != self.folder:
+            if folder != self._kept_place:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -157,6 +164,12 @@ class SavedFolderWriter:
         own, self._own, self.folder = self._own, None, None
         if own is not None:
             own.remove()
+
+    @property
+    def _kept_place(self) -> Path:
+        if self._own is None:
+            raise WeightSyncError("no folder of weights is being written")
+        return self._own.path / _KEPT
 
     def _open(self) -> Path:
         if self._next is None:

@@ -15,6 +15,13 @@ def test_a_single_answer_counts_and_only_outside_of_the_reasoning():
     assert read_answer(r"\boxed{1} or \boxed{2}", BOXED, "2") is None
 
 
+@pytest.mark.parametrize(("form", "text"), [("boxed", r"\boxed{ }"), ("tags", "<answer>\n</answer>")])
+def test_an_empty_answer_has_no_credit_for_its_format(form, text):
+    info = {"answer_format": form, "format_credit": 0.1}
+    assert compute_score("bundled/addition", text, "12", info) == {"score": 0.0, "correct": 0.0, "format": 0.0}
+    assert read_answer(text, FORMATS[form], "") == "", "unless nothing is what is right"
+
+
 @pytest.mark.parametrize(
     ("text", "right", "answer"),
     [

@@ -170,6 +170,8 @@ class Workers:
 class Rewards:
     """A reward function that gives the samples of a batch these scores, in their order; weighed with 10."""
 
+    scores_steps = scores_validations = True
+
     def __init__(self, function_scores: list[float | None] | None) -> None:
         self.function_scores = function_scores
         self.shaping = RewardShaping({"scale": None})

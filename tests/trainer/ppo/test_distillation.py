@@ -12,7 +12,7 @@ from hrl.columns import object_column
 from hrl.protocol import DataProto
 from hrl.report.run_folder import read_jsonl
 from hrl.workers.requests import TEACHER_IDS, TEACHER_LOG_PROBS
-from tests.trainer.ppo.driver import Driver, Workers
+from tests.trainer.ppo.driver import Driver, Rewards, Workers
 
 LOSS = "distillation.distillation_loss"
 
@@ -34,9 +34,21 @@ class Taught(Workers):
         return DataProto.from_dict(tensors={"ref_log_prob": scores}, non_tensors=others if request.num_top else {})
 
 
-def run(path: Path, *changes: str) -> Driver:
+class Unscored(Rewards):
+    """Nobody scores: whoever asks fails."""
+
+    scores_steps = scores_validations = False
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def collect(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing is scored")
+
+
+def run(path: Path, *changes: str, rewards: Rewards | None = None) -> Driver:
     driver = Driver(path, "recipe=distillation", "trainer.val_before_train=false", "trainer.test_freq=-1", *changes,
-                    steps=1, scores=[1.0, 1.0, 1.0], workers=Taught())  # fmt: skip
+                    steps=1, scores=[1.0, 1.0, 1.0], workers=Taught(), rewards=rewards)  # fmt: skip
     driver.fit()
     return driver
 
@@ -64,3 +76,19 @@ def test_as_a_reward_the_divergence_is_subtracted_from_advantages(
     torch.testing.assert_close(learnt.batch["advantages"], torch.full((3, 2), -0.5 * weight))
     (record,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert record["distillation/loss"] == 0.5
+
+
+@pytest.mark.parametrize("as_reward", [False, True])
+def test_samples_without_a_score_are_learnt_from_and_nothing_is_said_of_scores(tmp_path: Path, as_reward: bool) -> None:
+    mode = (f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=true") if as_reward else (f"{LOSS}.topk=4",)
+    mode += ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",)  # which selects tokens by their advantages
+    driver = run(tmp_path, *mode, "trainer.test_freq=1", rewards=Unscored())
+    (learnt,) = driver.workers.learnt
+    assert ("advantages" in learnt.batch.keys()) == as_reward and "token_level_scores" not in learnt.batch.keys()
+    if as_reward:
+        torch.testing.assert_close(learnt.batch["advantages"], torch.full((3, 2), -0.5))
+    (record,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert not [name for name in record if name.startswith(("reward/", "critic/score", "critic/rewards", "val/sums"))]
+    assert record["response_length/mean"] == 2
+    (sample, *_) = read_jsonl(tmp_path / "rollouts" / "step_1.jsonl")
+    assert "score" not in sample and sample["response"] == "one"

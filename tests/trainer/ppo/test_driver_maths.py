@@ -182,6 +182,10 @@ def test_a_token_that_the_trainer_finds_unlikely_is_rejected_and_its_score_moves
     assert corrected.batch["token_level_scores"].tolist() == [[0.0, 1.0, 0.0], [0.0, 0.5, 0.0]]
     weights = corrected.batch["rollout_is_weights"]
     torch.testing.assert_close(weights[:, :2], torch.tensor([[1.0, 2.0], [math.exp(0.5), 1.0]]))
+    unscored = batch(**{name: data.batch[name] for name in ("old_log_probs", "rollout_log_probs")},
+                     response_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))  # fmt: skip
+    corrected, _ = correct_for_sampler(unscored, settings)
+    assert corrected.batch["response_mask"].tolist() == [[1, 1, 0], [1, 1, 0]]
 
 
 def test_effective_sample_sizes_are_squared_means_over_second_moments() -> None:

@@ -23,6 +23,7 @@ from hrl.protocol import DataProto
 from hrl.reward.combine import CombinedScores, RewardShaping
 from hrl.reward.pool import RewardOutcome
 from hrl.single_controller.worker_errors import WorkerError
+from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import compute_advantage
 from hrl.trainer.ppo.episodes import (
     EpisodeDriver,
@@ -33,6 +34,7 @@ from hrl.trainer.ppo.episodes import (
     values_behind_truncations,
 )
 from hrl.trainer.ppo.generation import Asked, count_troubles, prompt_batch, seed_of
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.ppo.rewards import RewardService
 from hrl.workers.requests import SampleRequest, SamplingParams
 
@@ -384,3 +386,45 @@ def test_the_key_for_others_goes_with_the_run_even_where_the_service_fails_to_sh
     with pytest.raises(RuntimeError, match="stuck"), driver:
         pass
     assert not (tmp_path / "serving.env").exists()
+
+
+@pytest.mark.parametrize("serve", [False, True])
+def test_episodes_are_told_who_scores_them_also_where_functions_ask_a_server_that_the_run_starts(
+    serve: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[object] = []
+
+    class Functions:
+        sink = None if serve else "at once"
+
+        def start(self, served: str | None) -> None:
+            assert served == ("http://judge" if serve else None)
+            self.sink = self.sink or "when the server was there"
+
+    class Episodes:
+        def begin_start(self, rewards: object) -> None:
+            begun.append(rewards)
+
+        def start(self) -> None:
+            assert len(begun) == 1
+
+        def open_to_others(self, folder: Path) -> None: ...
+
+    model = {"enable": serve, "serve": serve, "model_path": "judge"}
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.config = PPOTrainerConfig.model_validate({"reward": {"reward_model": model}})
+    trainer.rewards, trainer.episodes = Functions(), Episodes()  # type: ignore[assignment]
+    trainer._workers = SimpleNamespace(rm=SimpleNamespace(address=lambda: [None, "http://judge"]))  # type: ignore[assignment]
+    note = SimpleNamespace(note=lambda text: None)
+    trainer.reporter = SimpleNamespace(console=note, folder=SimpleNamespace(path=tmp_path))  # type: ignore[assignment]
+    monkeypatch.setattr(TrainingLoop, "init_workers", lambda _: None)
+    trainer.init_workers()
+    assert begun == ["when the server was there" if serve else "at once"]
+
+
+def test_a_model_that_the_run_serves_adds_to_what_an_environment_pays() -> None:
+    served = {"enable": True, "serve": True, "model_path": "judge"}
+    paid = {"environment": {"path": "mine.py:Game"}}
+    assert PPOTrainerConfig.model_validate(paid).reward_entries == ()
+    (asks,) = PPOTrainerConfig.model_validate(paid | {"reward": {"reward_model": served}}).reward_entries
+    assert (asks.name, asks.part) == ("remote", "reward_model")

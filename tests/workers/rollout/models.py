@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -43,6 +45,22 @@ def save_tiny_llama(folder: Path, *, tied: bool = True) -> Path:
     """A random two-layer Llama in fp32 whose distributions are far from uniform."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).save_pretrained(folder)
+    return folder
+
+
+def save_eagle_head(folder: Path, target: Path) -> Path:
+    """A head of random weights that drafts for a Llama as EAGLE does: of each token's embedding and last state."""
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(target)
+    config.num_hidden_layers, config.architectures = 1, ["LlamaForCausalLM"]
+    weights = {
+        name.removeprefix("model."): weight.detach().clone()
+        for name, weight in LlamaForCausalLM(config).named_parameters()
+        if ".layers." in name and "input_layernorm" not in name
+    }
+    weights["fc.weight"] = 0.1 * torch.randn(config.hidden_size, 2 * config.hidden_size)
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 

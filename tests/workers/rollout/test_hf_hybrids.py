@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.host import RolloutHost
-from tests.models.hybrids import HYBRIDS, save_hybrid
+from tests.models.hybrids import HYBRIDS, log_probs_alone, save_hybrid
 from tests.models.tiny import VOCAB
 from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
 
@@ -27,10 +27,5 @@ def test_log_probs_of_ragged_prompts_are_those_of_rows_alone(family: str, tmp_pa
     setup = engine_setup("hf", folder, TokenIds(0, (2,), VOCAB), WIDTH + R, dtype="float32", max_num_seqs=16)
     with RolloutHost(replace(setup, model=replace(setup.model, packs_rows=False))) as host:
         out = sample_rows(host, prompt_batch(PROMPTS, n=2, width=WIDTH), max_tokens=R, temperature=0.9).batch
-    for row in range(2 * len(PROMPTS)):
-        prompt = out["prompts"][row][out["attention_mask"][row, :WIDTH].bool()]
-        answer = out["responses"][row][out["response_mask"][row].bool()]
-        with torch.no_grad():
-            logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
-        expected = (logits.float() / 0.9).log_softmax(-1).gather(1, answer[:, None])[:, 0]
-        torch.testing.assert_close(out["rollout_log_probs"][row, : len(answer)], expected, atol=5e-5, rtol=0)
+    for found, own in log_probs_alone(model, out, 0.9):
+        torch.testing.assert_close(found, own, atol=5e-5, rtol=0)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from aiohttp import web
 
-from hrl.config.distillation import TeacherModelConfig, TeacherServerConfig
+from hrl.config.distillation import TeacherModelConfig
 from hrl.workers.rollout.scoring_server import Scores, look_at_each, opened, read_scores, score_each
-from hrl.workers.rollout.server_http import PATIENT, Reply, ServerGoneError, ServerRefusesError
+from hrl.workers.rollout.server_http import MOST_TRIES, Reply, ServerGoneError, ServerRefusesError
 from tests.workers.rollout.test_server_engine import Stub, html, running
 
 WORDS = 8
@@ -46,6 +46,7 @@ class ScoringStub(Stub):
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
+        await asyncio.sleep(self.delay_s)
         tokens, num_top = body["prompt"], body["prompt_logprobs"]
         places: list[dict[str, Any] | None] = [None]
         for row, token in zip(self.log_probs(tokens), tokens[1:], strict=False):
@@ -55,11 +56,18 @@ class ScoringStub(Stub):
         return {"choices": [{"prompt_logprobs": places}]}
 
 
-def ask(*urls: str, texts: Any = TEXTS, num_top: int = 3, model: str | None = None, words: int = WORDS) -> list[Scores]:
-    settings = TeacherModelConfig(model_path=model, server=TeacherServerConfig(urls=list(urls)))
+def ask(
+    *urls: str,
+    texts: Any = TEXTS,
+    num_top: int = 3,
+    model: str | None = None,
+    words: int = WORDS,
+    timeout_s: float = 5.0,
+) -> list[Scores]:
+    settings = TeacherModelConfig(model_path=model)
 
     async def scores() -> list[Scores]:
-        async with opened(settings, vocabulary=words, timeout_s=5.0, most_at_once=2) as servers:
+        async with opened(settings, urls, vocabulary=words, timeout_s=timeout_s, most_at_once=2) as servers:
             await look_at_each(servers, 32)
             return await score_each(servers, texts, num_top)
 
@@ -103,7 +111,41 @@ def test_a_server_that_stays_broken_is_asked_no_more(monkeypatch):
     with running(broken, whole):
         require_right(ask(broken.url, whole.url))
         # Two at once, each as often as one that falters.
-        assert broken.calls["/v1/completions"] <= 2 * PATIENT.tries and len(whole.bodies) == len(TEXTS)
+        assert broken.calls["/v1/completions"] <= 2 * MOST_TRIES and len(whole.bodies) == len(TEXTS)
+
+
+def test_a_server_that_hangs_costs_its_deadline_once(monkeypatch):
+    """However many texts wait for a turn there."""
+    monkeypatch.setattr("hrl.workers.rollout.server_http.FIRST_PAUSE_S", 0.01)
+    hangs, whole = ScoringStub(), ScoringStub()
+
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    hangs.instead["/v1/completions"] = never
+    with running(hangs, whole):
+        found = ask(hangs.url, whole.url, texts=TEXTS * 4, timeout_s=0.5)
+        require_right(found[: len(TEXTS)])
+        assert len(found) == len(whole.bodies) == 4 * len(TEXTS)
+        assert hangs.calls["/v1/completions"] == 2, "those that it works on at once, and none behind them"
+
+
+def test_the_first_scores_may_take_longer_than_a_runs_own(monkeypatch):
+    """Before them a server on a CPU compiles."""
+    stub, settings = ScoringStub(delay_s=0.3), TeacherModelConfig()
+
+    async def score(**how: Any) -> Scores:
+        async with opened(settings, [stub.url], vocabulary=WORDS, timeout_s=0.1, most_at_once=1) as (only,):
+            return await only.score([1, 2, 3, 4], 2, 3, **how)
+
+    with running(stub):
+        asyncio.run(score(is_look=True))
+        with pytest.raises(ServerGoneError, match="within 0.1 s; .* the deadline .trainer.timeouts.call_s. too short"):
+            asyncio.run(score())
+        monkeypatch.setattr("hrl.workers.rollout.scoring_server._FIRST_SCORES_S", 0.1)
+        with pytest.raises(ServerGoneError, match=r"within 0.1 s; is the server overloaded\?$"):
+            asyncio.run(score(is_look=True))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout import server_engine, server_http, sglang_server, vllm_server
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError
 from hrl.workers.rollout.host import LoopThread, RolloutHost
-from hrl.workers.rollout.server_http import Patience, ServerRefusesError
+from hrl.workers.rollout.server_http import MOST_TRIES, Patience, ServerRefusesError
 from hrl.workers.weight_sync.wire import WeightSyncError
 from tests.workers.rollout import models
 from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
@@ -73,7 +73,7 @@ class Stub:
         match method:
             case "hrl_look":
                 sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-                looks = {"model": "m", "sizes": sizes, "dtype": "float32", "max_model_len": 96}
+                looks = {"model": "m", "config": sizes, "dtype": "float32", "max_model_len": 96}
                 return looks | {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"} | self.changed
             case "hrl_join_run":
                 self.state = {"mark": args[0], "version": None}
@@ -259,7 +259,11 @@ def test_an_answer_that_is_none_is_one_error_with_the_address(make, model, handl
 
 
 @pytest.mark.parametrize(
-    ("handler", "said"), [(half, "ended its answer half-way"), (dribble, "did not answer to the end within 0.5 s")]
+    ("handler", "said"),
+    [
+        (half, "ended its answer half-way"),
+        (dribble, r"did not answer to the end within 0.5 s; .* the deadline \(rollout.server.timeout_s\) too short"),
+    ],
 )
 def test_a_server_that_does_not_finish_its_answer_is_left_alone(make, model, handler, said):
     good, bad = Stub(), Stub()
@@ -294,7 +298,8 @@ def test_a_server_that_can_not_be_used_is_refused_at_the_start(make, path, handl
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"sizes": {"vocab_size": 32000}}, "vocab_size=32000, and .* has 128"),
+        ({"config": {"vocab_size": 32000}}, "vocab_size=32000, and .* has 128"),
+        ({"config": {"hidden_act": "gelu"}}, "hidden_act=gelu, and .* has silu"),
         ({"dtype": "bfloat16"}, "its weights are bfloat16, and those that it gets float32"),
         ({"max_model_len": 64}, "its longest sequence is 64, and the run's 96"),
         ({"logprobs_mode": "raw_logprobs"}, "not those of the distribution that it samples.*--logprobs-mode"),
@@ -443,6 +448,19 @@ def test_the_prefix_cache_is_dropped_after_each_sync_or_the_sync_fails(make, mod
             sample(host)
 
 
+@pytest.mark.parametrize("method", ["hrl_weights_load", "hrl_weights_commit"])
+def test_a_server_that_is_late_in_a_sync_is_told_with_the_syncs_own_deadline(make, model, method):
+    good, late = Stub(), Stub()
+    with running(good, late):
+        host = make(good, late, weight_sync=WeightSyncConfig(bucket_mb=1, timeout_s=4.0))
+        host.start()
+        late.instead["/collective_rpc"] = asked(late, method, dribble)
+        push(host, model)
+        why = fallen(host)
+        assert why[good.url] is None and "within 1 s; is the server overloaded, or 0.25 of" in why[late.url]
+        assert "rollout.weight_sync.timeout_s" in why[late.url] and "server.timeout_s" not in why[late.url]
+
+
 def test_a_cancelled_batch_is_withdrawn_and_requests_at_once_are_bounded(make, model):
     stub = Stub()
     with running(stub):
@@ -575,6 +593,28 @@ def test_where_no_other_is_left_a_request_waits_for_a_server_that_falters_and_no
         with pytest.raises(EngineDeadError, match="answered 500"):
             sample(host)
         assert time.monotonic() - began < 5.0
+
+
+def test_a_second_fall_of_the_only_server_is_waited_for_as_long_as_the_first(make, model):
+    async def at_last(request: web.Request) -> web.Response:
+        await asyncio.sleep(1.2)  # so the second wait begins when the first one would have ended
+        return await broken(503)(request)
+
+    stub = Stub()
+    with running(stub):
+        host = make(stub)
+        host.start()
+        push(host, model)
+        left = [*[broken(503)] * MOST_TRIES, at_last, *[broken(503)] * (MOST_TRIES - 1)]
+
+        async def at_first(request: web.Request) -> web.StreamResponse:
+            if left:
+                return await left.pop(0)(request)
+            return web.json_response(await stub.complete(await request.json()))
+
+        stub.instead["/v1/completions"] = at_first
+        sample(host)
+        assert not left and host.take_counts() == {"rollout/failovers": 2.0}
 
 
 def test_questions_about_the_weights_stand_for_many_answers_and_hold_up_no_single_one(make, model, monkeypatch):

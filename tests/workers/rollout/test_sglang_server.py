@@ -51,10 +51,13 @@ class SglangStub(Stub):
                 return web.json_response(model | {"weight_version": self.weight_version} | (self.info or {}))
             case "/server_info":
                 server = {"dtype": "float32", "context_length": 96, "enable_deterministic_inference": True}
-                return web.json_response(server | {"version": "0.5.23"} | self.changed)
+                server |= {"enable_fp32_lm_head": True, "json_model_override_args": "{}", "version": "0.5.23"}
+                return web.json_response(server | self.changed)
             case "/update_weights_from_disk":
                 self.folder = Path(body["model_path"])
                 self.weight_version = body["weight_version"]
+                with safe_open(self.folder / "model-00001.safetensors", "pt") as opened:
+                    self.norm = opened.get_tensor("model.norm.weight")
                 if not self.forgets:
                     self.checksum = self.sum_of(self.folder)
                 return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
@@ -126,11 +129,9 @@ def test_weights_go_by_a_folder_and_come_back_with_every_answer(make, folder, pl
             model = models.perturb(models.load(folder), amount) if amount else models.load(folder)
             report = push(host, model, version)
             assert [receiver.read_back for receiver in report.receivers] == [report.tensors]
-            assert first.checksum == second.checksum == SglangStub.sum_of(first.folder)
-            with safe_open(first.folder / "model-00001.safetensors", "pt") as opened:
-                assert torch.equal(opened.get_tensor("model.norm.weight"), model.model.norm.weight)
+            assert first.checksum == second.checksum and torch.equal(first.norm, model.model.norm.weight)
             assert first.weight_version.endswith(f"-{version}") and first.calls["/flush_cache"] == version
-            assert len(list(next(place.iterdir()).iterdir())) == 1  # that of the sync before is gone
+            assert list(next(place.iterdir()).iterdir()) == []  # what both have read is gone
         first.bodies.clear()  # of the looks at the start
         second.bodies.clear()
         out = sample(host, 8)
@@ -196,6 +197,9 @@ def test_an_answer_that_is_none_is_refused(make, folder, answer, said):
     [
         ({"dtype": "half"}, {}, "its weights are half"),
         ({"context_length": 64}, {}, "its longest sequence is 64"),
+        ({"enable_fp32_lm_head": False}, {}, "it rounds logits.*launch_server .* --enable-fp32-lm-head"),
+        ({"json_model_override_args": '{"rope_theta": 5}'}, {}, "overrides of its model are '{.rope_theta.: 5}', and"),
+        ({"json_model_override_args": 5}, {}, "overrides of its model are '5', and the run's {}"),
         ({"enable_deterministic_inference": False}, {}, "it does not follow seeds.*launch_server --model-path"),
         ({}, {"architectures": ["Qwen2ForCausalLM"]}, "its model is .'Qwen2ForCausalLM'"),
         ({}, {"preferred_sampling_params": {"top_k": 5}}, "settings of sampling of its own"),

@@ -135,7 +135,6 @@ def test_transformers_samples_from_the_adapter(folder, merge):
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
 def test_vllm_samples_from_the_adapter_alone(folder):
     pytest.importorskip("vllm")
     actor = make_actor(folder, ADAPTER)
@@ -163,7 +162,6 @@ def test_vllm_samples_from_the_adapter_alone(folder):
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
 def test_two_processes_of_vllm_sample_a_mixture_with_an_adapter_that_a_regular_expression_places(mixture, tmp_path):
     pytest.importorskip("vllm")
     from vllm.lora.request import LoRARequest
@@ -208,7 +206,6 @@ def test_transformers_samples_beside_weights_in_4_bits(folder, merge):
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("bitsandbytes")
 def test_vllm_rounds_its_weights_as_the_trainer_does(folder):
     pytest.importorskip("vllm")
@@ -222,7 +219,6 @@ def test_vllm_rounds_its_weights_as_the_trainer_does(folder):
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("merge", "load_in_4bit"), [(False, False), (True, False), (False, True)])
 def test_vllm_on_a_gpu_samples_from_the_adapter(folder, bitsandbytes, merge, load_in_4bit):
     pytest.importorskip("vllm")
@@ -235,7 +231,6 @@ def test_vllm_on_a_gpu_samples_from_the_adapter(folder, bitsandbytes, merge, loa
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
 def test_vllm_samples_from_the_model_with_the_adapter_added(folder):
     pytest.importorskip("vllm")
     adapter = replace(ADAPTER, merge=True)

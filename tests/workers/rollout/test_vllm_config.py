@@ -14,7 +14,7 @@ from tests.models.tiny_pictures import save_vl
 from tests.workers.rollout.settings import engine_setup
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 

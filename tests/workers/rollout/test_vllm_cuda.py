@@ -17,7 +17,7 @@ from tests.workers.rollout import models
 from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows, score
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 CUDA = torch.device("cuda", 0)
 STOP, VOCAB, P, R = 2, 49152, 64, 24

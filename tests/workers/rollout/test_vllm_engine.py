@@ -56,7 +56,7 @@ from tests.workers.rollout import models
 from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_request, sample_rows, score
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 
 STOP, VOCAB, P, R = 2, 49152, 64, 24
 sample = partial(sample_rows, max_tokens=R)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hrl.config.distillation import TeacherModelConfig, TeacherServerConfig
+from hrl.config.distillation import TeacherModelConfig
 from hrl.config.rollout import ServerConfig
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.base import EngineDeadError
@@ -27,7 +27,7 @@ from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_ro
 from tests.workers.rollout.vllm_serve import Serving, vllm_serve
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 STOP, P, R = 1, 8, 24
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], list(range(40, 48))]
@@ -205,16 +205,21 @@ def test_weights_of_another_model_are_refused_at_the_look_and_at_the_sync(make, 
         make(longest=400).start()
     with pytest.raises(WeightSyncError, match=serving.url):
         push(host, other, 1)
+    LlamaConfig(**models.SHAPE, tie_word_embeddings=True, hidden_act="gelu").save_pretrained(tmp_path)
+    with pytest.raises(
+        ServerRefusesError, match="does not fit this run: its model .* has hidden_act=silu, and .* has gelu. Start it"
+    ):
+        make(tmp_path).start()
 
 
 def test_it_scores_a_text_as_a_teacher_does(host, folder, serving):
     """Log-probs of the weights that it holds, at a temperature of 1, however it was asked to sample."""
     model, texts = models.perturb(models.load(folder), 0.1), [(prompt, 1) for prompt in PROMPTS]
     push(host, model, 1)
-    settings = TeacherModelConfig(server=TeacherServerConfig(urls=[serving.url]))
 
     async def scores(num_top: int) -> list[Scores]:
-        async with opened(settings, vocabulary=models.VOCAB, timeout_s=60.0, most_at_once=8) as servers:
+        teacher = opened(TeacherModelConfig(), [serving.url], vocabulary=models.VOCAB, timeout_s=60.0, most_at_once=8)
+        async with teacher as servers:
             assert await look_at_each(servers, 32) == [f"{folder}, 96 tokens"]
             return await score_each(servers, texts, num_top)
 
@@ -229,9 +234,17 @@ def test_it_scores_a_text_as_a_teacher_does(host, folder, serving):
         asyncio.run(scores(21))
 
 
-def test_a_server_that_ends_is_told_with_its_address(host, folder, serving):
-    """The last test: it ends the server."""
-    push(host, models.load(folder), 1)
+def test_a_server_that_was_started_again_has_the_runs_weights_after_the_next_sync(host, folder, serving):
+    """The last test: it ends the server, twice."""
+    old, new = models.load(folder), models.perturb(models.load(folder), 0.1)
+    push(host, old, 1)
+    serving.end(signal.SIGKILL)
+    serving.start()  # with its folder's weights, which are those of version 1, and which it does not say
+    with pytest.raises(EngineDeadError, match=f"{serving.url} does not hold weights that this run has sent"):
+        sample(host)
+    push(host, new, 2)
+    out = sample(host)
+    assert gap(new, out) < 1e-4 and out.meta_info["policy_version"] == 2
     serving.end(signal.SIGKILL)
     with pytest.raises(EngineDeadError, match=f"no server of rollout.server.urls is left .*{serving.url}"):
         sample(host)

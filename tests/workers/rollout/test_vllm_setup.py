@@ -141,5 +141,5 @@ def test_a_process_that_does_not_leave_is_ended():
         begun = time.monotonic()
         life.end(grace_s=0.2)
 
-        assert 0.2 <= time.monotonic() - begun < 5
-        assert process.wait(5) == -signal.SIGKILL
+        assert 0.2 <= time.monotonic() - begun < 30
+        assert process.wait(30) == -signal.SIGKILL

@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsTensors
 from hrl.workers.rollout.vllm_speculation import DraftCounts, accepted, draw_every_place
 from tests.workers.rollout.test_vllm_worker import OfGpu
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11] * 8, [3, 4] * 12, [*range(20, 44)]]
 """Most repeat themselves, so that there is always an n-gram to follow."""
@@ -123,9 +123,13 @@ def folder(tmp_path_factory) -> Path:
     return models.save_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module")
-def host(folder) -> Iterator[RolloutHost]:
-    arguments = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+@pytest.fixture(scope="module", params=["eagle", "ngram"])
+def host(folder, tmp_path_factory, request) -> Iterator[RolloutHost]:
+    drafts = {
+        "eagle": {"model": str(models.save_eagle_head(tmp_path_factory.mktemp("eagle"), folder))},
+        "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    }
+    arguments = {"method": request.param, "num_speculative_tokens": 4, **drafts[request.param]}
     tokens = TokenIds(1, (1,), models.VOCAB)
     changes: dict[str, Any] = {"dtype": "float32", "engine_kwargs": {"vllm": {"speculative_config": arguments}}}
     with RolloutHost(engine_setup("vllm", folder, tokens, 64, **changes)) as host:
@@ -138,7 +142,7 @@ def test_tokens_and_log_probs_are_those_of_the_model_and_of_each_rows_seed_whate
     batch = prompt_batch(PROMPTS, n=N, width=24)
     original, changed = models.load(folder), models.perturb(models.load(folder), 0.5)
     for version, model in enumerate((original, changed)):
-        if version:  # n-grams need no weights of their own
+        if version:  # what drafts keeps the weights that it has, or needs none
             host.push_weights(version, models.specs(model, torch.float32), models.parameters(model))
         for temperature in (1.0, 0.3):
             assert host.take_counts() == {}

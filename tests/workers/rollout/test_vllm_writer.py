@@ -19,7 +19,7 @@ from tests.workers.rollout import models
 from tests.workers.weight_sync.streaming import StreamingSender, StreamingTarget, stream
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 BUCKET_BYTES = 8192
 """Less than the embedding (16 KiB) and the fused layers have: tensors are cut, and layers end in another bucket."""

@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hrl.workers.rollout.early_process import engine_environment
@@ -22,11 +22,28 @@ START_S = 180.0
 
 @dataclass
 class Serving:
-    """A server that runs."""
+    """A server that runs, and how it is started."""
 
-    process: subprocess.Popen
+    command: list[str]
+    environment: dict[str, str]
     url: str
     log: Path
+    process: subprocess.Popen = field(init=False)
+
+    def start(self) -> None:
+        """Start it, also once more after its end, and wait until it is well."""
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        end = time.monotonic() + START_S
+        while True:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < end, self.log.read_text()[-3000:]
+            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            time.sleep(0.2)
 
     def end(self, signum: int = signal.SIGTERM) -> None:
         """End the server and its processes."""
@@ -62,20 +79,9 @@ def vllm_serve(
     ]  # fmt: skip
     changes = engine_environment(True, 1) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    serving = Serving(process, f"http://127.0.0.1:{port}", log)
+    serving = Serving(command, environment, f"http://127.0.0.1:{port}", log)
     try:
-        end = time.monotonic() + START_S
-        while True:
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            with suppress(OSError), urllib.request.urlopen(f"{serving.url}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    break
-            time.sleep(0.2)
+        serving.start()
         yield serving
     finally:
         serving.end()

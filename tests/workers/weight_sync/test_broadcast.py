@@ -68,7 +68,7 @@ def test_two_engines_one_of_two_processes_all_get_every_version():
 
     for version in (1, 2):
         assert sync.push(version, weights(version)).tensors == len(SPECS)
-    results = [answers.get(timeout=60) for _ in threads]
+    results = [answers.get(timeout=600) for _ in threads]
 
     assert sorted(results) == [(0, True, False), (0, True, False), (1, True, False)]
     assert not dist.is_initialized()
@@ -94,7 +94,7 @@ def test_a_receiver_whose_model_changes_a_tensor_finds_it_out(staged, monkeypatc
 
     WeightSync(MANIFEST, sender, timeout_s=60).push(1, weights(1))
 
-    assert "'layers.2.weight' reads back differently" in answers.get(timeout=60)[1]
+    assert "'layers.2.weight' reads back differently" in answers.get(timeout=600)[1]
     receiver.join(10)
     sender.close()
 
@@ -284,7 +284,7 @@ def test_receivers_hear_of_an_aborted_broadcast_before_their_deadline():
     with pytest.raises(WeightSyncError, match="'other' where 'layers.5.weight' was expected"):
         sync.push(1, renamed)
     started = time.monotonic()
-    _, answer, _ = answers.get(timeout=60)
+    _, answer, _ = answers.get(timeout=600)
 
     assert time.monotonic() - started < 30
     assert "weight broadcast failed at receiver 1 of 1" in answer

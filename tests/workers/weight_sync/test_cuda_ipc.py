@@ -21,7 +21,7 @@ from tests.workers.weight_sync.engine_processes import (
     weights,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -99,10 +99,11 @@ def test_a_saved_folder_has_the_new_weights_beside_the_models_other_files(tmp_pa
             assert torch.equal(there[name], tensor.to(dtype)) and name in index
         assert {"config.json", "tokenizer.json"} <= {file.name for file in writer.folder.iterdir()}
         assert (writer.folder / "model.safetensors").exists() is False
+        assert list(writer.folder.parent.iterdir()) == [writer.folder]  # one copy at any time
     assert digests[0] != digests[1] == digests[2]
-    assert len(list(writer.folder.parent.iterdir())) == 3
-    writer.drop_earlier()
-    assert list(writer.folder.parent.iterdir()) == [writer.folder]
+    (own,) = place.iterdir()
+    writer.drop()
+    assert list(own.iterdir()) == [] and writer.folder is None
     writer.close()
     assert list(place.iterdir()) == []
 
@@ -116,7 +117,7 @@ def test_what_is_not_sent_comes_from_the_models_folder(tmp_path, model):
         found = {name: load_file(writer.folder / file)[name] for name, file in index.items()}
         assert torch.equal(found["tower"], torch.arange(4.0)) and torch.equal(found["norm"], torch.ones(3))
         assert found.keys() == {"tower", "norm"}
-        writer.drop_earlier()
+        writer.drop()
         writer.begin()
         writer.write([("norm", torch.ones(3))])
     with pytest.raises(WeightSyncError, match="1 tensors that are not trained, such as 'other', are not sent, and"):

@@ -16,7 +16,7 @@ def options():
     parser = argparse.ArgumentParser()
     for name in RECORD["options"]:
         word = f"--{name.replace('_', '-')}"
-        if name.startswith("enable"):
+        if name.startswith(("enable", "skip")):
             parser.add_argument(word, action="store_true")
         else:
             parser.add_argument(word)
@@ -39,7 +39,9 @@ def routes(engine, given):
     @table.get("/server_info")
     async def server_info(_):
         found = {"dtype": given.dtype, "context_length": int(given.context_length), "version": "0.5.23"}
-        return web.json_response(found | {"enable_deterministic_inference": given.enable_deterministic_inference})
+        found |= {"json_model_override_args": given.json_model_override_args}
+        switches = ("enable_deterministic_inference", "enable_fp32_lm_head")
+        return web.json_response(found | {name: getattr(given, name) for name in switches})
 
     @table.post("/generate")
     async def generate(request):
