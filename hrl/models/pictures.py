@@ -175,8 +175,9 @@ class PictureProcessor:
         if int(np.prod(grid)) != picture.length * self.merge**2:
             raise PictureError(
                 f"picture {picture.digest} makes a grid of {grid[1]} by {grid[2]} patches here, and "
-                f"{picture.length} tokens stand for it: the image processor of this node is not the driver's. Have the "
-                "same version of transformers and the same model folder on every node"
+                f"{picture.length} tokens stand for it: the image processor of {self._folder} is not the one by which "
+                "the driver counts. Have the same version of transformers and the same model folder on every node, and "
+                "critics, reward models and teachers whose preprocessor_config.json has the policy's sizes"
             )
         return Pixels(made["pixel_values"].float(), grid)
 

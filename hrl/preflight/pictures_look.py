@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hrl.config.arithmetic import Fact, count
-from hrl.config.outline import RunConfiguration, outline_of
+from hrl.config.outline import NamedModel, RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.pictures import PictureSource, VideoSource
+from hrl.pictures import PictureSource, Shown, VideoSource
 from hrl.preflight.findings import Findings
 from hrl.preflight.small_models import runs_on_gpus
 from hrl.workers.rollout.server_http import OF_TEACHER
@@ -54,16 +56,22 @@ def _in_words(dataset: Any, kind: type[PictureSource] | type[VideoSource]) -> st
     numbers = [sum(isinstance(each, kind) for each in dataset.rows[index].images) for index in dataset.known]
     if not any(numbers):
         return None
-    shown = (each for index in dataset.known for each in dataset.rows[index].images if isinstance(each, kind))
-    sizes = {
-        (each.width, each.height, getattr(each, "num_frames", 1), getattr(each, "limits", None)): each for each in shown
-    }
-    lengths = {dataset.picture_tokens(each): size for size, each in sizes.items()}
+    lengths = {dataset.picture_tokens(each): each for each in _of_each_size(dataset, kind)}
     most = max(lengths)
-    width, height, frames, _ = lengths[most]
     few = f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else str(max(numbers))
-    what = f"{frames} frames of {width} × {height} pixels" if kind is VideoSource else f"{width} × {height} pixels"
-    return f"{few} a row, {sum(numbers):,} in all; the largest, {what}, takes {count(most, 'token')}"
+    return f"{few} a row, {sum(numbers):,} in all; the largest, {_size_of(lengths[most])}, takes {count(most, 'token')}"
+
+
+def _of_each_size(dataset: Any, kind: type[PictureSource] | type[VideoSource]) -> list[Shown]:
+    """Return a picture or video of each size that the known rows show."""
+    shown = (each for index in dataset.known for each in dataset.rows[index].images if isinstance(each, kind))
+    names = ("width", "height", "limits", "num_frames", "rate", "wanted_rate")
+    return list({tuple(getattr(each, name, None) for name in names): each for each in shown}.values())
+
+
+def _size_of(shown: Shown) -> str:
+    size = f"{shown.width} × {shown.height} pixels"
+    return f"{shown.num_frames} frames of {size}" if isinstance(shown, VideoSource) else size
 
 
 def shows_pictures(*datasets: Any) -> bool:
@@ -80,15 +88,17 @@ def look_at_pictures(
     findings: Findings,
     config: RunConfiguration,
     *datasets: Any,
+    folders: Mapping[str, Path] | None = None,
     rm_reads_others: bool = False,
     runs_here: bool = True,
 ) -> None:
-    """Refuse what reads no pictures in a run whose rows have some.
+    """Refuse what reads no pictures in a run whose rows have some, or would not see them as the policy does.
 
     Args:
         findings: Collects problems.
         config: The validated configuration.
         datasets: Rows to train and to validate on.
+        folders: Role → folder of its model, of those that are here.
         rm_reads_others: The reward model has a tokenizer or a chat template of its own.
         runs_here: The run is this machine's, and not one that is only looked at here.
     """
@@ -140,8 +150,9 @@ def look_at_pictures(
                 "which <image> or <video> stands for what it shows"
             )
     if isinstance(config, PPOTrainerConfig) and config.teacher_is_served:
-        what = "names a teacher, which reads text alone, and the rows have pictures."
-        findings.problem(f"{OF_TEACHER}.urls", what)
+        what = "names a teacher, whose servers are sent text alone, and the rows have pictures."
+        findings.problem(f"{OF_TEACHER}.urls", what, "Let the run hold the teacher: set its model_path.")
+    first = next(iter(outline.models.values()))
     for role, model in outline.models.items():
         if role == "rm" and not model.is_scalar:
             what = "scores steps by a word, by which it reads text alone, and the rows have pictures."
@@ -151,11 +162,40 @@ def look_at_pictures(
                 "has a tokenizer or chat template of its own, and the rows have pictures, which only the policy's show."
             )
             findings.problem(model.key, what, "Score by a function, or with a model that reads the policy's tokens.")
-        elif role == "ref":  # which has a model of its own
-            findings.problem(model.key, "is a teacher, which reads text alone, and the rows have pictures.")
+        elif model.path != first.path and (folder := (folders or {}).get(role)) is not None:
+            _look_at_eyes(findings, model, folder, shown, trust_remote_code=outline.model.trust_remote_code)
         for key, degree in model.degrees.items():
             if key.rpartition(".")[2] in ("tensor_parallel_size", "expert_parallel_size") and degree > 1:
                 if key.startswith("actor_rollout_ref.rollout"):
                     continue
                 what = f"is {degree}, and the rows have pictures: a tower is not cut."
                 findings.problem(key, what, "Set it to 1; fsdp_config.fsdp_size shards it.")
+
+
+def _look_at_eyes(
+    findings: Findings, model: NamedModel, folder: Path, datasets: Sequence[Any], *, trust_remote_code: bool
+) -> None:
+    """Check that a model that reads the policy's tokens has as many for a picture as the policy has.
+
+    Args:
+        findings: Collects problems.
+        model: Of a critic, reward model or teacher with a folder of its own.
+        folder: The folder.
+        datasets: Of rows that show pictures.
+        trust_remote_code: The folder may run code.
+    """
+    from hrl.data.pictures import PictureTokens
+    from hrl.models.tokenizer import load_tokenizer
+
+    with findings.about(model.key):
+        tokens = PictureTokens(load_tokenizer(folder, trust_remote_code=trust_remote_code))
+        for dataset in datasets:
+            for each in (*_of_each_size(dataset, PictureSource), *_of_each_size(dataset, VideoSource)):
+                if (own := tokens.num_tokens(each)) != (wanted := dataset.picture_tokens(each)):
+                    what = (
+                        f"names {folder.name}, in which {count(own, 'token')} would stand for {_size_of(each)}, and "
+                        f"the policy's prompts have {wanted}."
+                    )
+                    hint = "Take one of the policy's family, with the same sizes in its preprocessor_config.json."
+                    findings.problem(model.key, what, hint)
+                    return

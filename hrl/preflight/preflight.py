@@ -158,7 +158,7 @@ def inspect_run(
     elif given.reward is not None:
         findings.problem("reward", "was given, and this kind of run scores nothing.", "Leave it out.")
     look_at_batch(findings, config, train)
-    look_at_pictures(findings, config, train, val, rm_reads_others=reader is not None)
+    look_at_pictures(findings, config, train, val, folders=folders, rm_reads_others=reader is not None)
     look_at_rate(findings, config)
     look_at_devices(findings, config.trainer, outline.num_processes)
     look_at_shared_memory(findings, config.trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,32 @@ def test_ppo_on_pictures_and_videos_with_a_critic_that_sees(tmp_path: Path) -> N
     given = {file for row in with_videos()[2:] for file in row["videos"][0]["video"]}
     assert all((tmp_path / "run" / "rollouts" / name).read_bytes() in given for name in films[0]["images"])
     assert films[0]["prompt"].count("<|video_pad|>") == 3 and "<0.2 seconds>" in films[0]["prompt"]
+
+
+@pytest.mark.parametrize(("mode", "changed"), [("reverse_kl_topk", ""), ("reverse_kl", ""), ("reverse_kl_topk", TOWER)])
+def test_a_teacher_sees_what_the_policy_sees_by_its_own_tower(
+    model: Path, tmp_path: Path, mode: str, changed: str
+) -> None:
+    teacher = Path(shutil.copytree(model, tmp_path / "teacher"))
+    (file,) = teacher.glob("*.safetensors")
+    weights = load_file(file)
+    for name in weights:
+        weights[name] = -weights[name] if changed and name.endswith(changed) else weights[name]
+    save_file(weights, file, {"format": "pt"})
+    values = configuration(model, tmp_path / "run", actor={"use_kl_loss": False})
+    values["distillation"] = {
+        "enabled": True,
+        "teacher_models": {"teacher_model": {"model_path": str(teacher)}},
+        "distillation_loss": {"loss_mode": mode, "topk": 8, "use_task_rewards": False},
+    }
+    run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(reward=spread()))
+    losses = [
+        step["distillation/loss"]
+        for step in read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        if "actor/grad_norm" in step
+    ]
+    # A teacher that were shown nothing would be far from a policy of the same weights.
+    assert losses[0] > 1e-4 if changed else losses[0] == pytest.approx(0.0, abs=1e-6)
 
 
 def _samples_name_their_pictures(rollouts: Path) -> None:
