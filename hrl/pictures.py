@@ -215,6 +215,14 @@ def files_of(pictures: Sequence[Picture]) -> tuple[bytes, ...]:
     return tuple(picture.data for picture in pictures if picture.clip is None)
 
 
+def with_one_token_each(ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+    """Return a prompt's tokens as people read them, with one for each picture or moment of a video."""
+    shortened = list(ids)
+    for picture in reversed(pictures):
+        del shortened[picture.start + 1 : picture.start + picture.length]
+    return shortened
+
+
 def has_pictures(columns: Any) -> bool:
     """Return whether a batch has the column.
 

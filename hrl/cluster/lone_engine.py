@@ -22,7 +22,13 @@ _LONGEST = 8192
 
 
 def lone_engine(
-    model: ModelConfig, rollout: RolloutConfig, folder: Path, ids: TokenIds, max_model_len: int | None = None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    folder: Path,
+    ids: TokenIds,
+    max_model_len: int | None = None,
+    *,
+    shows_pictures: bool = False,
 ) -> EngineSetup:
     """Return what an engine is opened with that has a model to itself.
 
@@ -32,6 +38,7 @@ def lone_engine(
         folder: Of the model.
         ids: Those of its tokenizer that have a meaning.
         max_model_len: The longest context with its response; None asks the model.
+        shows_pictures: Contexts show pictures.
 
     Raises:
         RolloutError: The engine is a server that somebody else started, which only a trainer gives weights.
@@ -54,7 +61,7 @@ def lone_engine(
         source = replace(source, packs_rows=_packs_rows(source))
     return EngineSetup(
         with_dtypes(rollout, device.type),
-        source,
+        replace(source, shows_pictures=shows_pictures),
         replace(ids, vocab_size=max(ids.vocab_size, facts.vocab_size)),
         device,
         num_threads=available_cores() if device.type == "cpu" else None,

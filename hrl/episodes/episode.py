@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from hrl.pictures import Picture
+
 if TYPE_CHECKING:
     from hrl.config.environment import EnvironmentConfig
 
@@ -49,6 +51,7 @@ class EpisodeRow:
         turns: Of each token, counted from 0: the turn that sampled it, or that it answers.
         routed: `(tokens, L, K)`, the experts of the row's first tokens, its prompt's and those after it, see
             `hrl.routing`; None unless they were asked for.
+        pictures: That the prompt shows.
     """
 
     prompt_ids: Sequence[int]
@@ -58,6 +61,7 @@ class EpisodeRow:
     versions: Sequence[int]
     turns: Sequence[int]
     routed: np.ndarray | None = field(default=None, compare=False)
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ from hrl.episodes.clock import EpisodeClock
 from hrl.episodes.episode import EndReason, Episode, EpisodeRow
 from hrl.episodes.parser_choice import known_parsers
 from hrl.episodes.parsing import TurnParsers
+from hrl.episodes.pictures import EpisodePictures
 from hrl.episodes.pool import EnvironmentFailedError, EnvironmentFaultError, EnvironmentLostError
 from hrl.episodes.tokens import Transcript
 from hrl.episodes.tokens_as_text import stopped_at
 from hrl.errors import HrlError
+from hrl.pictures import Picture
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput, hashed_seed, sample_seed
 
@@ -46,6 +48,7 @@ class Generate(Protocol):
         /,
         *,
         experts_from: int | None,
+        pictures: tuple[Picture, ...],
     ) -> Awaitable[SampleOutput]:
         """Sample a response.
 
@@ -55,6 +58,7 @@ class Generate(Protocol):
             episode: Key of the episode that the turn belongs to.
             name: What errors call the turn.
             experts_from: Place in the context from which on the experts of its tokens are wanted; None for none.
+            pictures: That the context shows.
         """
 
 
@@ -106,6 +110,7 @@ class EpisodeTask:
             can be compared; None where the policy is trained.
         prompt_ids: The tokens of the row's prompt in a run without environment.
         with_experts: Its rows have the experts that the engine chose for their tokens.
+        pictures: That the row's prompt shows.
     """
 
     key: tuple[str, int]
@@ -116,6 +121,7 @@ class EpisodeTask:
     held_out: int | None = None
     prompt_ids: Sequence[int] | None = None
     with_experts: bool = False
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def name(self) -> str:
@@ -174,6 +180,23 @@ class PlaySetup:
         """Return what reads the policy's turns."""
         settings = self.settings
         return TurnParsers(self.tokenizer, settings.tool_parser, settings.reasoning_parser, stop_ids=self.stop_ids)
+
+    def shown_by(self, task: EpisodeTask) -> EpisodePictures | None:
+        """Return the pictures of an episode's row; None without.
+
+        Raises:
+            PictureError: The model does not see.
+        """
+        if not task.pictures:
+            return None
+        token = self._picture_token
+        return EpisodePictures(task.pictures, str(self.tokenizer.convert_ids_to_tokens(token)), token)
+
+    @functools.cached_property
+    def _picture_token(self) -> int:
+        from hrl.models.pictures import sighted_config
+
+        return int(sighted_config(self.tokenizer.name_or_path).image_token_id)
 
 
 @dataclass(frozen=True)
@@ -396,6 +419,7 @@ class Player:
             first=replace(first, tools=_tools_of(task.row)) if is_row else first,
             max_observation_tokens=settings.max_observation_tokens,
             prompt_ids=task.prompt_ids if is_row else None,
+            pictures=self._setup.shown_by(task),
         )
         script = await self._aside(begun, _size(first))
         if script.num_tokens > self._limits.prompt:
@@ -414,7 +438,9 @@ class Player:
             began = time.perf_counter()
             with clock.standing():
                 name, experts_from = f"turn {turn} of {task.name}", script.num_routed if task.with_experts else None
-                output = await self._generate(script.context, sampling, task.key, name, experts_from=experts_from)
+                output = await self._generate(
+                    script.context, sampling, task.key, name, experts_from=experts_from, pictures=script.pictures
+                )
             play.engine_s += time.perf_counter() - began
             if settings.stop and output.finish_reason != "abort":
                 output = await self._aside(functools.partial(self._stopped, output), len(output.token_ids))
@@ -485,6 +511,11 @@ class Player:
             raise _UnplayableError(
                 "the environment asks the policy itself, and no server is there for it; try its program against "
                 "`hrl serve`"
+            )
+        if play.task.pictures:
+            raise _UnplayableError(
+                "the environment asks the policy itself, and its row shows pictures, which the server takes from no "
+                "program: set data.image_key=null to read the words alone"
             )
         session = await self._agents.open(play.task, clock)
         began = time.perf_counter()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hrl.pictures import Picture
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput
 from hrl.workers.rollout.single_requests import EngineAnswer, EngineRequest, EngineWork
@@ -84,6 +85,7 @@ class Router:
         *,
         may_fail: bool = False,
         experts_from: int | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         """Have a response sampled; whoever is cancelled while waiting withdraws the request.
 
@@ -94,6 +96,7 @@ class Router:
             name: What errors call the request.
             may_fail: See `EngineRequest`.
             experts_from: Likewise.
+            pictures: Likewise.
 
         Raises:
             RoundOverError: The round ended before there was an answer, or none has begun.
@@ -110,7 +113,7 @@ class Router:
         self._waiting[number] = waiting
         engine.outstanding_tokens += tokens
         context = np.array(token_ids, np.int32)
-        engine.queue.append(EngineRequest(number, name, context, sampling, may_fail, experts_from))
+        engine.queue.append(EngineRequest(number, name, context, sampling, may_fail, experts_from, pictures))
         engine.has_work.set()
         try:
             return await waiting.answer

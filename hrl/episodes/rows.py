@@ -11,6 +11,7 @@ import torch
 
 from hrl.columns import object_column
 from hrl.episodes.episode import NO_TURN, NO_VERSION, Episode, EpisodeRow
+from hrl.pictures import MULTI_MODAL_DATA, has_pictures
 from hrl.protocol import DataProto
 from hrl.routing import ROUTED_EXPERTS
 from hrl.workers.rollout.base import FinishReason
@@ -43,6 +44,7 @@ def episode_batch(
         `episode_id`, `num_turns`, `tool_calls`, `tool_errors`, `turn_rewards`, `token_rewards`, `env_metrics`,
         `messages`, `end`, `finish_reason`, `episode_error`, `engine_s`, `environment_s`, `attempts`.
     """
+    sees = has_pictures(asked.non_tensor_batch)
     place_of: list[int] = []
     branches: list[int] = []
     rows: list[EpisodeRow] = []
@@ -50,7 +52,8 @@ def episode_batch(
         played = [] if episode.end == "failed" else [*episode.rows]
         if not played:
             prompt = asked.batch["prompts"][place][asked.batch["attention_mask"][place].bool()]
-            played = [EpisodeRow(prompt.tolist(), [], [], [], [], [])]
+            shown = asked.non_tensor_batch[MULTI_MODAL_DATA][place] if sees else ()
+            played = [EpisodeRow(prompt.tolist(), [], [], [], [], [], pictures=shown)]
         rows += played
         branches += range(len(played))
         place_of += [place] * len(played)
@@ -101,6 +104,8 @@ def episode_batch(
         "environment_s": [episode.environment_s for episode in of_rows],
         "attempts": [episode.attempts for episode in of_rows],
     }
+    if sees:
+        facts[MULTI_MODAL_DATA] = [row.pictures for row in rows]
     if with_experts:
         facts[ROUTED_EXPERTS] = _routed(rows)
     kept = {name: values[place_of] for name, values in asked.non_tensor_batch.items()}

@@ -27,8 +27,10 @@ from hrl.data.sources import show_value
 from hrl.environments.interface import EnvironmentReplyError, Observation
 from hrl.episodes.episode import EpisodeRow
 from hrl.episodes.observation_text import with_whole_characters, without_middle
+from hrl.episodes.pictures import EpisodePictures
 from hrl.episodes.template import FORMS, Anchor, Encoded, EpisodeTemplate, Form
 from hrl.episodes.wording import says_the_same
+from hrl.pictures import Picture
 from hrl.routing import continued
 
 if TYPE_CHECKING:
@@ -96,8 +98,8 @@ class _Row:
         row.routed = None if self.routed is None else self.routed[:length]
         return row
 
-    def as_episode_row(self) -> EpisodeRow:
-        """Return the row up to its last sampled token."""
+    def as_episode_row(self, pictures: tuple[Picture, ...]) -> EpisodeRow:
+        """Return the row, whose prompt shows these pictures, up to its last sampled token."""
         start = self.prompt_length
         end = next((i + 1 for i in range(len(self.mask) - 1, start - 1, -1) if self.mask[i]), start)
         return EpisodeRow(
@@ -108,6 +110,7 @@ class _Row:
             versions=self.versions[start:end].tolist(),
             turns=self.turns[start:end].tolist(),
             routed=None if self.routed is None else self.routed[:end],
+            pictures=pictures,
         )
 
 
@@ -159,9 +162,11 @@ class Transcript:
             a turn continues an assistant's message.
         num_own: Messages of `first`, from its beginning, whose words are whoever's who asks; of those behind them no
             text is a special token, as of what comes later. None stands for all.
+        pictures: Those of the row, which stand where messages of `first` have parts for them.
 
     Attributes:
         messages: The conversation as the policy and the environment had it.
+        pictures: What `context` shows, with places among its ids.
         turn_places: Where in it each turn of the policy stands.
         num_cut_texts: Texts of observations that were too long.
 
@@ -180,6 +185,7 @@ class Transcript:
         max_observation_tokens: int | None = None,
         prompt_ids: Sequence[int] | None = None,
         num_own: int | None = None,
+        pictures: EpisodePictures | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = EpisodeTemplate(tokenizer, stop_ids, template_kwargs, first.tools)
@@ -198,11 +204,14 @@ class Transcript:
         self._only_ids = first.token_ids is not None
         self._is_prompt_given = prompt_ids is not None
         self._rows = [_Row()]
+        self._shown: EpisodePictures | None = None
+        self.pictures: tuple[Picture, ...] = ()
         if self._only_ids:
             self._row.add(self._checked_ids(first), 0)
             self._row.prompt_length = len(self._row.ids)
         else:
-            self.messages += self._checked_messages(first)
+            self.messages += self._checked_messages(first, shows=pictures is not None)
+            self._shown = None if pictures is None else pictures.of(self.messages)
             self._num_given = len(self.messages) if num_own is None else num_own
             self._since = [*self.messages[:num_own], *self._guarded(self.messages[self._num_given :])]
             self._render_prompt(prompt_ids)
@@ -315,7 +324,7 @@ class Transcript:
         A row ends with its last sampled token.
         """
         rows = [row for row in self._rows if any(row.mask)]
-        return [row.as_episode_row() for row in rows or self._rows[:1]]
+        return [row.as_episode_row(self.pictures) for row in rows or self._rows[:1]]
 
     # ---- text --------------------------------------------------------------------------------------------------
 
@@ -337,6 +346,8 @@ class Transcript:
         row.add_text(text, 0, encoded, 0)
         row.prompt_length = len(row.ids)
         self._rows = [row]
+        if self._shown is not None:
+            self.pictures = self._shown.placed(row.ids)
 
     def _render(self, since: list[dict[str, Any]]) -> None:
         """Bring the row from the end of the last turn to the next one, with these messages in between."""
@@ -364,9 +375,17 @@ class Transcript:
         row.add_text(text, place.text_start, place.rest, self._num_turns - 1)
         if not place.is_delta:
             row.prompt_length = min(prompt_length, len(row.ids))
+            self._require_pictures_in_place(row)
+
+    def _require_pictures_in_place(self, row: _Row) -> None:
+        """Refuse a branch in which a picture stands elsewhere than in the first prompt."""
+        end = max((picture.start + picture.length for picture in self.pictures), default=0)
+        if row.ids[:end] != self._rows[0].ids[:end]:
+            raise ChatTemplateError("the chat template rewrites what stands before or between an episode's pictures")
 
     def _text(self, messages: Sequence[Message], form: Form) -> str:
-        return self._template.render(messages, form, num_given=self._num_given, goes_on=self._goes_on)
+        text = self._template.render(messages, form, num_given=self._num_given, goes_on=self._goes_on)
+        return text if self._shown is None else self._shown.spread(text)
 
     def _renderings(self, messages: Sequence[Message]) -> Iterator[tuple[str, Form]]:
         """Yield a chat's text in each form that the template takes, that of the last time first.
@@ -447,7 +466,7 @@ class Transcript:
 
     # ---- observations ------------------------------------------------------------------------------------------
 
-    def _checked_messages(self, observation: Observation) -> list[dict[str, Any]]:
+    def _checked_messages(self, observation: Observation, *, shows: bool = False) -> list[dict[str, Any]]:
         messages = observation.messages
         if messages is None:
             raise EnvironmentReplyError("an observation has neither messages nor token ids; give one of them")
@@ -455,9 +474,10 @@ class Transcript:
             return []
         name = "messages of an observation"
         wrong = wrong_value(messages, name, is_text=False)
-        found = as_messages(with_whole_characters(messages), name) if wrong is None else wrong
+        found = as_messages(with_whole_characters(messages), name, pictures=shows) if wrong is None else wrong
         if isinstance(found, str):
-            raise EnvironmentReplyError(found)
+            more = "; an observation after the first shows no pictures" if self.pictures else ""
+            raise EnvironmentReplyError(found + more)
         return found
 
     def _checked_ids(self, observation: Observation) -> list[int]:

@@ -29,6 +29,7 @@ from hrl.episodes.parser_choice import ParserChoiceError, tool_parser_for
 from hrl.episodes.play import EpisodeTask, Generate, Limits, Player, PlaySetup
 from hrl.episodes.pool import EnvironmentFaultError, EnvironmentPool, EnvironmentTimeoutError, LiveEnvironment
 from hrl.episodes.router import Router
+from hrl.pictures import Picture
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import SampleOutput
 
@@ -73,6 +74,7 @@ class Record:
         first: What `reset` returned.
         steps: What the policy did, and what came of it.
         sampled: The context of each turn, and what was sampled in it.
+        pictures: That the context of a turn shows.
         slowest_s: The longest call of the environment.
         slowest_call: Its name.
     """
@@ -81,6 +83,7 @@ class Record:
     first: Observation | None = None
     steps: list[tuple[Action, StepResult]] = field(default_factory=list)
     sampled: list[tuple[list[int], SampleOutput]] = field(default_factory=list)
+    pictures: tuple[Picture, ...] = ()
     slowest_s: float = 0.0
     slowest_call: str = ""
 
@@ -166,8 +169,15 @@ async def run_trial(
     async with EnvironmentPool(setup.environment, settings) as pool:
 
         async def generate(
-            context: list[int], sampling: SamplingParams, key: Key, _: str, *, experts_from: int | None
+            context: list[int],
+            sampling: SamplingParams,
+            key: Key,
+            _: str,
+            *,
+            experts_from: int | None,
+            pictures: tuple[Picture, ...],
         ) -> SampleOutput:
+            records[key].pictures = pictures
             output = await policy(records[key], context, sampling)
             records[key].sampled.append((context, output))
             return output
@@ -234,8 +244,9 @@ class _AtOnce(Router):
         *,
         may_fail: bool = False,
         experts_from: int | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
-        return await self._sample([*token_ids], sampling, episode, name, experts_from=experts_from)
+        return await self._sample([*token_ids], sampling, episode, name, experts_from=experts_from, pictures=pictures)
 
 
 class _Kept:

@@ -91,7 +91,7 @@ async def engine_of(setup: EngineSetup) -> AsyncIterator[Policy]:
             name = f"turn {len(record.sampled)} of {record.task.name}"
             try:
                 async with asyncio.timeout(GENERATE_TIMEOUT_S):
-                    return await asyncio.wrap_future(host.generate(context, sampling, name))
+                    return await asyncio.wrap_future(host.generate(context, sampling, name, pictures=record.pictures))
             except TimeoutError:
                 raise RolloutError(f"the engine did not answer {name} within {GENERATE_TIMEOUT_S:g} s") from None
 

@@ -17,13 +17,16 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.sources import source_title
 from hrl.data.chat import RENDERING_ERRORS, encode_texts
 from hrl.data.dataset import PromptRow, check_prompt, fitting, render_row
+from hrl.data.pictures import PictureTokens
 from hrl.data.sources import BadRow, read_rows, sources_of
+from hrl.episodes.pictures import NO_VIDEOS
 from hrl.episodes.play import EpisodeTask, Limits
 from hrl.episodes.trial import Policy, Trial, TrialSetup, run_trial
 from hrl.episodes.trial_policy import Script, engine_of
 from hrl.errors import DatasetError
 from hrl.models.source import resolve_model
 from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer, token_ids
+from hrl.pictures import Picture, VideoSource
 from hrl.report.live import ShowStage, in_silence
 from hrl.serve.agents import AgentDoor
 from hrl.workers.requests import SamplingParams
@@ -96,7 +99,7 @@ def try_environment_of(
         has_reward=bool(config.reward_entries) or config.needs_reward_model,
     )
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, data.max_response_length)
-    prompts = [_prompt_ids(tokenizer, data, row) for row in rows]
+    prompts = [_prompt_of(tokenizer, data, row) for row in rows]
     tasks = [
         EpisodeTask(
             (f"{_CONTEXT}-{number}", 0),
@@ -104,7 +107,8 @@ def try_environment_of(
             sampling,
             config.trainer.seed,
             0,
-            prompt_ids=prompts[number % len(rows)],
+            prompt_ids=prompts[number % len(rows)][0],
+            pictures=prompts[number % len(rows)][1],
         )
         for number in range(episodes)
     ]
@@ -116,7 +120,8 @@ def try_environment_of(
 
         named = rollout.model_copy(update={"name": engine})
         longest = data.max_prompt_length + data.max_response_length
-        return engine_of(lone_engine(model, named, folder, ids, longest))
+        shows = any(row.images for row in rows)
+        return engine_of(lone_engine(model, named, folder, ids, longest, shows_pictures=shows))
 
     async def play() -> Trial:
         async with policy() as playing:
@@ -141,25 +146,46 @@ def _rows(config: PPOTrainerConfig, number: int) -> list[PromptRow]:
         DatasetError: One can't be used, or there are none.
     """
     data = config.data
-    check = partial(check_prompt, prompt_key=data.prompt_key, answer_key=data.answer_key)
+    check = partial(
+        check_prompt,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        image_key=data.image_key,
+        video_key=data.video_key,
+    )
     rows: list[PromptRow] = []
     for row in islice(read_rows([one.with_keys_of(data) for one in sources_of(data.train_files)], check), number):
         if isinstance(row, BadRow):
             raise DatasetError(f"{row.origin}: {row.reason}")
+        if any(isinstance(each, VideoSource) for each in row.images):
+            raise DatasetError(f"{row.origin} shows a video, and {NO_VIDEOS}")
         rows.append(row)
     if not rows:
         raise DatasetError(f"data.train_files: {', '.join(map(source_title, data.train_files))} has no rows")
     return rows
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, data: DataConfig, row: PromptRow) -> list[int] | None:
-    """Return the tokens of a row's prompt; None if the template or the limit refuses it, which its episode tells."""
+def _prompt_of(
+    tokenizer: PreTrainedTokenizerBase, data: DataConfig, row: PromptRow
+) -> tuple[list[int] | None, tuple[Picture, ...]]:
+    """Return the tokens of a row's prompt and what it shows; None if the template or the limit refuses the prompt.
+
+    An episode then tells what was refused.
+
+    Raises:
+        DatasetError: The model does not see what the row shows.
+    """
+    tokens = PictureTokens(tokenizer)
     try:
-        (ids,) = encode_texts(tokenizer, [render_row(tokenizer, data, row)])
+        text = render_row(tokenizer, data, row)
+        (ids,) = encode_texts(tokenizer, [tokens.spread(text, row.images) if row.images else text])
+    except DatasetError:  # of a model that does not see
+        raise
     except RENDERING_ERRORS:
-        return None
-    prompt = fitting(data, np.array(ids, dtype=np.int32))
-    return None if prompt is None else prompt.tolist()
+        return None, ()
+    whole = np.array(ids, dtype=np.int32)
+    prompt = fitting(data, whole)
+    return None if prompt is None else prompt.tolist(), tokens.placed(whole, row.images) if row.images else ()
 
 
 def _as_read(row: PromptRow) -> dict[str, object]:

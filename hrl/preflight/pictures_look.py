@@ -10,6 +10,7 @@ from typing import Any
 from hrl.config.arithmetic import Fact, count
 from hrl.config.outline import NamedModel, RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.episodes.pictures import NO_VIDEOS
 from hrl.pictures import PictureSource, Shown, VideoSource
 from hrl.preflight.findings import Findings
 from hrl.preflight.small_models import runs_on_gpus
@@ -118,9 +119,9 @@ def look_at_pictures(
         "memory: what the tower that reads pictures keeps for its backward pass is not in the account; its weights, "
         "gradients and moments are, as if it were trained"
     )
-    if isinstance(config, PPOTrainerConfig) and config.environment.is_used:
-        what = "is set, and the rows have pictures: an episode's turns are text."
-        findings.problem("environment.path", what, "Leave it out, or the pictures.")
+    plays = isinstance(config, PPOTrainerConfig) and config.environment.is_used
+    if plays and any(dataset.has_videos for dataset in shown):
+        findings.problem("environment.path", f"is set, and the rows have videos: {NO_VIDEOS}.", "Leave out either.")
     if isinstance(config, PPOTrainerConfig) and config.actor_rollout_ref.rollout.is_of_others:
         what = (
             f"is {config.actor_rollout_ref.rollout.name}, and the rows have pictures, which its engines are not sent."

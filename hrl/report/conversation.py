@@ -137,7 +137,7 @@ def _of_message(message: Mapping[str, Any]) -> Line:
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as text; of parts that are no text, their type."""
+    """Return the content of a message as text; of parts that are no text, their type, as in `<image>`."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -150,7 +150,7 @@ def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping):
-        return part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type', '?')}]"
+        return part["text"] if isinstance(part.get("text"), str) else f"<{part.get('type', '?')}>"
     return _as_json(part)
 
 

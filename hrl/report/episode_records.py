@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from hrl.pictures import MULTI_MODAL_DATA, with_one_token_each
 from hrl.report.conversation import Run, content_text, first_turn
 from hrl.report.run_folder import plain
 
@@ -66,7 +67,8 @@ def record_of(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> dict[str,
     """Return the record of an episode that stands alone, with the score that its environment gave it."""
     rewards = [reward for reward in episode.turn_rewards if reward is not None]
     rows = episode.rows
-    texts = tokenizer.batch_decode([rows[0].prompt_ids, rows[-1].response_ids]) if rows else ["", ""]
+    prompt, response = (_as_read(rows[0]), rows[-1].response_ids) if rows else ([], [])
+    texts = tokenizer.batch_decode([prompt, response])
     talked = conversation_fields(rows, episode.messages, episode.turn_places, episode.turn_rewards, tokenizer)
     return {
         "prompt": texts[0],
@@ -164,7 +166,7 @@ def rows_of(batch: DataProto, rows: Sequence[int]) -> list[EpisodeRow]:
     """Return rows of a batch without their padding."""
     from hrl.episodes.episode import EpisodeRow
 
-    columns = batch.batch
+    columns, shown = batch.batch, batch.non_tensor_batch.get(MULTI_MODAL_DATA)
     prompt_width, width = columns["prompts"].shape[1], columns["responses"].shape[1]
     found = []
     for row in rows:
@@ -178,9 +180,15 @@ def rows_of(batch: DataProto, rows: Sequence[int]) -> list[EpisodeRow]:
                 log_probs=(),
                 versions=columns["rollout_versions"][row][kept].long().tolist(),
                 turns=columns["turn_index"][row][kept].long().tolist(),
+                pictures=() if shown is None else shown[row],
             )
         )
     return found
+
+
+def _as_read(row: EpisodeRow) -> list[int]:
+    """Return the tokens of a row's prompt with one for each picture."""
+    return with_one_token_each(row.prompt_ids, row.pictures)
 
 
 def _runs(row: EpisodeRow, tokenizer: PreTrainedTokenizerBase) -> list[Run]:
@@ -196,7 +204,7 @@ def _runs(row: EpisodeRow, tokenizer: PreTrainedTokenizerBase) -> list[Run]:
             version if is_sampled else None,
         )
         runs.append((what, [token[0] for token in group]))
-    texts = tokenizer.batch_decode([ids for _, ids in runs])
+    texts = tokenizer.batch_decode([_as_read(row), *(ids for _, ids in runs[1:])])
     return [
         Run(origin, text, len(ids), turn, trained, version)
         for ((origin, turn, trained, version), ids), text in zip(runs, texts, strict=True)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hrl.batching.planner import lengths_of
 from hrl.data.chat import text_of
-from hrl.pictures import MULTI_MODAL_DATA
+from hrl.pictures import MULTI_MODAL_DATA, with_one_token_each
 from hrl.report.conversation import is_episode, transcript
 from hrl.report.episode_records import with_conversations
 from hrl.report.run_folder import (
@@ -126,9 +126,8 @@ def _texts(
     width = ids.shape[1]
     kept = mask[:, :width] if column == "prompts" else mask[:, -width:]
     rows = [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
-    for row, pictures in () if shown is None else zip(rows, shown, strict=True):
-        for picture in reversed(pictures):
-            del row[picture.start + 1 : picture.start + picture.length]
+    if shown is not None:
+        rows = [with_one_token_each(row, pictures) for row, pictures in zip(rows, shown, strict=True)]
     return tokenizer.batch_decode(rows)
 
 

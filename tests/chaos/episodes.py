@@ -197,7 +197,7 @@ def refuse() -> None:
     from hrl.workers.rollout.base import RolloutError
     from hrl.workers.rollout.hf_engine import HfEngine
 
-    async def generate(*_: Any) -> Any:
+    async def generate(*_: Any, **__: Any) -> Any:
         raise RolloutError(REFUSAL)
 
     HfEngine.generate = generate  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, ids: list[int]) -> None:
         self._ids = ids
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str, **_: object) -> SampleOutput:
         """Answer."""
         return SampleOutput([*self._ids], [-0.5] * len(self._ids), "length", self.policy_version)
 

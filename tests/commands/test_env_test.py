@@ -9,6 +9,7 @@ import pytest
 
 from hrl import cli
 from hrl.environments.registry import ENVIRONMENTS
+from tests.models.tiny_pictures import save_vl, tokenizer
 from tests.preflight.small_run import save_model
 
 TRIED = Path(__file__).parents[1] / "episodes" / "tried.py"
@@ -92,3 +93,34 @@ def test_a_real_engine_plays(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["env-test", f"{TRIED}:Good", "--engine", "hf", "--episodes", "2", "--json", *keys]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and all(episode["policy_tokens"] >= 2 for episode in found["episodes"])
+
+
+SEES = """
+import hrl
+
+class Twice(hrl.Environment):
+    def reset(self, row):
+        self.turns = 0
+        return row["prompt"]
+
+    def step(self, action):
+        self.turns += 1
+        return hrl.StepResult(observation="Look again.", reward=1.0, done=self.turns == 2)
+"""
+
+
+@pytest.mark.parametrize("engine", ["scripted", "hf"])
+def test_pictures_of_the_rows_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str) -> None:
+    save_vl(tmp_path / "policy")
+    (tmp_path / "twice.py").write_text(SEES)
+    keys = ["data.train_files=bundled:shapes/train?size=2&side=64", "data.max_response_length=100"]
+    keys += ["environment.max_turn_tokens=4", f"actor_rollout_ref.model.path={tmp_path}/policy"]
+    asked = ["env-test", f"{tmp_path}/twice.py:Twice", "--json", "--episodes", "2", "--engine", engine, *keys]
+    assert cli.main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and [episode["num_turns"] for episode in found["episodes"]] == [2, 2]
+    for episode in found["episodes"]:
+        assert episode["question"].startswith("<image>How many") and episode["prompt"].count("<|image_pad|>") == 1
+        # A picture of 64 × 64 pixels takes two by two tokens, and people read one.
+        prompt = episode["branches"][0][0]
+        assert prompt["tokens"] == len(tokenizer()(prompt["text"])["input_ids"]) + 3

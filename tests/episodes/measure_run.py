@@ -41,10 +41,10 @@ class Clock:
         host.engine.generate = self._timed  # type: ignore[method-assign]
 
     async def _timed(
-        self, ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None = None
+        self, ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None = None, **more: Any
     ) -> SampleOutput:
         began = time.perf_counter()
-        output = await self._generate(ids, sampling, name, on_tokens)
+        output = await self._generate(ids, sampling, name, on_tokens, **more)
         self.seconds.append(time.perf_counter() - began)
         return output
 

@@ -36,7 +36,7 @@ class Engine:
 
     policy_version = 0
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str, **_: Any) -> SampleOutput:
         await asyncio.sleep(0.2)
         ids = [*ANSWER, FAMILY.stop_ids[0]]
         return SampleOutput(ids, [-0.5] * len(ids), "stop", 0)

@@ -62,7 +62,7 @@ class Engine:
         self.asked: list[tuple[list[int], SamplingParams]] = []
         self.cancelled = 0
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str, **_: Any) -> SampleOutput:
         self.asked.append((prompt, sampling))
         try:
             await asyncio.sleep(self.wait_s(sampling.seed))
@@ -400,7 +400,9 @@ def test_what_was_asked_for_limits_an_episode_too() -> None:
 @pytest.mark.parametrize("most", [1000, 40])
 def test_a_turn_ends_with_the_text_that_ends_it_and_nothing_behind_it_is_trained(most: int) -> None:
     class Searches(Engine):
-        async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        async def generate(
+            self, prompt: list[int], sampling: SamplingParams, request_id: str, **_: Any
+        ) -> SampleOutput:
             self.asked.append((prompt, sampling))
             ids = [*TOKENIZER.encode("I look. <q>word</q> It says: nothing."), STOP]
             ids = (ids * 9)[: sampling.max_tokens]

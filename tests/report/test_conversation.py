@@ -126,7 +126,7 @@ def test_a_tool_call_reads_as_a_call(call, text):
 
 
 def test_content_in_parts_is_read_as_text():
-    assert content_text({"content": [{"type": "text", "text": "a"}, "b", {"type": "image"}]}) == "ab[image]"
+    assert content_text({"content": [{"type": "text", "text": "a"}, "b", {"type": "image"}]}) == "ab<image>"
     assert (content_text({}), content_text({"content": 7})) == ("", "7")
 
 

@@ -144,6 +144,45 @@ def test_a_teacher_sees_what_the_policy_sees_by_its_own_tower(
     assert losses[0] > 1e-4 if changed else losses[0] == pytest.approx(0.0, abs=1e-6)
 
 
+LOOKS_AGAIN = """
+import hrl
+
+class Again(hrl.Environment):
+    def reset(self, row):
+        self.turns = 0
+        words = [{"role": "user", "content": "Is there a shape?"}]
+        return words if row["extra_info"]["blind"] else [{"role": "system", "content": "See."}, *row["prompt"]]
+
+    def step(self, action):
+        self.turns += 1
+        reward = len(set(action.text)) / 10
+        return hrl.StepResult(observation="Look again: <|image_pad|>", reward=reward, done=self.turns == 3)
+"""
+
+
+def test_an_environment_sees_the_pictures_of_its_row(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "again.py").write_text(LOOKS_AGAIN)
+    rows = [
+        {"prompt": row["prompt"], "images": row["images"], "extra_info": {"blind": blind}}
+        for row, blind in zip(bundled_rows("shapes/train?size=2&side=64"), (False, True), strict=True)
+    ]
+    values = configuration(model, tmp_path / "run", environment={"path": f"{tmp_path}/again.py:Again", "max_turns": 3})
+    values["environment"] |= {"num_workers": 1, "max_turn_tokens": 4, "on_error": "raise"}
+    values["data"] |= {"train_files": ["given"], "val_files": [], "max_response_length": 240}
+    run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(train_rows=rows))
+    steps = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in record]
+    assert [step["rollout/logprob_diff_max"] < 1e-4 for step in steps] == [True, True]
+    assert [step["episode/turns/mean"] for step in steps] == [3.0, 3.0]
+    assert change_of(model, tmp_path / "run", TOWER) > 0
+    records = read_samples(tmp_path / "run" / "rollouts", 2)
+    assert len(records) == 6 and [len(record["images"]) for record in records].count(1) == 3
+    for record in records:
+        assert record["prompt"].count("<|image_pad|>") == len(record["images"])
+        assert record["branches"][0][0]["text"] == record["prompt"]
+        assert record["question"].startswith("<image>How many" if record["images"] else "Is there")
+        assert record["response"].count("Look again: <|image_pad|>") == 2
+
+
 def _samples_name_their_pictures(rollouts: Path) -> None:
     given = {row["images"][0]["bytes"] for row in bundled_rows("shapes/train?size=4&side=64")}
     records = read_samples(rollouts, 2)

@@ -61,7 +61,7 @@ class Stage:
             row["env_kwargs"] = {"kind": kind}
 
         async def generate(
-            ids: list[int], sampling: SamplingParams, episode: Any, what: str, *, experts_from: int | None
+            ids: list[int], sampling: SamplingParams, episode: Any, what: str, *, experts_from: int | None, **_: Any
         ) -> SampleOutput:
             assert episode[0] == "uid" and "of episode (uid uid, sample" in what and experts_from is None
             return await engine.generate(ids, sampling, what)

@@ -29,6 +29,7 @@ from hrl.episodes.service import EpisodeActor, EpisodeServiceError, EpisodeSetup
 from hrl.masking import remember
 from hrl.metrics import Metric, StepMetrics
 from hrl.models.tokenizer import TokenIds
+from hrl.pictures import MULTI_MODAL_DATA, has_pictures
 from hrl.protocol import DataProto
 from hrl.serve.agents import AgentDoor, Outside
 from hrl.serve.outside import write_address
@@ -196,6 +197,7 @@ def tasks_of(asked: Asked) -> list[EpisodeTask]:
     rows, request = asked.rows.non_tensor_batch, asked.request
     is_greedy = rows["greedy"] if request.with_greedy else np.zeros(len(asked.rows), dtype=bool)
     prompts, is_prompt = asked.rows.batch["prompts"], asked.rows.batch["attention_mask"].bool()
+    shown = rows[MULTI_MODAL_DATA] if has_pictures(rows) else [()] * len(asked.rows)
     names = ("index", "raw_prompt", "data_source", "reward_model", "extra_info", "columns")
     return [
         EpisodeTask(
@@ -213,9 +215,10 @@ def tasks_of(asked: Asked) -> list[EpisodeTask]:
             held_out=int(index) if asked.validate else None,
             prompt_ids=array("i", ids[is_there].tolist()),
             with_experts=request.with_experts,
+            pictures=pictures,
         )
-        for key, greedy, ids, is_there, index, prompt, source, reward_model, extra, columns in zip(
-            sample_keys(asked.rows), is_greedy, prompts, is_prompt, *(rows[name] for name in names), strict=True
+        for key, greedy, ids, is_there, pictures, index, prompt, source, reward_model, extra, columns in zip(
+            sample_keys(asked.rows), is_greedy, prompts, is_prompt, shown, *(rows[name] for name in names), strict=True
         )
     ]
 

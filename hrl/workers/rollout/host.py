@@ -174,7 +174,12 @@ class RolloutHost:
         self.shutdown()
 
     def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, name: str, on_tokens: OnTokens | None = None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        name: str,
+        on_tokens: OnTokens | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Future[SampleOutput]:
         """Begin one response, beside all that goes on. May be called from any thread; cancelling withdraws it.
 
@@ -183,10 +188,11 @@ class RolloutHost:
             sampling: How it is sampled, with its own seed.
             name: Of this request alone.
             on_tokens: Told of its tokens on the engine's thread, see `RolloutEngine.generate`.
+            pictures: That the context shows.
         """
 
         async def one() -> SampleOutput:
-            output = await self.engine.generate(prompt_ids, sampling, name, on_tokens)
+            output = await self.engine.generate(prompt_ids, sampling, name, on_tokens, pictures)
             check_output(output, name, max_tokens=sampling.max_tokens, version=self.policy_version)
             return output
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from hrl.pictures import Picture
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     EngineDeadError,
@@ -44,6 +45,7 @@ class EngineRequest:
         sampling: How it is sampled, with its own seed.
         may_fail: If the engine can't answer it, it is given up with an empty answer, and all others go on.
         experts_from: The answer has the experts of the tokens from this one of the context on; None asks for none.
+        pictures: That the context shows.
     """
 
     number: int
@@ -52,6 +54,7 @@ class EngineRequest:
     sampling: SamplingParams
     may_fail: bool = False
     experts_from: int | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,8 @@ async def serve_requests(
         nonlocal num_answered
         title = f"{request.number} ({request.name})"  # an engine's errors name it, and no two have the same
         try:
-            output = await engine.generate(request.token_ids.tolist(), request.sampling, title)
+            context = request.token_ids.tolist()
+            output = await engine.generate(context, request.sampling, title, pictures=request.pictures)
             answer = _checked(request, output, engine.policy_version, vocab_size)
         except RolloutError as error:
             if not request.may_fail or isinstance(error, EngineDeadError | EngineUnusableError):
