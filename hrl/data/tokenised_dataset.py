@@ -294,7 +294,7 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         if isinstance(row, str) or row.images:
             return row
         wrong = passed_over(raw, self.config.image_key, self.config.video_key)
-        return row if wrong is None or not self._pictures.sees else wrong
+        return row if wrong is None or not self.sees else wrong
 
     def _left_out(self) -> dict[str, Any]:
         return {"skip_bad": self.config.bad_rows == "skip", "too_long": self.too_long()}
@@ -380,6 +380,11 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     def picture_tokens(self, shown: Shown) -> int:
         """Return how many tokens stand for a picture or a video."""
         return self._pictures.num_tokens(shown)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model sees, with an image processor in its folder."""
+        return self._pictures.sees
 
     @cached_property
     def has_videos(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hrl.config.arithmetic import Fact, count
 from hrl.config.outline import NamedModel, RunConfiguration, outline_of
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.data.chat import texts_in
 from hrl.episodes.pictures import NO_VIDEOS
 from hrl.pictures import PictureSource, Shown, VideoSource
 from hrl.preflight.findings import Findings
@@ -104,6 +105,7 @@ def look_at_pictures(
         runs_here: The run is this machine's, and not one that is only looked at here.
     """
     shown = [dataset for dataset in datasets if _has_pictures(dataset)]
+    _look_at_empty_places(findings, config, datasets)
     if not shown:
         key, is_frozen = _frozen(config)
         if is_frozen:
@@ -171,6 +173,27 @@ def look_at_pictures(
                     continue
                 what = f"is {degree}, and the rows have pictures: a tower is not cut."
                 findings.problem(key, what, "Set it to 1; fsdp_config.fsdp_size shards it.")
+
+
+def _look_at_empty_places(findings: Findings, config: RunConfiguration, datasets: Sequence[Any]) -> None:
+    """Say which rows have the places of pictures in their words and show none, to a model that would see them."""
+    if config.data.image_key is None or not any(getattr(dataset, "sees", False) for dataset in datasets):
+        return
+    found = [row.origin for dataset in datasets if dataset is not None for row in _with_empty_places(dataset)]
+    if found:
+        findings.notes.append(
+            f"{count(len(found), 'row')} ({found[0]}{', …' if len(found) > 1 else ''}) with <image> or <video> in the "
+            "prompt and nothing to show: the model reads a word there. If a column has what belongs there, name it: "
+            "data.image_key, data.video_key"
+        )
+
+
+def _with_empty_places(dataset: Any) -> Iterator[Any]:
+    """Yield the known rows that show nothing, and whose prompt says where something belongs."""
+    for row in (dataset.rows[index] for index in dataset.known):
+        words = texts_in(getattr(row, "messages", None) or getattr(row, "prompt", ()))
+        if not row.images and any(mark in text for text in words for mark in ("<image>", "<video>")):
+            yield row
 
 
 def _look_at_eyes(

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import PPO
+from hrl.data.dataset import RLHFDataset
 from hrl.data.pictures import PictureTokens
 from hrl.models.tokenizer import load_tokenizer
 from hrl.pictures import PictureSource, VideoSource
@@ -71,6 +72,20 @@ def test_a_frozen_tower_without_pictures_is_told():
     findings = Findings()
     look_at_pictures(findings, config, SimpleNamespace(has_pictures=False), None)
     assert not findings.problems and "freeze_vision_tower has no effect" in findings.notes[0]
+
+
+def test_places_with_nothing_to_show_are_told(tmp_path: Path) -> None:
+    config_of().save_pretrained(tmp_path)
+    save_processors(tmp_path, "qwen2_5_vl")
+    rows = [{"prompt": text} for text in ("How many?", "<image>How many?", "<video>What moves?")]
+    own = (f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cpu", "data.train_files=[given]")
+    notes = {}
+    for key in ("images", "null"):
+        findings, config = Findings(), compose_kind(PPO, [*own, f"data.image_key={key}", "data.val_files=[given]"])
+        dataset = RLHFDataset(rows, load_tokenizer(tmp_path), config.data.model_copy(update={"answer_key": None}))
+        look_at_pictures(findings, config, dataset, None)
+        notes[key] = [note for note in findings.notes if "nothing to show" in note]
+    assert notes["null"] == [] and "2 rows (row 1 of the list, …) with <image> or <video>" in notes["images"][0]
 
 
 def test_functions_that_are_sent_words_alone_are_told():
