@@ -101,9 +101,12 @@ PAIR_LOSSES: Registry[PairLoss, PairLossTraits] = Registry(
 
 
 def sequence_log_prob(log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Return the log-prob of each whole response, the sum over its trained tokens. `(B, R) -> (B,)`."""
+    """Return the log-prob of each whole response, the sum over its trained tokens. `(B, R) -> (B,)` float64.
+
+    Losses read differences of these, which are small beside them: float32 would round a sum of -1,500 to 1e-4.
+    """
     check_shapes(mask, log_prob=log_prob)
-    return keep(log_prob, mask).sum(dim=-1)
+    return keep(log_prob, mask).double().sum(dim=-1)
 
 
 def pair_margins(

@@ -37,12 +37,12 @@ class OnlineDPOTrainer(RayPPOTrainer):
         return batch
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Add `ref_sequence_log_prob (B,)` of the samples that are in a pair."""
-        sums = torch.zeros(len(batch))
+        """Add `ref_sequence_log_prob (B,)` float64 of the samples that are in a pair."""
+        sums = torch.zeros(len(batch), dtype=torch.float64)
         rows = batch.batch["preference"].nonzero().flatten()
         if len(rows):
             found = super().compute_ref_log_prob(batch.select_idxs(rows))
-            sums[rows] = found.batch["ref_log_prob"].sum(-1)
+            sums[rows] = found.batch["ref_log_prob"].double().sum(-1)
         batch.batch["ref_sequence_log_prob"] = sums
         return batch
 
