@@ -677,7 +677,7 @@ def test_what_a_reward_function_is_given_is_what_was_sampled_last_and_nothing_th
 
 def test_an_engine_that_fails_ends_the_batch_with_its_own_error() -> None:
     class Broken(Engine):
-        async def generate(self, *_: Any) -> SampleOutput:
+        async def generate(self, *_: Any, **__: Any) -> SampleOutput:
             raise RolloutError("out of blocks")
 
     with pytest.raises(RolloutError, match="out of blocks"):

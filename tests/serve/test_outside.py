@@ -52,7 +52,7 @@ class Run:
     def policy_version(self) -> int:
         return self.engine.version
 
-    async def generate(self, ids: list[int], sampling: SamplingParams, name: str) -> SampleOutput:
+    async def generate(self, ids: list[int], sampling: SamplingParams, name: str, **_: object) -> SampleOutput:
         return await self.engine.generate(ids, sampling, name)
 
 
