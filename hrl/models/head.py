@@ -101,7 +101,8 @@ def last_hidden_states(
     Args:
         model: Whose attention is `hrl.models.ops.attention.ATTENTION_NAME`; its own for padded rows.
         ids: Tokens of the row `(1, L)`; of padded rows `(S, L)`.
-        positions: Their positions, each in its own sequence `(1, L)`; `(3, 1, L)` beside pictures.
+        positions: Their positions, each in its own sequence `(1, L)`; `(3, 1, L)` beside pictures. Of padded rows they
+            are `(S, L)` and not told, or `(3, S, L)`.
         layout: Which tokens attend to which.
         pictures: What the row shows.
 
@@ -111,8 +112,12 @@ def last_hidden_states(
     backbone = backbone_of(model)
     if isinstance(layout, PaddedLayout):
         # Given neither mask nor positions, a model takes every row for what it is: tokens from its first position on.
+        alone = partial(backbone, input_ids=ids, use_cache=False)
         with _nothing_is_packed():
-            return backbone(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[None]  # type: ignore[no-any-return]
+            if pictures is None:
+                return alone().last_hidden_state.flatten(0, 1)[None]  # type: ignore[no-any-return]
+            with shown(backbone, pictures) as (seen, zero):
+                return (alone(position_ids=positions, **seen).last_hidden_state + zero).flatten(0, 1)[None]  # type: ignore[no-any-return]
     mask = layout.full_mask(ids.device)
     run = partial(backbone, input_ids=ids, attention_mask=mask, position_ids=positions, packing=layout, use_cache=False)
     if pictures is None:

@@ -139,7 +139,9 @@ def language_model_class(config: PretrainedConfig) -> Any:
     """Return the class of transformers that builds a model with a language model's head from a config."""
     known = AutoModelForCausalLM._model_mapping
     seeing = AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if type(config) not in known and type(config) in seeing else AutoModelForCausalLM
+    # Of some families that see (Qwen3.5) transformers also has a model without the tower, under other names of weights.
+    is_whole = type(config) in seeing and (sees(config) or type(config) not in known)
+    return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
 
 
 def classifier_class(config: PretrainedConfig) -> Any:

@@ -169,7 +169,7 @@ class PackedMicroBatch:
 
     Attributes:
         input_ids: `(1, T)` int64; `(S, L)` of padded rows, whose tokens are counted row by row, T of them.
-        position_ids: Of the same shape; `(3, 1, T)` in a run with pictures.
+        position_ids: Of the same shape; in a run with pictures with three axes before it.
         layout: Which token attends to which.
         hidden_index: `(N,)` int64, the positions in the packed row whose hidden states are wanted.
         labels: `(N,)` int64, the token id that follows each of them (0 for `last`).
@@ -266,8 +266,8 @@ def pack_micro_batch(
         sight: How the model sees, if the rows have pictures.
     """
     used = rows.used(picked, wanted)
-    if not packs_rows and (group is not None or sight is not None):
-        raise ValueError("padded rows are run by one rank, and show no pictures")
+    if not packs_rows and group is not None:
+        raise ValueError("padded rows are run by one rank")
     if not used:
         return _empty(picked, device, group, rows if with_routing else None, sight, packs_rows=packs_rows)
     writer = _Writer() if packs_rows else _PaddingWriter()
@@ -350,10 +350,16 @@ class _Pictures:
         """Return those of a row of one token of text."""
         return cls(sight.processor.blank.patches, [sight.processor.blank.grid], np.full(1, -1, np.int64))
 
-    def on_device(self, device: torch.device, layout: SlicedLayout | None) -> PackedPictures:
-        """Return it on the device; in a sequence group every rank runs the tower, and puts its slice's results."""
+    def on_device(self, device: torch.device, layout: SlicedLayout | None, shape: tuple[int, int]) -> PackedPictures:
+        """Return it on the device; in a sequence group every rank runs the tower, and puts its slice's results.
+
+        Args:
+            device: Where it is wanted.
+            layout: Of this rank's slice; None of the whole.
+            shape: Of the tokens as the model gets them.
+        """
         places = self.places if layout is None else _slice_of(self.places, layout, -1)
-        is_place = torch.from_numpy(places >= 0)[None]
+        is_place = torch.from_numpy(places >= 0).view(shape)
         index = torch.from_numpy(places[places >= 0])
         return PackedPictures(*to_device([self.patches, torch.tensor(self.grids), is_place, index], device))
 
@@ -552,9 +558,10 @@ def _on_device(
     input_ids, position_ids, hidden_index, labels, at = tensors[:5]
     mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=device).index_fill(0, at, True).view(shape)
     of_row = layout.shape if sliced is None else (1, len(input_ids))
-    row = input_ids.view(of_row), position_ids.view(of_row) if position_ids.dim() == 1 else position_ids.T[:, None]
+    positions = position_ids.view(of_row) if position_ids.dim() == 1 else position_ids.T.reshape(3, *of_row)
+    row = input_ids.view(of_row), positions
     known = None if routing is None else routing.on_device(device, sliced)
-    shown = None if seen is None else seen.on_device(device, sliced)
+    shown = None if seen is None else seen.on_device(device, sliced, of_row)
     index = hidden_index, labels, mask, at
     if sliced is None:
         return PackedMicroBatch(*row, layout, *index, is_empty, picked, known, shown)

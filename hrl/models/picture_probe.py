@@ -1,9 +1,9 @@
-"""Check, before anything of a run starts, that a model family sees the same packed and alone.
+"""Check, before anything of a run starts, that a model family sees the same in training and alone.
 
 `hrl.models.probe` compares what a family computes of text. Here a small cut of it, its tower cut to two blocks too,
-reads rows with pictures, and with a video where the folder says how one is read: packed, with each picture computed
-once and positions of three axes, and by the model's own forward, one row at a time. Log-probs and the gradients of all
-parameters, the tower's included, have to agree.
+reads rows with pictures, and with a video where the folder says how one is read: as training will, packed or padded,
+with each picture computed once and positions of three axes, and by the model's own forward, one row at a time.
+Log-probs and the gradients of all parameters, the tower's included, have to agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hrl.models.cut import with_small_tower
 from hrl.models.head import backbone_of
 from hrl.models.hf_config import load_config
-from hrl.models.loading import ModelSource, prepare
+from hrl.models.loading import OWN_ATTENTION, ModelSource, prepare
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.packed_model import TokenRows, pack_micro_batch
 from hrl.models.pictures import PictureProcessor, Sight
@@ -48,24 +48,24 @@ _FRAMES = 3
 """Of the video: two patches in time, of which the second has one frame twice."""
 
 
-def require_sight(source: ModelSource, *, scalar: bool = False) -> float:
-    """Refuse a model whose pictures packed training would compute wrongly; return the largest difference of a log-prob.
+def require_sight(source: ModelSource, *, scalar: bool = False, packs_rows: bool = True) -> float:
+    """Refuse a model whose pictures training would compute wrongly; return the largest difference of a log-prob.
 
     Args:
         source: The model's folder and its overrides.
         scalar: It is a critic or reward model, of which values are compared.
+        packs_rows: Rows are packed; else padded.
 
     Raises:
         ProbeError: Names family and difference.
         PictureError: The folder's pictures are not understood.
     """
-    return _require_sight(
-        source.path, json.dumps(dict(source.override_config), sort_keys=True), source.trust_remote_code, scalar
-    )
+    overrides = json.dumps(dict(source.override_config), sort_keys=True)
+    return _require_sight(source.path, overrides, source.trust_remote_code, scalar, packs_rows)
 
 
 @cache
-def _require_sight(path: str, overrides: str, trust_remote_code: bool, scalar: bool) -> float:
+def _require_sight(path: str, overrides: str, trust_remote_code: bool, scalar: bool, packs_rows: bool) -> float:
     config = load_config(path, json.loads(overrides), trust_remote_code=trust_remote_code)
     processor = PictureProcessor(path, trust_remote_code=trust_remote_code)
     with unnoticed():
@@ -73,7 +73,7 @@ def _require_sight(path: str, overrides: str, trust_remote_code: bool, scalar: b
         family = Family(auto, _LONGEST, trust_remote_code)
         try:
             cut, _ = first_that_runs(config, family)
-            values, gradients = _differences(with_small_tower(cut, config), family, processor)
+            values, gradients = _differences(with_small_tower(cut, config), family, processor, packs_rows=packs_rows)
         except FAILURES as error:
             raise ProbeError(
                 f"{config.model_type} at {path} cannot be shown pictures: no small cut of it runs with one "
@@ -88,7 +88,9 @@ def _require_sight(path: str, overrides: str, trust_remote_code: bool, scalar: b
     return values
 
 
-def _differences(config: PretrainedConfig, family: Family, processor: PictureProcessor) -> tuple[float, float]:
+def _differences(
+    config: PretrainedConfig, family: Family, processor: PictureProcessor, *, packs_rows: bool
+) -> tuple[float, float]:
     """Return the largest difference of a log-prob, and the largest relative difference of a gradient."""
     own = family.build(config)
     for name, parameter in own.named_parameters():
@@ -96,14 +98,15 @@ def _differences(config: PretrainedConfig, family: Family, processor: PicturePro
             torch.nn.init.normal_(parameter, 0.0, parameter.flatten(1).shape[-1] ** -0.5)
         elif not name.endswith("bias"):
             torch.nn.init.normal_(parameter, 1.0, 0.1)
-    model = family.build(config, ATTENTION_NAME)
+    model = family.build(config, ATTENTION_NAME if packs_rows else OWN_ATTENTION)
     model.load_state_dict(own.state_dict())
     prepare(model, max_model_len=_LONGEST, recompute=True)
     module = family.wrap(model)
     rows = _rows(config, processor)
     picked = tuple(range(len(rows.prompts)))
+    sight = Sight(backbone_of(model), processor)
     packed = pack_micro_batch(
-        rows, picked, share_prefix=True, wanted="next", device=_CPU, sight=Sight(backbone_of(model), processor)
+        rows, picked, share_prefix=True, packs_rows=packs_rows, wanted="next", device=_CPU, sight=sight
     )
     found = packed.unpack(module(packed) if family.is_scalar else module(packed, 1.0, False)[0])
     alone = torch.stack([_alone(own, processor, rows, row, found.shape[1], family.is_scalar) for row in picked])

@@ -246,13 +246,13 @@ def sees(config: PretrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class PackedPictures:
-    """The pictures of a packed row, on the device.
+    """The pictures of a packed row, or of padded ones, on the device.
 
     Attributes:
         patches: `(P, C)`, of all pictures, each once.
         grids: `(K, 3)` int64, of each picture.
-        is_place: `(1, T)` bool, tokens of the row that stand for a part of a picture.
-        index: `(M,)` int64, which of the tower's results goes to each of them.
+        is_place: `(1, T)` bool, tokens of the row that stand for a part of a picture; of padded rows `(S, L)`.
+        index: `(M,)` int64, which of the tower's results goes to each of them, row after row.
     """
 
     patches: Tensor

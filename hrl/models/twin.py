@@ -178,7 +178,7 @@ def _fit_axes(fields: Mapping[str, Any]) -> None:
     if not shares:
         return
     width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    before, now = sum(shares), width // 2
+    before, now = sum(shares), int(width * settings.get("partial_rotary_factor", 1.0)) // 2
     rest = [max(1, share * now // before) for share in shares[1:]]
     settings["mrope_section"] = [now - sum(rest), *rest]
 

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig
 
-_SAYS_TIMES = {"qwen2_vl": False, "qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
+_SAYS_TIMES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), False),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), True),
+}
 """Families, and whether their processor writes the times of a video's moments into the prompt."""
 _PER_FRAME, _WHOLE = "Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"
 """Processors that bound the pixels of a frame, or those of all frames together."""

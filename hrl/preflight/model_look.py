@@ -122,12 +122,15 @@ def look_at_families(
             found = require_right(source, scalar=model.is_scalar)
             if not found.packs_rows:
                 reasons[role] = f"{found.family} can't run packed rows ({found.why_not_packed})"
-            if shows_pictures and (model.is_scalar or role != "rm"):  # a language model that scores reads text alone
-                require_sight(source, scalar=model.is_scalar)
         if model.replays or model.balances:
             _look_at_experts(findings, model, source)
     if reasons:
-        _pad_rows(findings, outline, sources, reasons, shows_pictures=shows_pictures)
+        _pad_rows(findings, outline, sources, reasons)
+    for role, source in sources.items() if shows_pictures else ():
+        model = outline.models[role]
+        if model.is_scalar or role != "rm":  # a language model that scores reads text alone
+            with findings.about(model.key):
+                require_sight(source, scalar=model.is_scalar, packs_rows=not reasons)
     return not reasons
 
 
@@ -136,8 +139,6 @@ def _pad_rows(
     outline: Outline,
     sources: Mapping[str, ModelSource],
     reasons: Mapping[str, str],
-    *,
-    shows_pictures: bool,
 ) -> None:
     """Say that rows are padded and why, and refuse what does not go with it.
 
@@ -146,7 +147,6 @@ def _pad_rows(
         outline: Outline of the run.
         sources: Role → its model.
         reasons: Role → why its model can't run packed rows.
-        shows_pictures: The rows have pictures.
     """
     from hrl.models.probe import require_right
 
@@ -166,8 +166,6 @@ def _pad_rows(
             if key.rpartition(".")[2] == "ulysses_sequence_parallel_size" and degree > 1:
                 what = f"is {degree}, and rows are padded, not packed: a row's state can't be cut into slices."
                 findings.problem(key, what, "Set it to 1; fsdp_config.fsdp_size shards the model.")
-        if shows_pictures:
-            findings.problem(model.key, "gets padded rows, and the rows have pictures, which only packed ones show.")
 
 
 def _look_at_experts(findings: Findings, model: NamedModel, source: ModelSource) -> None:

@@ -129,6 +129,20 @@ def test_the_twin_of_a_model_that_sees_shows_pictures_as_the_family_does(family,
     check_scores(scorer.folder, of_steps=False)
 
 
+def test_the_axes_of_a_twin_share_the_part_of_a_head_that_turns(tmp_path):
+    whole = config_of("qwen3_5")
+    whole.text_config.head_dim = 64
+    whole.text_config.rope_parameters |= {"mrope_section": [3, 3, 2]}
+    whole.save_pretrained(tmp_path / "model")
+    save_processors(tmp_path / "model", "qwen3_5")
+    twin = write_twin(tmp_path / "model", tmp_path / "twin", Sharing(), **OPTIONS)
+    text = AutoConfig.from_pretrained(twin.folder).get_text_config()
+    # A quarter of 32, and half of that is frequencies.
+    assert (text.head_dim, text.rope_parameters["mrope_section"]) == (32, [2, 1, 1])
+    source = ModelSource.to_look_at(twin.folder, {}, trust_remote_code=False, max_model_len=64, adapter=None)
+    assert require_sight(source, packs_rows=False) < 1e-4
+
+
 def test_a_family_whose_sizes_are_not_known_is_refused_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr("hrl.models.twin.changed", lambda *_: None)
     with pytest.raises(TwinError, match="odd: qwen2 has no valid config"):

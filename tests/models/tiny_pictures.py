@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -34,6 +35,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Whose rows are packed. Those of "qwen3_5" are padded: its layers carry states."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -83,6 +85,13 @@ def config_of(family: str = "qwen2_5_vl", **text: Any) -> Any:
         return Qwen2_5_VLConfig(text_config=of_text, vision_config=vision, tie_word_embeddings=False, **ids)
     of_text["head_dim"] = 32
     of_text["rope_parameters"] |= {"mrope_interleaved": True}
+    if family == "qwen3_5":  # three layers of linear attention and one of full, and a tower that is left at its top
+        of_text["rope_parameters"] |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+        of_text |= {"num_hidden_layers": 4, **heads, **widths}
+        vision |= {"patch_size": 14, "num_position_embeddings": 64}
+        return Qwen3_5Config(text_config=of_text, vision_config=vision, tie_word_embeddings=False, **ids)
     vision |= {"patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
     return Qwen3VLConfig(text_config=of_text, vision_config=vision, tie_word_embeddings=False, **ids)
 
@@ -107,7 +116,7 @@ def video_settings(family: str) -> dict[str, Any]:
     """How a video is read: each frame as large as a picture may be; of Qwen3-VL all together as large as six are."""
     settings = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "resample": 3}
     settings |= {"image_std": [0.25] * 3, "rescale_factor": 1 / 255, "fps": 2, "min_frames": 4, "max_frames": 16}
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_5"):
         size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 6 * 112 * 112}
         return settings | {"video_processor_type": "Qwen3VLVideoProcessor", "size": size}
     return settings | {

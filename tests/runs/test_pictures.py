@@ -118,6 +118,20 @@ def test_ppo_on_pictures_and_videos_with_a_critic_that_sees(tmp_path: Path) -> N
     assert films[0]["prompt"].count("<|video_pad|>") == 3 and "<0.2 seconds>" in films[0]["prompt"]
 
 
+def test_a_model_whose_layers_carry_states_trains_on_pictures_and_videos_in_padded_rows(tmp_path: Path) -> None:
+    model = save_vl(tmp_path / "model", "qwen3_5")
+    values = configuration(model, tmp_path / "run", actor={"ppo_mini_batch_size": 4, "use_kl_loss": False})
+    values["actor_rollout_ref"]["model"]["probe"] = True  # which finds that rows are padded, and compares them
+    values["data"] |= {"train_files": ["given"], "val_files": [], "train_batch_size": 4, "max_prompt_length": 220}
+    run_configured("ppo", PPOTrainerConfig.model_validate(values), Given(reward=spread(), train_rows=with_videos()))
+    steps = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "actor/grad_norm" in record]
+    assert [step["rollout/logprob_diff_max"] < 1e-4 for step in steps] == [True, True]
+    before, after = (load_file(next(folder.glob("*.safetensors"))) for folder in (model, tmp_path / "run" / "model"))
+    assert before.keys() == after.keys()
+    for name in (TOWER, TEXT, "layers.0.linear_attn.in_proj_qkv.weight"):
+        assert change_of(model, tmp_path / "run", name) > 0
+
+
 @pytest.mark.parametrize(("mode", "changed"), [("reverse_kl_topk", ""), ("reverse_kl", ""), ("reverse_kl_topk", TOWER)])
 def test_a_teacher_sees_what_the_policy_sees_by_its_own_tower(
     model: Path, tmp_path: Path, mode: str, changed: str
