@@ -60,7 +60,9 @@ def batch_of(folder: Path) -> DataProto:
     )
 
 
-def learnt(rank: int, folder: Path, world_size: int, *, degree: int = 1, frozen: bool = False) -> dict[str, Any]:
+def learnt(
+    rank: int, folder: Path, world_size: int, *, degree: int = 1, frozen: bool = False, packs_rows: bool = True
+) -> dict[str, Any]:
     """The gradients of a mini-batch, by name; where there are several ranks, only the first one has pictures.
 
     Args:
@@ -69,10 +71,12 @@ def learnt(rank: int, folder: Path, world_size: int, *, degree: int = 1, frozen:
         world_size: Ranks.
         degree: Ranks of a sequence group.
         frozen: The tower is not trained.
+        packs_rows: Rows are packed; else padded.
     """
     batch = batch_of(folder)
     batch.batch["attention_mask"][:, PROMPT:] = 1
-    source = model_config(folder, shows_pictures=True, freeze_vision_tower=frozen, enable_gradient_checkpointing=True)
+    sees = {"shows_pictures": True, "freeze_vision_tower": frozen, "packs_rows": packs_rows}
+    source = model_config(folder, enable_gradient_checkpointing=True, **sees)
     fsdp = fsdp_config(ulysses_sequence_parallel_size=degree)
     policy = Actor(source, actor_config(entropy_coeff=0.0), fsdp, device=CPU, total_steps=1)
     rows = list(range(len(SHOWS)))
@@ -84,10 +88,11 @@ def learnt(rank: int, folder: Path, world_size: int, *, degree: int = 1, frozen:
     return gradients(policy, batch.select_idxs(rows), plan, with_pictures=True)
 
 
-def on_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
-    """Everything that two ranks are asked for."""
+def on_two_ranks(rank: int, folder: Path, with_states: Path) -> dict[str, Any]:
+    """Everything that two ranks are asked for, of a model and of one whose layers carry states."""
     return {
         "apart": learnt(rank, folder, 2),
         "together": learnt(rank, folder, 2, degree=2),
         "frozen": learnt(rank, folder, 2, frozen=True),
+        "padded": learnt(rank, with_states, 2, packs_rows=False),
     }
