@@ -114,6 +114,13 @@ def test_log_probs_of_sequences_and_tokens() -> None:
     assert sft_loss(log_prob, mask).tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
 
 
+def test_the_log_prob_of_a_long_answer_keeps_its_digits() -> None:
+    """In float32 this sum would be off by 1e-4, and so would differences of two that are nearly the same."""
+    log_prob = -3 * torch.rand(1, 4096, generator=torch.Generator().manual_seed(0))
+    found = sequence_log_prob(log_prob, torch.ones(1, 4096)).item()
+    assert found == pytest.approx(math.fsum(log_prob[0].tolist()), abs=1e-9)
+
+
 @pytest.mark.parametrize("name", sorted(PAIR_LOSSES))
 def test_pairs_of_responses_are_sums_or_means_as_the_loss_wants_them(name: str) -> None:
     """Responses of 2, 0, 4 and 1 tokens; the pairs are (2, 0) and (1, 3)."""
