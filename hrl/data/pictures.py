@@ -283,6 +283,11 @@ class PictureTokens:
         """The texts of the tokens that show a picture or a video, or stand around it."""
         return [self._token(number) for number in self.processor.own_tokens]
 
+    @property
+    def picture_token(self) -> str:
+        """The text of the token that stands for a part of a picture."""
+        return self._token(self.processor.token_id)
+
     def spread(self, text: str, shown: Sequence[Shown]) -> str:
         """Return a rendered prompt in which as many tokens stand for each picture and video as it takes.
 
@@ -294,7 +299,7 @@ class PictureTokens:
             ChatTemplateError: The chat template shows another number of pictures or videos.
             ValueError: The processor takes none of such a shape.
         """
-        tokens = {IMAGE: self._token(self.processor.token_id)}
+        tokens = {IMAGE: self.picture_token}
         if self.processor.video_token_id is not None:
             tokens[VIDEO] = self._token(self.processor.video_token_id)
         kinds = {token: kind for kind, token in tokens.items()}

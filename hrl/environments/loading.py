@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+from hrl.environments.agent import AgentEnvironment
 from hrl.environments.arguments import KEY, EnvironmentArgumentError, check_names, in_words, read_arguments
 from hrl.environments.interface import Environment
 from hrl.environments.registry import (
@@ -408,12 +409,14 @@ class EnvironmentTraits:
         lacks_tools: Whether it is an environment of tools, and has none.
         shown_tools: Schemas of the tools that the first prompt shows beside the row's own messages; None where `reset`
             decides what is shown.
+        asks_itself: Whether it is a program that asks the policy itself.
     """
 
     is_unpaid: bool = False
     has_tools: bool = False
     lacks_tools: bool = False
     shown_tools: Sequence[Mapping[str, Any]] | None = None
+    asks_itself: bool = False
 
     @classmethod
     def of(cls, made: type, functions: Sequence[object] = ()) -> Self:
@@ -424,7 +427,8 @@ class EnvironmentTraits:
             lacks_tools = not has_tools and made.step is ToolEnvironment.step
             return cls(all(own), has_tools, lacks_tools, _shown_tools(made, functions))
         shown: list[Any] | None = [] if getattr(made, "reset", None) is Environment.reset else None
-        return cls(issubclass(made, SingleTurn) and made.step is SingleTurn.step, shown_tools=shown)
+        is_unpaid = issubclass(made, SingleTurn) and made.step is SingleTurn.step
+        return cls(is_unpaid, shown_tools=shown, asks_itself=issubclass(made, AgentEnvironment))
 
 
 def _shown_tools(made: type[ToolEnvironment], functions: Sequence[Any]) -> Sequence[Mapping[str, Any]] | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hrl.config.arithmetic import count
-from hrl.data.chat import ChatTemplateError, texts_in
+from hrl.data.chat import ChatTemplateError
 from hrl.environments.interface import EnvironmentReplyError
 from hrl.pictures import Picture
+
+if TYPE_CHECKING:
+    from hrl.data.pictures import PictureTokens
 
 NO_VIDEOS = "the first prompt of an episode shows pictures alone"
 
@@ -24,22 +27,23 @@ class EpisodePictures:
     """The pictures of an episode's row.
 
     Attributes:
+        tokens: Which tokens of the policy stand for pictures.
         pictures: Those of the row, in order.
-        token: The text of the token that stands for a part of one.
-        token_id: Its id.
     """
 
+    tokens: PictureTokens
     pictures: tuple[Picture, ...]
-    token: str
-    token_id: int
 
-    def of(self, messages: Sequence[Mapping[str, Any]]) -> EpisodePictures | None:
+    def shown_in(self, messages: Sequence[Mapping[str, Any]]) -> EpisodePictures | None:
         """Return what a first observation shows; None where it shows nothing.
 
         Raises:
-            EnvironmentReplyError: It has places for another number of pictures than the row has, or spells their token.
+            EnvironmentReplyError: It has places for another number of pictures than the row has, brings one of its own,
+                or would have the policy continue a message that shows one.
+            ChatTemplateError: It spells a token by which prompts show a picture.
         """
-        kinds = [part["type"] for message in messages for part in _parts(message)]
+        parts = [part for message in messages for part in _parts(message)]
+        kinds = [part["type"] for part in parts]
         if "video" in kinds:
             raise EnvironmentReplyError(f"the first observation has a place for a video, and {NO_VIDEOS}")
         if (places := kinds.count("image")) == 0:
@@ -49,10 +53,19 @@ class EpisodePictures:
                 f"the first observation has places for {count(places, 'picture')}, and the row has "
                 f"{len(self.pictures)}: keep the parts {{'type': 'image'}} of the row's prompt, or leave out all"
             )
-        if any(self.token in text for message in messages for text in texts_in(message)):
+        own = next((part for part in parts if part["type"] == "image" and len(part) > 1), None)
+        if own is not None:
+            keys = ", ".join(key for key in own if key != "type")
             raise EnvironmentReplyError(
-                f"the first observation spells {self.token}, which stands for a part of a picture: put a space in it"
+                f"the first observation brings a picture of its own ({keys}), and shows those of the row: have "
+                "{'type': 'image'} where one belongs, in the row's order"
             )
+        if messages[-1]["role"] == "assistant" and "image" in (part["type"] for part in _parts(messages[-1])):
+            raise EnvironmentReplyError(
+                "the first observation ends with a message of the assistant that shows a picture, which the policy "
+                "can't continue: let it end with text"
+            )
+        self.tokens.require_unspelled(messages)
         return self
 
     def spread(self, text: str) -> str:
@@ -61,13 +74,13 @@ class EpisodePictures:
         Raises:
             ChatTemplateError: The template shows another number of pictures.
         """
-        lengths = iter(self.pictures)
-        found = text.count(self.token)
+        token, lengths = self.tokens.picture_token, iter(self.pictures)
+        found = text.count(token)
         if found != len(self.pictures):
             raise ChatTemplateError(
-                f"the chat template shows {found} pictures ({self.token}) of an episode with {len(self.pictures)}"
+                f"the chat template shows {count(found, 'picture')} ({token}) of an episode with {len(self.pictures)}"
             )
-        return re.sub(re.escape(self.token), lambda _: self.token * next(lengths).length, text)
+        return re.sub(re.escape(token), lambda _: token * next(lengths).length, text)
 
     def placed(self, ids: Sequence[int]) -> tuple[Picture, ...]:
         """Return the pictures with their places among the tokens of a prompt.
@@ -75,13 +88,11 @@ class EpisodePictures:
         Raises:
             ChatTemplateError: Not all of them stand in it, each in one piece.
         """
-        found, place = [], 0
+        found, place, token_id = [], 0, self.tokens.processor.token_id
         for picture in self.pictures:
-            while place < len(ids) and ids[place] != self.token_id:
+            while place < len(ids) and ids[place] != token_id:
                 place += 1
-            if any(token != self.token_id for token in ids[place : place + picture.length]) or (
-                place + picture.length > len(ids)
-            ):
+            if list(ids[place : place + picture.length]) != [token_id] * picture.length:
                 raise ChatTemplateError("the first prompt does not show all of a picture: is it cut off?")
             found.append(replace(picture, start=place))
             place += picture.length

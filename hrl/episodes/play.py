@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hrl.config.environment import EnvironmentConfig
+    from hrl.data.pictures import PictureTokens
 
 T = TypeVar("T")
 
@@ -185,18 +186,15 @@ class PlaySetup:
         """Return the pictures of an episode's row; None without.
 
         Raises:
-            PictureError: The model does not see.
+            DatasetError: The model does not see.
         """
-        if not task.pictures:
-            return None
-        token = self._picture_token
-        return EpisodePictures(task.pictures, str(self.tokenizer.convert_ids_to_tokens(token)), token)
+        return EpisodePictures(self._picture_tokens, task.pictures) if task.pictures else None
 
     @functools.cached_property
-    def _picture_token(self) -> int:
-        from hrl.models.pictures import sighted_config
+    def _picture_tokens(self) -> PictureTokens:
+        from hrl.data.pictures import PictureTokens
 
-        return int(sighted_config(self.tokenizer.name_or_path).image_token_id)
+        return PictureTokens(self.tokenizer)
 
 
 @dataclass(frozen=True)

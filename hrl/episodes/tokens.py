@@ -211,7 +211,7 @@ class Transcript:
             self._row.prompt_length = len(self._row.ids)
         else:
             self.messages += self._checked_messages(first, shows=pictures is not None)
-            self._shown = None if pictures is None else pictures.of(self.messages)
+            self._shown = None if pictures is None else pictures.shown_in(self.messages)
             self._num_given = len(self.messages) if num_own is None else num_own
             self._since = [*self.messages[:num_own], *self._guarded(self.messages[self._num_given :])]
             self._render_prompt(prompt_ids)

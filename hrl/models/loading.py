@@ -147,8 +147,8 @@ def language_model_class(config: PretrainedConfig) -> Any:
 def classifier_class(config: PretrainedConfig) -> Any:
     """Return the class of transformers that builds a model with a scalar head from a config.
 
-    transformers has no classifiers of models that see. Theirs are made here as transformers makes others: the backbone
-    with a linear layer, `score`. It knows them from then on.
+    Of most models that see transformers has no classifiers. Theirs are made here as it makes others: the backbone with
+    a linear layer, `score`. It knows them from then on.
     """
     known = AutoModelForSequenceClassification._model_mapping
     if sees(config) and type(config) not in known and type(config) in AutoModel._model_mapping:

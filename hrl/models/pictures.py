@@ -1,4 +1,4 @@
-"""Pictures and videos through a model: from files to pixels, from pixels to the places of a packed row, and positions.
+"""Pictures and videos through a model: from files to pixels, from pixels to their places in a row, and positions.
 
 A model that sees has a tower, which makes a few vectors of a picture, and puts each in the place of a token of the
 prompt that stands for it. Its positions have three axes (M-RoPE, arXiv:2409.12191): a picture's tokens differ by row

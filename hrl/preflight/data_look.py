@@ -37,6 +37,7 @@ from hrl.nearest import listing, nearest
 from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
 from hrl.preflight.machine_look import gpus_here, joins_a_cluster
+from hrl.preflight.pictures_look import shows_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -415,16 +416,24 @@ def _look_at_size(findings: Findings, rows: Any, wanted: int, *, suggested_at_mo
 
 
 def _look_at_length(
-    findings: Findings, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, prompt: str
+    findings: Findings, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, prompt: str, beside: int
 ) -> None:
-    """Check that a prompt fits with the tools of the environment, without which rows were counted."""
+    """Check that a prompt fits with the tools of the environment, without which rows were counted.
+
+    Args:
+        findings: Collects problems.
+        config: The validated configuration.
+        tokenizer: Of the policy.
+        prompt: As the template writes it.
+        beside: Tokens of its pictures beyond the one that the template writes for each.
+    """
     (ids,) = encode_texts(tokenizer, [prompt])
-    limit = config.data.max_prompt_length
-    if len(ids) > limit:
+    length, limit = len(ids) + beside, config.data.max_prompt_length
+    if length > limit:
         findings.problem(
             "data.max_prompt_length",
-            f"is {limit}: the first prompt has {len(ids)} tokens with its tools, and its episode would fail.",
-            f"Set data.max_prompt_length={_rounded_up(len(ids))} or more.",
+            f"is {limit}: the first prompt has {length} tokens with its tools, and its episode would fail.",
+            f"Set data.max_prompt_length={_rounded_up(length)} or more.",
         )
 
 
@@ -460,7 +469,9 @@ def look_at_template(
             tools = shown_tools or first.get("tools")
             report = inspect_chat_template(tokenizer, first["raw_prompt"], ids.stop, with_tools(kwargs, tools))
             if shown_tools:
-                _look_at_length(findings, config, tokenizer, report.prompt)
+                shown = train.rows[train.known[0]].images if shows_pictures(train) else ()
+                beside = sum(train.picture_tokens(each) - 1 for each in shown)
+                _look_at_length(findings, config, tokenizer, report.prompt, beside)
             of_row = (
                 "the row's, and what `reset` makes of it is shown by `hrl env-test`: " if shown_tools is None else ""
             )

@@ -17,6 +17,7 @@ from hrl.episodes.parsing import TurnParser, template_of
 from hrl.episodes.pool import Choice, environment_of, try_environment
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.given import Given
+from hrl.preflight.pictures_look import shows_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,6 +101,13 @@ def look_at_environment(
         findings.notes.append(
             f"{spec.source.title} has no tools for the policy to call: environment.tools names none, and no method of "
             "its class has the mark @hrl.tool"
+        )
+    if traits.asks_itself and not rows_choose and shows_pictures(train, val):
+        findings.problem(
+            "environment.path",
+            f"is {spec.source.title}, which asks the policy itself, and the rows have pictures, which the run's server "
+            "takes from no program.",
+            "Set data.image_key=null to read the words alone.",
         )
     is_scored = bool(config.reward_entries) or config.needs_reward_model or given.reward is not None
     if traits.is_unpaid and not is_scored and not rows_choose:

@@ -173,15 +173,18 @@ def _prompt_of(
     An episode then tells what was refused.
 
     Raises:
-        DatasetError: The model does not see what the row shows.
+        DatasetError: The row can't be shown with its pictures.
     """
     tokens = PictureTokens(tokenizer)
     try:
         text = render_row(tokenizer, data, row)
-        (ids,) = encode_texts(tokenizer, [tokens.spread(text, row.images) if row.images else text])
-    except DatasetError:  # of a model that does not see
-        raise
-    except RENDERING_ERRORS:
+        if row.images:
+            tokens.require_unspelled(row.messages, row.tools)
+            text = tokens.spread(text, row.images)
+        (ids,) = encode_texts(tokenizer, [text])
+    except RENDERING_ERRORS as error:
+        if row.images:
+            raise DatasetError(f"{row.origin}: {error}") from error
         return None, ()
     whole = np.array(ids, dtype=np.int32)
     prompt = fitting(data, whole)

@@ -191,8 +191,9 @@ def _look_at_empty_places(findings: Findings, config: RunConfiguration, datasets
 def _with_empty_places(dataset: Any) -> Iterator[Any]:
     """Yield the known rows that show nothing, and whose prompt says where something belongs."""
     for row in (dataset.rows[index] for index in dataset.known):
-        words = texts_in(getattr(row, "messages", None) or getattr(row, "prompt", ()))
-        if not row.images and any(mark in text for text in words for mark in ("<image>", "<video>")):
+        chat: Any = getattr(row, "messages", None) or getattr(row, "prompt", ())
+        asked = chat if isinstance(chat, str) else [each for each in chat if each["role"] != "assistant"]
+        if not row.images and any(mark in text for text in texts_in(asked) for mark in ("<image>", "<video>")):
             yield row
 
 
@@ -215,11 +216,22 @@ def _look_at_eyes(
         tokens = PictureTokens(load_tokenizer(folder, trust_remote_code=trust_remote_code))
         for dataset in datasets:
             for each in (*_of_each_size(dataset, PictureSource), *_of_each_size(dataset, VideoSource)):
-                if (own := tokens.num_tokens(each)) != (wanted := dataset.picture_tokens(each)):
+                wanted = dataset.picture_tokens(each)
+                try:
+                    own = count(tokens.num_tokens(each), "token")
+                except ValueError as error:
+                    own = f"no tokens ({error})"
+                if own != count(wanted, "token"):
                     what = (
-                        f"names {folder.name}, in which {count(own, 'token')} would stand for {_size_of(each)}, and "
-                        f"the policy's prompts have {wanted}."
+                        f"names {folder.name}, in which {own} would stand for {_size_of(each)}, and the policy's "
+                        f"prompts have {wanted}."
                     )
-                    hint = "Take one of the policy's family, with the same sizes in its preprocessor_config.json."
-                    findings.problem(model.key, what, hint)
+                    files = (
+                        "video_preprocessor_config.json"
+                        if isinstance(each, VideoSource)
+                        else "preprocessor_config.json"
+                    )
+                    findings.problem(
+                        model.key, what, f"Take one of the policy's family, with the same sizes in its {files}."
+                    )
                     return

@@ -244,7 +244,7 @@ def _shortened(message: str) -> str:
     return text if len(text) <= 280 else text[:279] + "…"
 
 
-_UNPACKED = [
+ABOUT_UNPACKED = [
     "## Unpacked",
     "",
     "Layers that carry a state along the row (Mamba, gated delta nets and other linear attention, short",
@@ -259,14 +259,14 @@ _UNPACKED = [
     "  more than another micro-batch, which counts as 1,024 tokens. `…max_token_len_per_gpu` is kept with the",
     "  padding counted.",
     "- **Samples of a group do not share their prompt**, and turns of an episode not their beginning: each row is",
-    "  whole.",
+    "  whole. A [picture](pictures.md) that several rows show is still computed once.",
     "- **Experts** of padding are computed and dropped: they are in no loss, no load and no metric.",
     "- **Attention** is transformers' own (`sdpa` where the family has it), and so are states: by torch on a CPU;",
     "  on a GPU by `causal-conv1d`, `flash-linear-attention` and `mamba-ssm` where they are installed, else by",
     "  torch, which transformers says, and which is much slower. Nothing of this was run on a GPU yet.",
     "- **FSDP2, expert groups and adapters** are compared like those of packed models, and so are tensor groups,",
-    "  for which few of these families have a plan. Sequence groups (`ulysses_sequence_parallel_size`) are refused,",
-    "  and pictures are: both need packed rows.",
+    "  for which few of these families have a plan. Sequence groups (`ulysses_sequence_parallel_size`) need packed",
+    "  rows, and are refused.",
     "- **Engines.** `rollout.name=hf` samples contexts of one length together, without padding, since the caches of",
     "  some families are wrong beside it. vLLM on a CPU runs those of the families that it has kernels for there,",
     "  without prefix caching. Falcon-H1 gives the log-probs of rows alone to 5e-5 in float32, in a test. As for every",
@@ -333,7 +333,7 @@ def page(rows: list[Row], layouts: list[LayoutRow]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
         *("| " + " | ".join(row.cells()) + " |" for row in rows),
         "",
-        *_UNPACKED,
+        *ABOUT_UNPACKED,
         "## Layouts",
         "",
         "What is right is compared once more, on two processes over gloo, in float32: the same cut of the",

@@ -9,7 +9,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hrl.models.probe import GRADIENT_TOLERANCE, LOG_PROB_TOLERANCE, MOST_ROUNDING
-from tests.models.table import REFUSED, RIGHT, UNPACKED, VARIANTS, compare
+from tests.models.table import ABOUT_UNPACKED, REFUSED, RIGHT, UNPACKED, VARIANTS, compare
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HOLD = [
@@ -65,3 +65,7 @@ def test_the_page_says_what_the_comparison_says(family, lines):
         row = compare(family, setting, **fields)
         verdict, *_, why = lines[family, setting]
         assert (row.verdict, row.why) == (verdict, why)
+
+
+def test_what_is_said_beside_the_table_is_on_the_page():
+    assert "\n".join(ABOUT_UNPACKED) in PAGE.read_text(encoding="utf-8")

@@ -140,7 +140,7 @@ def test_the_axes_of_a_twin_share_the_part_of_a_head_that_turns(tmp_path):
     # A quarter of 32, and half of that is frequencies.
     assert (text.head_dim, text.rope_parameters["mrope_section"]) == (32, [2, 1, 1])
     source = ModelSource.to_look_at(twin.folder, {}, trust_remote_code=False, max_model_len=64, adapter=None)
-    assert require_sight(source, packs_rows=False) < 1e-4
+    assert max(require_sight(source, packs_rows=False, scalar=scalar) for scalar in (False, True)) < 1e-4
 
 
 def test_a_family_whose_sizes_are_not_known_is_refused_with_its_name(tmp_path, monkeypatch):

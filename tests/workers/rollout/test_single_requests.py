@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hrl.pictures import Picture
 from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SampleOutput
 from hrl.workers.rollout.single_requests import EngineRequest, EngineWork, serve_requests
@@ -31,7 +32,11 @@ def serve(work: list[EngineWork], generate, *, then: asyncio.Event | None = None
         await asyncio.sleep(0.005)
         return next(left, None)
 
-    engine = SimpleNamespace(generate=generate, policy_version=3)
+    async def answer(prompt: list[int], sampling: SamplingParams, request_id: str, pictures: tuple[Picture, ...]):
+        assert pictures == ()
+        return await generate(prompt, sampling, request_id)
+
+    engine = SimpleNamespace(generate=answer, policy_version=3)
 
     async def play() -> int:
         return await serve_requests(engine, take, lambda answers: given.append([a.number for a in answers]), VOCAB)
@@ -55,7 +60,7 @@ def test_experts_go_along_from_the_token_on_that_was_asked_for_and_have_to_be_th
     routed = np.arange(2, dtype=np.uint8).reshape(2, 1, 1)
     given: list[np.ndarray | None] = []
 
-    async def answer(*_: object) -> SampleOutput:
+    async def answer(*_: object, **__: object) -> SampleOutput:
         return SampleOutput([1, 2], [-0.1, -0.1], "stop", 3, routed)
 
     def ask(experts_from: int | None) -> None:
