@@ -11,14 +11,16 @@ from transformers import PreTrainedTokenizerFast
 
 from hrl.config.load import validate_kind
 from hrl.config.run_kind import PPO
+from hrl.data.dataset import RLHFDataset
 from hrl.environments.loading import EnvironmentTraits
 from hrl.episodes import parser_choice
-from hrl.models.tokenizer import TokenIds
+from hrl.models.tokenizer import TokenIds, load_tokenizer
 from hrl.preflight import environment_look
 from hrl.preflight.data_look import look_at_rows, look_at_template
 from hrl.preflight.environment_look import look_at_environment
 from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
+from tests.models.tiny_pictures import config_of, picture, png, save_processors
 from tests.preflight.small_run import ROW, save_model, write_rows
 
 TOOLS_OF_A_CLASS = '''
@@ -184,3 +186,47 @@ def test_a_first_prompt_that_is_too_long_with_its_tools_is_told_before_the_run(
     look_at_template(findings, config, rows, tokenizer, ids, [environment_look._TOOL])
     assert [problem.key for problem in findings.problems] == ["data.max_prompt_length"] * is_told
     assert "look_it_up" in next(fact.text for fact in findings.facts if fact.label == "first prompt")
+
+
+AGENT = """
+import hrl
+
+class Asks(hrl.AgentEnvironment):
+    async def run(self, row, client):
+        return 1.0
+"""
+
+
+def test_a_program_that_asks_the_policy_itself_is_shown_no_pictures(tokenizer, tmp_path):
+    (tmp_path / "asks.py").write_text(AGENT)
+    settings = {"environment.path": f"{tmp_path / 'asks.py'}:Asks", "environment.num_workers": 1}
+    config = validate_kind(PPO, settings | {"data.train_files": ["rows.jsonl"]})
+    told = []
+    for sees in (False, True):
+        findings, train = Findings(), SimpleNamespace(columns=(), has_pictures=sees)
+        look_at_environment(findings, config, Given(), tokenizer, train)
+        told.append([problem.what for problem in findings.problems if "asks the policy itself" in problem.what])
+    assert told[0] == [] and "the rows have pictures, which the run's server takes from no program" in told[1][0]
+
+
+def test_a_prompt_with_tools_is_as_long_as_its_pictures_are(tmp_path):
+    config_of().save_pretrained(tmp_path)
+    save_processors(tmp_path, "qwen2_5_vl")
+    tokens = load_tokenizer(tmp_path)
+    limit = 120  # of the row alone, without tools; the template shows none, so the picture is all that is to be counted
+    found = []
+    for most in (limit, 2 * limit):
+        values = {
+            "data.train_files": ["given"],
+            "data.max_prompt_length": most,
+            "actor_rollout_ref.model.path": str(tmp_path),
+        }
+        config = validate_kind(PPO, values)
+        row = {"prompt": "<image>" + "a" * 100, "images": [png(picture(1))]}
+        settings = config.data.model_copy(update={"answer_key": None, "max_prompt_length": 1000})
+        train, findings = RLHFDataset([row], tokens, settings), Findings()
+        ids = TokenIds(pad=0, stop=(2,), vocab_size=272)
+        look_at_template(findings, config, train, tokens, ids, [{"type": "function", "function": {"name": "look"}}])
+        found.append([problem.what for problem in findings.problems])
+    length = len(RLHFDataset([row], tokens, settings).tokens[0])
+    assert length > limit and f"the first prompt has {length} tokens" in found[0][0] and found[1] == []
