@@ -241,7 +241,7 @@ def test_padded_rows_lie_below_each_other_and_know_where_each_token_is() -> None
     assert packed.hidden_index.tolist() == [*(2 + trained), *(15 + 8 + np.flatnonzero(rows.trained[7]))]
     assert packed.layout.num_pairs == 2 * 15 * 16 // 2
     with pytest.raises(ValueError, match="padded rows are run by one rank"):
-        pack_micro_batch(rows, (0,), share_prefix=False, packs_rows=False, wanted="next", device=CPU, sight=object())
+        pack_micro_batch(rows, (0,), share_prefix=False, packs_rows=False, wanted="next", device=CPU, group=object())
 
 
 def test_a_thread_that_runs_padded_rows_changes_nothing_for_others() -> None:
