@@ -20,7 +20,7 @@ from hrl.columns import object_column
 from hrl.data.chat import as_messages, chat_of_text, encode_texts, render_prompt, tools_of, with_tools, wrong_value
 from hrl.data.order import digest_of
 from hrl.data.picture_files import holds_pixels
-from hrl.data.pictures import take_pictures
+from hrl.data.pictures import PictureTokens, take_pictures
 from hrl.data.sources import GROUND_TRUTH, DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.errors import DatasetError
@@ -190,11 +190,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return type(self)(rows, self.tokenizer, config)
 
     def render(self, row: PromptRow) -> str:
-        text = render_row(self.tokenizer, self.config, row)
-        if not row.images:
-            return text
-        self._pictures.require_unspelled(row.messages, row.tools)
-        return self._pictures.spread(text, row.images)
+        return render_with_pictures(self.tokenizer, self.config, row, self._pictures)
 
     def shape(self, row: PromptRow) -> str:
         is_text = len(row.messages) == 1 and row.messages[0]["role"] == "user"
@@ -298,6 +294,23 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
 def render_row(tokenizer: PreTrainedTokenizerBase, config: DataConfig, row: PromptRow) -> str:
     """Return the text of a row's prompt, with its tools."""
     return render_prompt(tokenizer, row.messages, with_tools(config.apply_chat_template_kwargs, row.tools))
+
+
+def render_with_pictures(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, row: PromptRow, pictures: PictureTokens
+) -> str:
+    """Return the text of a row's prompt with as many tokens as its pictures and videos take.
+
+    Raises:
+        ChatTemplateError: The template shows another number of them, or the prompt spells a token of theirs.
+        DatasetError: The model does not see.
+        ValueError: The model's processor takes none of such a shape.
+    """
+    text = render_row(tokenizer, config, row)
+    if not row.images:
+        return text
+    pictures.require_unspelled(row.messages, row.tools)
+    return pictures.spread(text, row.images)
 
 
 def fitting(config: DataConfig, tokens: np.ndarray) -> np.ndarray | None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,20 +109,20 @@ def last_hidden_states(
         `(1, L, H)`; of padded rows, one after the other, `(1, S * L, H)`.
     """
     backbone = backbone_of(model)
-    if isinstance(layout, PaddedLayout):
-        # Given neither mask nor positions, a model takes every row for what it is: tokens from its first position on.
-        alone = partial(backbone, input_ids=ids, use_cache=False)
-        with _nothing_is_packed():
-            if pictures is None:
-                return alone().last_hidden_state.flatten(0, 1)[None]  # type: ignore[no-any-return]
+    is_padded = isinstance(layout, PaddedLayout)
+    told: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    # Given neither mask nor positions, a model takes every row for what it is: tokens from its first position on.
+    if not is_padded or pictures is not None:
+        told["position_ids"] = positions
+    if not isinstance(layout, PaddedLayout):
+        told |= {"attention_mask": layout.full_mask(ids.device), "packing": layout}
+    with _nothing_is_packed() if is_padded else nullcontext():
+        if pictures is None:
+            hidden = backbone(**told).last_hidden_state
+        else:
             with shown(backbone, pictures) as (seen, zero):
-                return (alone(position_ids=positions, **seen).last_hidden_state + zero).flatten(0, 1)[None]  # type: ignore[no-any-return]
-    mask = layout.full_mask(ids.device)
-    run = partial(backbone, input_ids=ids, attention_mask=mask, position_ids=positions, packing=layout, use_cache=False)
-    if pictures is None:
-        return run().last_hidden_state  # type: ignore[no-any-return]
-    with shown(backbone, pictures) as (seen, zero):
-        return run(**seen).last_hidden_state + zero  # type: ignore[no-any-return]
+                hidden = backbone(**told, **seen).last_hidden_state + zero
+    return hidden.flatten(0, 1)[None] if is_padded else hidden  # type: ignore[no-any-return]
 
 
 @contextmanager

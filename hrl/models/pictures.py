@@ -90,14 +90,15 @@ class PictureProcessor:
     """
 
     def __init__(self, folder: str | Path, *, trust_remote_code: bool = False) -> None:
-        from transformers import AutoImageProcessor
-
         config = sighted_config(folder, trust_remote_code=trust_remote_code)
         self._folder, self._config = folder, config
         self.token_id, self.merge = config.image_token_id, config.vision_config.spatial_merge_size
         self.video_token_id: int | None = getattr(config, "video_token_id", None)
         others = (getattr(config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
         self.own_tokens = [token for token in (self.token_id, self.video_token_id, *others) if token is not None]
+        # Behind the look at the config: a model of text alone is asked whether it sees, and pays for no import.
+        from transformers import AutoImageProcessor
+
         try:
             self._processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:

@@ -16,7 +16,7 @@ from hrl.config.arithmetic import count
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.sources import source_title
 from hrl.data.chat import RENDERING_ERRORS, encode_texts
-from hrl.data.dataset import PromptRow, check_prompt, fitting, render_row
+from hrl.data.dataset import PromptRow, check_prompt, fitting, render_with_pictures
 from hrl.data.pictures import PictureTokens
 from hrl.data.sources import BadRow, read_rows, sources_of
 from hrl.episodes.pictures import NO_VIDEOS
@@ -177,11 +177,7 @@ def _prompt_of(
     """
     tokens = PictureTokens(tokenizer)
     try:
-        text = render_row(tokenizer, data, row)
-        if row.images:
-            tokens.require_unspelled(row.messages, row.tools)
-            text = tokens.spread(text, row.images)
-        (ids,) = encode_texts(tokenizer, [text])
+        (ids,) = encode_texts(tokenizer, [render_with_pictures(tokenizer, data, row, tokens)])
     except RENDERING_ERRORS as error:
         if row.images:
             raise DatasetError(f"{row.origin}: {error}") from error
