@@ -208,7 +208,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
 
     def fit(self, tokens: np.ndarray) -> np.ndarray | None:
         fitted = fitting(self.config, tokens)
-        if fitted is not None and fitted is not tokens and "_pictures" in vars(self) and self._pictures.shows(tokens):
+        if fitted is not None and fitted is not tokens and self.sees and self._pictures.shows(tokens):
             return None  # a picture is not cut
         return fitted
 

@@ -238,6 +238,8 @@ def test_overlong_prompts_are_refused_dropped_or_cut_as_configured(tokenizer, co
     cut = RLHFDataset(rows, tokenizer, config)
     assert tokenizer.decode(cut[1]["raw_prompt_ids"]).startswith("<|start|>user\nbbb")
     assert (cut.counts.truncated, cut.counts.kept) == (1, 3)
+    # Having been asked whether its model sees, a data set goes on to cut: rows of a stream come later.
+    assert not cut.sees and len(cut.fit(cut.encode([cut.render(cut.check(rows[1]))])[0])) == 40
 
 
 def test_rows_that_are_matched_one_by_one_are_refused_if_any_was_left_out(tokenizer, config, make_row):

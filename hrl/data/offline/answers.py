@@ -397,7 +397,7 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         over = self.length(tokens) - limit
         if over <= 0:
             return tokens
-        if "_pictures" in vars(self) and self._pictures.shows(tokens[0].prompt):
+        if self.sees and self._pictures.shows(tokens[0].prompt):
             return None  # a picture is not cut
         if self.config.truncation == "left":  # cut all answers by the same number, so that a pair keeps one prompt
             cut = [answer.without_beginning(over) for answer in tokens]
